@@ -1,0 +1,3 @@
+"""maxrl_fast: high-throughput reinforcement learning with verifiable rewards."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,58 @@
+"""Stopping and timing a run."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupted(Exception):
+    """Ctrl-C was pressed and the run is at a point where it can stop."""
+
+
+class StopSignal:
+    """Turns the first Ctrl-C into a stop at the next safe point; a second one stops at once."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._asked = say, False
+
+    def __enter__(self) -> "StopSignal":
+        self._before: Any = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._say("Ctrl-C: stopping after this step; press it again to stop at once, without saving")
+
+    def check(self) -> None:
+        """Raise Interrupted if Ctrl-C was pressed: called where the weights are whole."""
+        if self._asked:
+            raise Interrupted
+
+
+@dataclass
+class Lap:
+    seconds: float = 0.0
+
+
+class Stopwatch:
+    """Wall time by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[Lap]:
+        lap, start = Lap(), time.perf_counter()
+        try:
+            yield lap
+        finally:
+            lap.seconds = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + lap.seconds

@@ -1,0 +1,49 @@
+"""curves.png: reward, pass@k before and after, entropy and response length of a run."""
+
+from pathlib import Path
+from typing import Any
+
+
+def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
+    """Draw the records of metrics.jsonl and eval.jsonl."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    reward, passes, entropy, length = figure.subplots(2, 2).flat
+    steps = [record["step"] for record in metrics]
+    for axes, key, title, unit in (
+        (reward, "reward_mean", "reward in training", "mean over rollouts"),
+        (entropy, "entropy", "entropy of the sampling policy", "nats per token"),
+        (length, "response_length_mean", "response length", "tokens"),
+    ):
+        axes.plot(steps, [record[key] for record in metrics], color="tab:blue")
+        axes.set(title=title, xlabel="step", ylabel=unit)
+    solved = [record["frac_prompts_solved"] for record in metrics]
+    reward.plot(steps, solved, color="tab:orange", label="prompts solved at least once")
+    reward.lines[0].set_label("rollouts solved")
+    reward.set_ylabel("fraction")
+    if metrics:
+        reward.legend()
+    reward.set_ylim(0, 1)
+    length.set_ylim(bottom=0)
+    entropy.set_ylim(bottom=0)
+
+    shades = ("0.65", "tab:blue")
+    for record, shade in zip(_first_and_last(evaluations), shades, strict=False):
+        ks = [int(k) for k in record["pass_at_k"]]
+        when = f"step {record['step']}" if record["step"] else "before (warm start)"
+        passes.plot(ks, list(record["pass_at_k"].values()), marker="o", color=shade, label=when)
+        passes.set_xscale("log", base=2)
+        passes.set_xticks(ks, [str(k) for k in ks])
+    passes.set(title="pass@k on held-out prompts", xlabel="k", ylabel="fraction", ylim=(0, 1))
+    if evaluations:
+        passes.legend(loc="lower right")
+    for axes in (reward, passes, entropy, length):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]

@@ -1,0 +1,73 @@
+"""What a run will take, before it runs: memory and work."""
+
+import torch
+
+import maxrl_fast
+from maxrl_fast.config import Config
+from maxrl_fast.model.attention import kernel_name
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks import Task
+
+
+def describe_run(config: Config, model: Decoder) -> list[str]:
+    """What runs on what, said once at the start."""
+    device = torch.device(config.run.device)
+    where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    sizes = [f"{name}={value}" for name in ("k", "order") if (value := config.flat()[name]) is not None]
+    start = "new" if config.model.model is None else f"from {config.model.model}"
+    return [
+        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {config.task.task} "
+        f"{config.task.maze_size}x{config.task.maze_size}, seed {config.run.seed}",
+        f"on {where} in {config.run.dtype}; ops: {kernels_for(device)}; attention: {kernel_name(device)}; "
+        f"rollout engine: {config.rollout.rollout}",
+        f"policy: {model.config.num_hidden_layers}-layer Qwen2 decoder, {_parameters(model):,} parameters, {start}; "
+        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
+    ]
+
+
+def _parameters(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def estimate(config: Config, task: Task, model: Decoder) -> str:
+    """The resolved configuration, memory at most and work per step, with responses at their limit."""
+    sizes, options = model.config, config.rollout
+    assert options.max_new_tokens is not None
+    parameters = _parameters(model)
+    element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
+    rows = min(NativeEngine.MAX_ROWS, max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples))
+    kv_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * element
+    cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length
+    # Kept for the backward pass, in floats per token and layer: four of H, four of the feed-forward, q, k, v and their kin.
+    heads = sizes.num_attention_heads * sizes.head_dim
+    activations = sizes.num_hidden_layers * (6 * sizes.hidden_size + 4 * sizes.intermediate_size + 8 * heads)
+    logits = 6 * sizes.vocab_size
+    prompt_tokens = options.prompts * task.prompt_length
+    response_tokens = options.prompts * options.rollouts * options.max_new_tokens
+    memory = {
+        "weights, gradients, Adam moments (float32)": 16 * parameters,
+        f"rollout weights ({config.run.dtype})": element * parameters,
+        f"key/value cache of {rows} rows": kv_token * cached_tokens,
+        f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget
+        * (activations * element + logits * 4),
+    }
+    work = {
+        "rollout": 2 * parameters * (prompt_tokens + response_tokens),
+        "update": 6 * parameters * (prompt_tokens + response_tokens),
+    }
+    lines = ["configuration"]
+    lines += [f"  {name} = {value}" for name, value in config.flat().items() if value is not None]
+    lines += [f"policy: {parameters:,} parameters", "memory, estimated"]
+    lines += [f"  {name}: {_bytes(value)}" for name, value in memory.items()]
+    lines += [f"  total: {_bytes(sum(memory.values()))}", "work per step, at most (matrix products; responses at their limit)"]
+    lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
+    lines += [f"  {name}: {value / 1e9:,.1f} GFLOP" for name, value in work.items()]
+    return "\n".join(lines)
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"

@@ -1,0 +1,73 @@
+"""Evaluation on held-out prompts: unbiased pass@k."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks import Task
+
+
+def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
+    """Unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al. 2021, eq. 1).
+
+    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither over- nor underflows badly.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@k of {num_samples} samples needs 1 <= k <= {num_samples}, got {k}")
+    wrong = (num_samples - num_correct).double()[..., None]
+    i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
+    return 1 - ((wrong - i) / (num_samples - i)).clamp_min(0).prod(-1)
+
+
+def powers_of_two(largest: int) -> list[int]:
+    """1, 2, 4, ... up to `largest`."""
+    return [2**i for i in range(largest.bit_length())]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    pass_at_k: dict[int, float]  # by k, mean over prompts
+    response_length_mean: float  # tokens
+    truncated: float  # fraction of responses stopped by the length limit
+    num_tokens: int  # sampled
+
+
+def evaluate(
+    engine: NativeEngine,
+    task: Task,
+    num_prompts: int,
+    num_samples: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    device: torch.device,
+    ks: Iterable[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """pass@k over the first `num_prompts` test prompts, `num_samples` responses to each.
+
+    The random numbers depend on the seed, the prompt and the sample alone, so that two policies meet the same luck.
+    `progress` is called with the number of prompts done, then `check_stop`, which may raise.
+    """
+    chunk = 32
+    correct, lengths, truncated = [], [], []
+    for start in range(0, num_prompts, chunk):
+        prompts = task.prompts("test", start, min(chunk, num_prompts - start)).to(device)
+        rollouts = engine.generate(prompts, num_samples, sampling, seed=seed, step=0)
+        correct.append(task.score(prompts, rollouts).view(-1, num_samples).gt(0.5).sum(1))
+        lengths.append(rollouts.lengths)
+        truncated.append(rollouts.truncated)
+        progress(start + len(prompts))
+        check_stop()
+    num_correct = torch.cat(correct)
+    return Evaluation(
+        pass_at_k={k: float(pass_at_k(num_samples, num_correct, k).mean()) for k in (ks or powers_of_two(num_samples))},
+        response_length_mean=float(torch.cat(lengths).double().mean()),
+        truncated=float(torch.cat(truncated).double().mean()),
+        num_tokens=int(torch.cat(lengths).sum()),
+    )

@@ -1,0 +1,26 @@
+"""Which device and number format to compute with."""
+
+import torch
+
+from maxrl_fast.errors import InputError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of "auto", "cpu" or "cuda"."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but this PyTorch finds no CUDA device; --device cpu runs without one")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of "float32", "bfloat16" or "auto": bfloat16 where the hardware multiplies it faster than float32."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        # Emulated, as on AVX2, bfloat16 products are about ten times slower than float32.
+        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32

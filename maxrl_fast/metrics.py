@@ -1,0 +1,51 @@
+"""What a training step reports: a line of metrics.jsonl, and the short form of it on the screen."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from maxrl_fast.learner import UpdateMetrics
+from maxrl_fast.records import Rollouts
+
+
+def step_metrics(
+    step: int,
+    rewards: Tensor,
+    rollouts: Rollouts,
+    advantages: Tensor,
+    updates: Sequence[UpdateMetrics],
+    lr: float,
+    seconds: dict[str, float],
+) -> dict[str, float]:
+    """Means over all rollouts of the step, from rewards and advantages [G, N]; what the updates report, over the updates."""
+    solved = rewards > 0.5
+
+    def mean(name: str) -> float:
+        return sum(getattr(update, name) for update in updates) / len(updates)
+
+    return {
+        "step": step,
+        "reward_mean": float(rewards.mean()),
+        "pass_at_1": float(solved.float().mean()),
+        "frac_prompts_solved": float(solved.any(1).float().mean()),
+        "frac_groups_dead": float((advantages == 0).all(1).float().mean()),
+        # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.
+        "entropy": float(-rollouts.logprobs.mean()),
+        "response_length_mean": float(rollouts.lengths.float().mean()),
+        "truncated": float(rollouts.truncated.float().mean()),
+        **{name: mean(name) for name in ("loss", "grad_norm", "ratio", "clipped_low", "clipped_high", "kl", "mismatch")},
+        "lr": lr,
+        "num_sequences_trained": sum(update.num_sequences for update in updates),
+        "num_tokens": len(rollouts.tokens),
+        "tokens_per_second": len(rollouts.tokens) / sum(seconds.values()),
+        **seconds,
+    }
+
+
+def summary(record: dict[str, float]) -> str:
+    """One line of it."""
+    return (
+        f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
+        f"entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
+        f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s"
+    )

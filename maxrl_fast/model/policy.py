@@ -1,0 +1,45 @@
+"""The policy that a configuration asks for: a new decoder or a checkpoint."""
+
+from maxrl_fast.config import Config
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.tasks import Task
+
+
+def build_policy(config: Config, task: Task) -> Decoder:
+    """The policy on the CPU, in float32.
+
+    Raises:
+        InputError: where a checkpoint cannot be read or does not fit the task.
+    """
+    options = config.model
+    assert config.rollout.max_new_tokens is not None
+    longest = task.prompt_length + config.rollout.max_new_tokens
+    if options.model is None:
+        model = Decoder(
+            DecoderConfig(
+                vocab_size=task.vocab_size,
+                hidden_size=options.hidden_size,
+                intermediate_size=options.intermediate_size,
+                num_hidden_layers=options.layers,
+                num_attention_heads=options.heads,
+                num_key_value_heads=options.kv_heads,
+                head_dim=options.hidden_size // options.heads,
+                max_position_embeddings=max(512, longest),
+                rope_theta=options.rope_theta,
+            )
+        )
+        model.initialise(config.run.seed)
+        return model
+    model = load_checkpoint(options.model)
+    if model.config.vocab_size != task.vocab_size:
+        raise InputError(
+            f"task {config.task.task} needs a vocabulary of {task.vocab_size}, {options.model} has {model.config.vocab_size}"
+        )
+    if model.config.max_position_embeddings < longest:
+        raise InputError(
+            f"prompts of {task.prompt_length} and responses of {config.rollout.max_new_tokens} tokens need {longest} "
+            f"positions, {options.model} has {model.config.max_position_embeddings}"
+        )
+    return model

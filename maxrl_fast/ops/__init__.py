@@ -1,0 +1,26 @@
+"""The fused operators, importable without the trainer: `from maxrl_fast import ops`."""
+
+from maxrl_fast.ops.advantage import (
+    ESTIMATORS,
+    expected_improvement,
+    group_advantage,
+    grpo_advantage,
+    leave_two_out_baseline,
+    maxpo_advantage,
+    maxrl_advantage,
+    rloo_advantage,
+)
+from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
+
+__all__ = [
+    "ESTIMATORS",
+    "expected_improvement",
+    "group_advantage",
+    "grpo_advantage",
+    "leave_two_out_baseline",
+    "maxpo_advantage",
+    "maxrl_advantage",
+    "policy_gradient_loss",
+    "rloo_advantage",
+    "token_logprobs",
+]

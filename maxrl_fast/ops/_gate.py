@@ -1,0 +1,25 @@
+"""The gate in front of the kernels: everything they take on trust is checked here, once."""
+
+import torch
+from torch import Tensor
+
+from maxrl_fast import _C
+
+HAS_CUDA_KERNELS: bool = _C.cuda
+
+
+def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
+    """The address of `tensor`, which must be contiguous and of this dtype, shape and device."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape} on {device}, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def kernels_for(device: torch.device) -> str:
+    """Which implementation the ops run on this device, for the report at the start of a run."""
+    if device.type == "cpu":
+        return "C++"
+    return "CUDA" if device.type == "cuda" and HAS_CUDA_KERNELS else "PyTorch reference"

@@ -1,0 +1,98 @@
+"""What the stages hand to each other.
+
+Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response tokens,
+V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token lists end to end: tokens [T] int64 and cu_seqlens [S+1] int64."""
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
+    return tokens, cumulative(torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64))
+
+
+def cumulative(lengths: Tensor) -> Tensor:
+    """cu_seqlens [S+1] of lengths [S], both int64."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def padded_slots(lengths: Tensor, width: int) -> Tensor:
+    """Where each packed token lies in a flattened [S, width] padded on the right: int64 [T]."""
+    sequence = torch.repeat_interleave(lengths)
+    starts = torch.repeat_interleave(cumulative(lengths)[:-1], lengths)
+    return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    tokens: Tensor  # [sum of prompt lengths] int64, packed
+    cu_seqlens: Tensor  # [G+1] int64
+    ids: Tensor  # [G] int64, each prompt's index in its task
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def lengths(self) -> Tensor:  # [G]
+        return self.cu_seqlens.diff()
+
+    def take(self, start: int, count: int) -> "Prompts":
+        """Prompts `start` to `start + count - 1`, fewer at the end."""
+        cu_seqlens = self.cu_seqlens[start : start + count + 1]
+        return Prompts(self.tokens[cu_seqlens[0] : cu_seqlens[-1]], cu_seqlens - cu_seqlens[0], self.ids[start : start + count])
+
+    def to(self, device: torch.device) -> "Prompts":
+        return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device))
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """N responses to each of G prompts, a group's responses side by side: sequence s answers prompt s // N."""
+
+    tokens: Tensor  # [T] int64, packed, the stop token included
+    cu_seqlens: Tensor  # [S+1] int64
+    logprobs: Tensor  # [T] float32 under the sampling distribution
+    truncated: Tensor  # [S] bool, stopped by the length limit instead of a stop token
+
+    @classmethod
+    def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
+        """Responses that no policy sampled, such as demonstrations: log-probs 0, none truncated."""
+        tokens, cu_seqlens = pack(responses)
+        return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
+
+    @classmethod
+    def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
+        """From tokens and logprobs [S, width], padded on the right, lengths [S] and truncated [S]."""
+        slots = padded_slots(lengths, tokens.shape[1])
+        return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        """The sequences of all parts, in order."""
+        return cls(
+            tokens=torch.cat([part.tokens for part in parts]),
+            cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            truncated=torch.cat([part.truncated for part in parts]),
+        )
+
+    @property
+    def lengths(self) -> Tensor:  # [S]
+        return self.cu_seqlens.diff()
+
+    def to(self, device: torch.device) -> "Rollouts":
+        return Rollouts(self.tokens.to(device), self.cu_seqlens.to(device), self.logprobs.to(device), self.truncated.to(device))
+
+    def padded_tokens(self, fill: int) -> Tensor:
+        """Tokens as [S, longest], `fill` on the right."""
+        lengths = self.lengths
+        width = int(lengths.max()) if lengths.numel() else 0
+        padded = self.tokens.new_full((lengths.numel() * width,), fill)
+        padded[padded_slots(lengths, width)] = self.tokens
+        return padded.view(-1, width)

@@ -1,0 +1,37 @@
+"""Random numbers by counter: what a sample draws depends on its own coordinates, never on what else is in the batch."""
+
+import torch
+from torch import Tensor
+
+
+def _signed(x: int) -> int:
+    return (x & (2**64 - 1)) - (2**64 if x & 2**63 else 0)
+
+
+_INCREMENT = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers; int64 products wrap."""
+
+    def logical_shift(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & (2 ** (64 - bits) - 1)
+
+    x = (x ^ logical_shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ logical_shift(x, 27)) * _MULTIPLIERS[1]
+    return x ^ logical_shift(x, 31)
+
+
+def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) -> Tensor:
+    """One key per sample: int64, of the common shape of prompt_ids and sample_ids."""
+    key = torch.zeros_like(prompt_ids)
+    for coordinate in (seed, step, prompt_ids, sample_ids):
+        key = _mix((key ^ coordinate) + _INCREMENT)
+    return key
+
+
+def uniforms(keys: Tensor, position: int) -> Tensor:
+    """One number in [0, 1) per key, float32 with 24 random bits, for the token at `position`."""
+    bits = _mix(keys + _signed((position + 1) * _INCREMENT))
+    return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24

@@ -1,0 +1,91 @@
+"""The files of a run: config.json, metrics.jsonl, eval.jsonl, TensorBoard events, curves.png, checkpoints."""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+import maxrl_fast
+from maxrl_fast.config import Config
+from maxrl_fast.curves import draw_curves
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.tasks import Task
+
+
+class RunFiles:
+    """Writes the files of one run into a folder that it makes; each JSON line is on disk once it is written."""
+
+    def __init__(self, config: Config):
+        assert config.run.out is not None
+        self.out = config.run.out
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            # Exclusively: of two runs started at once in one folder the second stops here.
+            with open(self.out / "config.json", "x") as file:
+                json.dump({**config.flat(), "versions": versions(), "command": sys.argv}, file, indent=2)
+        except OSError as error:
+            raise InputError(f"cannot write to --out {self.out}: {error}") from error
+        self._streams = {name: open(self.out / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "eval")}  # noqa: SIM115
+        self._history: dict[str, list[dict[str, Any]]] = {"metrics": [], "eval": []}
+        self._board = SummaryWriter(str(self.out / "tensorboard"))
+        self.checkpoint: Path | None = None  # the last one
+
+    def write(self, stream: str, record: dict[str, Any]) -> None:
+        """Append to metrics.jsonl or eval.jsonl, and to the TensorBoard events."""
+        self._streams[stream].write(json.dumps(record) + "\n")
+        self._history[stream].append(record)
+        for name, value in record.items():
+            if isinstance(value, dict):  # pass_at_k
+                for k, number in value.items():
+                    self._board.add_scalar(f"{stream}/{name.removesuffix('_k')}_{k}", number, record["step"])
+            else:
+                self._board.add_scalar(f"{stream}/{name}", value, record["step"])
+
+    def save(self, step: int, model: Decoder, task: Task) -> Path:
+        """checkpoints/step-NNNNNN, a Hugging Face directory, and `checkpoint`, a link to the newest."""
+        directory = self.out / "checkpoints" / f"step-{step:06d}"
+        if directory != self.checkpoint:
+            save_checkpoint(directory, model, task.tokenizer_files(), task.stop_ids)
+            link = self.out / ".checkpoint-link"
+            link.unlink(missing_ok=True)
+            link.symlink_to(directory.relative_to(self.out))
+            os.replace(link, self.out / "checkpoint")
+            self.checkpoint = directory
+        return directory
+
+    def listing(self) -> dict[str, str]:
+        """Where to find what."""
+        return {
+            "checkpoint": str(self.checkpoint) if self.checkpoint else "none was written",
+            "curves": str(self.out / "curves.png"),
+            "metrics": str(self.out / "metrics.jsonl"),
+            "evaluations": str(self.out / "eval.jsonl"),
+            "TensorBoard": f"tensorboard --logdir {self.out}",
+        }
+
+    def close(self) -> None:
+        """Draw curves.png and close the files."""
+        self._board.close()
+        for stream in self._streams.values():
+            stream.close()
+        draw_curves(self._history["metrics"], self._history["eval"], self.out / "curves.png")
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers of a run may depend on besides its configuration."""
+    return {
+        "maxrl_fast": maxrl_fast.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

@@ -1,0 +1,28 @@
+"""Tasks: where prompts come from and what a response is worth."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from maxrl_fast.records import Prompts, Rollouts
+
+
+class Task(Protocol):
+    """What the trainer asks of a task."""
+
+    vocab_size: int
+    stop_ids: tuple[int, ...]  # a response ends with the first of these
+    prompt_length: int  # the longest prompt, in tokens
+    max_new_tokens: int  # the default limit of a response, in tokens
+
+    def prompts(self, split: str, start: int, count: int) -> Prompts:
+        """Prompts by index; split is "train" or "test"."""
+
+    def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
+        """Training prompts by index and one right response to each, for supervised learning."""
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """Rewards [S] float32 of N responses to each prompt."""
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        """JSON contents by file name, for checkpoints that `transformers` can load."""

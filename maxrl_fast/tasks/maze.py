@@ -1,0 +1,202 @@
+"""The maze task of the MaxRL paper (appendix E.1): read a maze as tokens, answer with the moves from start to goal."""
+
+import random
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Prompts, Rollouts, pack
+
+# One token a word; ids 17..31 are reserved, as in the paper's configuration.
+WORDS = (
+    *("<pad>", "<bos>", "<eos>", "<unk>", "GRID_START", "GRID_END", "PATH_START", "DONE"),
+    *("PATH", "WALL", "GOAL", "START", "NEWLINE", "UP", "DOWN", "LEFT", "RIGHT"),
+)
+VOCAB_SIZE = 32
+PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
+PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
+MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
+MIN_SIZE, MAX_SIZE = 5, 31
+TEST_SHARE = 4  # one maze content in this many is held out for the test split
+
+Cell = tuple[int, int]
+Grid = list[list[bool]]  # [n][n], True where the cell is open
+
+
+def generate_maze(size: int, rng: random.Random) -> Grid:
+    """A spanning tree of the rooms at odd coordinates by Prim's algorithm; start (1, 1), goal (size-2, size-2)."""
+
+    def pop_random(items: list[Cell]) -> Cell:
+        # random() is the only draw whose stream Python promises to keep from version to version.
+        i = int(rng.random() * len(items))
+        items[i], items[-1] = items[-1], items[i]
+        return items.pop()
+
+    def rooms_around(cell: Cell) -> list[Cell]:
+        row, column = cell
+        return [
+            (row + 2 * dr, column + 2 * dc)
+            for dr, dc in MOVES.values()
+            if 0 < row + 2 * dr < size - 1 and 0 < column + 2 * dc < size - 1
+        ]
+
+    is_open = [[False] * size for _ in range(size)]
+    is_open[1][1] = True
+    frontier = rooms_around((1, 1))
+    listed = {(1, 1), *frontier}
+    while frontier:
+        row, column = pop_random(frontier)
+        near_row, near_column = pop_random([(r, c) for r, c in rooms_around((row, column)) if is_open[r][c]])
+        is_open[row][column] = is_open[(row + near_row) // 2][(column + near_column) // 2] = True
+        for room in rooms_around((row, column)):
+            if room not in listed:
+                listed.add(room)
+                frontier.append(room)
+    return is_open
+
+
+def shortest_path(is_open: Grid) -> list[int]:
+    """The move tokens from start to goal; a generated maze is a tree, so this simple path is the only one."""
+    goal = len(is_open) - 2
+    came_by: dict[Cell, int] = {(1, 1): UP}
+    stack = [(1, 1)]
+    while (goal, goal) not in came_by:
+        row, column = stack.pop()
+        for move, (dr, dc) in MOVES.items():
+            cell = (row + dr, column + dc)
+            if is_open[cell[0]][cell[1]] and cell not in came_by:
+                came_by[cell] = move
+                stack.append(cell)
+    path, cell = [], (goal, goal)
+    while cell != (1, 1):
+        move = came_by[cell]
+        path.append(move)
+        cell = (cell[0] - MOVES[move][0], cell[1] - MOVES[move][1])
+    return path[::-1]
+
+
+def encode_maze(is_open: Grid) -> list[int]:
+    """Prompt tokens: <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START; size * (size + 1) + 4 of them."""
+    size = len(is_open)
+    tokens = [BOS, GRID_START]
+    for row in is_open:
+        tokens += [PATH if cell else WALL for cell in row]
+        tokens.append(NEWLINE)
+    tokens[2 + (size + 1) + 1] = START
+    tokens[2 + (size - 2) * (size + 1) + size - 2] = GOAL
+    return [*tokens, GRID_END, PATH_START]
+
+
+def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False) -> Tensor:
+    """Reward [S] float32 of each response: 1 for a walk to the goal, else 0.
+
+    Every token before DONE must be a move, no move up to the goal may enter a wall or leave the grid, and the goal must be
+    reached; without DONE the reward is 0. Moves after the goal are ignored, unless `strict`: then every move counts and
+    the last must end on the goal. All sequences are judged at once: their positions are running sums of their moves.
+    """
+    device = rollouts.tokens.device
+    # [G, size * size], True where a walk may go
+    cells = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)[:, :, :size].flatten(1)
+    is_open = (cells != WALL).repeat_interleave(len(rollouts.lengths) // len(prompts), 0)  # [S, size * size]
+
+    tokens = rollouts.padded_tokens(PAD)  # [S, L]
+    is_done = tokens == DONE
+    before_done = is_done.cumsum(1) == 0
+    steps = torch.zeros(VOCAB_SIZE, 2, dtype=torch.int64, device=device)
+    steps[list(MOVES)] = torch.tensor(list(MOVES.values()), device=device)
+    position = 1 + steps[tokens].cumsum(1)  # [S, L, 2] row and column after each token
+    inside = ((position >= 0) & (position < size)).all(-1)
+    row, column = position.clamp(0, size - 1).unbind(-1)
+    is_legal = inside & is_open.gather(1, row * size + column)
+    at_goal = inside & (row == size - 2) & (column == size - 2) & before_done
+
+    earlier_arrivals = at_goal.cumsum(1) - at_goal.long()
+    counts = before_done if strict else before_done & (earlier_arrivals == 0)
+    is_move = torch.isin(tokens, torch.tensor(list(MOVES), device=device))
+    last = (before_done.sum(1, keepdim=True) - 1).clamp_min(0)
+    reached = at_goal.gather(1, last)[:, 0] if strict else at_goal.any(1)
+    solved = is_done.any(1) & (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1) & reached
+    return solved.float()
+
+
+class MazeTask:
+    """Mazes by index. Maze i of a seed is the same on every machine and in any order.
+
+    The split is decided by a maze's content (a CRC of its tokens), so that no test maze can be met in training, whatever
+    the seeds; maze i is the first of its own stream of draws that falls on its side of the split.
+
+    Args:
+        size: cells along one side, odd, 5 to 31.
+        seed: seed of the generator.
+        strict: a rollout must end on the goal; otherwise what comes after the goal is ignored.
+
+    Raises:
+        InputError: on any other size.
+    """
+
+    vocab_size = VOCAB_SIZE
+    stop_ids: tuple[int, ...] = (DONE, EOS)
+
+    def __init__(self, size: int = 9, seed: int = 0, strict: bool = False):
+        if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
+            raise InputError(f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}")
+        self.size, self.seed, self.strict = size, seed, strict
+        self.prompt_length = size * (size + 1) + 4
+        # Of any simple path and DONE; the paper allows 180 at 17x17, where this is 128.
+        self.max_new_tokens = 2 * ((size - 1) // 2) ** 2
+
+    def maze(self, split: str, index: int) -> Grid:
+        """Maze `index` of `split` ("train" or "test") as an open/closed grid."""
+        rng = random.Random(f"maze {self.size} {split} {self.seed} {index}")
+        while True:
+            is_open = generate_maze(self.size, rng)
+            if (zlib.crc32(bytes(encode_maze(is_open))) % TEST_SHARE == 0) == (split == "test"):
+                return is_open
+
+    def prompts(self, split: str, start: int, count: int) -> Prompts:
+        """Prompts `start` to `start + count - 1` of `split`."""
+        return self._encode(start, [self.maze(split, i) for i in range(start, start + count)])
+
+    def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
+        """Training prompts and, as the one rollout of each, the solution: its moves, DONE, <eos>."""
+        mazes = [self.maze("train", i) for i in range(start, start + count)]
+        return self._encode(start, mazes), Rollouts.given([[*shortest_path(maze), DONE, EOS] for maze in mazes])
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """Rewards [S] float32, 0 or 1."""
+        return judge(prompts, rollouts, self.size, self.strict)
+
+    def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
+        tokens, cu_seqlens = pack([encode_maze(maze) for maze in mazes])
+        return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        """The word-level tokenizer as the JSON files of a Hugging Face tokenizer, by file name."""
+        words = [*WORDS, *(f"<reserved_{i}>" for i in range(len(WORDS), VOCAB_SIZE))]
+        special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        added = [
+            {"id": words.index(word), "content": word, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            for word in special.values()
+        ]
+        tokenizer = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+        }
+        # The class of transformers 4, which version 5 still takes.
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": 10**9,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special, "special_tokens_map.json": special}

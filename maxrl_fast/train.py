@@ -1,0 +1,139 @@
+"""The trainer: `python -m maxrl_fast.train --objective maxpo --k 4`.
+
+task --prompts--> rollout engine --tokens, logprobs--> reward --[G, N]--> advantage --[S]--> packed batch
+     --> model (each prompt once) --> loss --> optimizer --> weights back to the rollout engine
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from maxrl_fast.config import Config, check, parse, resolve
+from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
+from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.estimates import describe_run, estimate
+from maxrl_fast.evaluate import Evaluation, evaluate
+from maxrl_fast.learner import Learner, LossSettings, learning_rate
+from maxrl_fast.metrics import step_metrics, summary
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy import build_policy
+from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.ops import group_advantage
+from maxrl_fast.rollout import Sampling, check_finite
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.run_files import RunFiles
+from maxrl_fast.screen import Screen
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.registry import build_task
+from maxrl_fast.warm_start import warm_start
+
+
+def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: Screen, stop: StopSignal) -> int:
+    """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
+    num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
+    device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
+    estimator = OBJECTIVES[config.objective.objective].estimator
+    sampling = Sampling.of(config, task)
+    engine = NativeEngine(model.to(device), dtype)
+    clock = Stopwatch()
+    evaluations: dict[int, Evaluation] = {}
+    step = num_sampled = num_trained = code = 0
+
+    def evaluate_now() -> None:
+        with clock("evaluation"), screen.stage("evaluate", config.evaluation.eval_prompts, lines=1) as stage:
+            evaluations[step] = evaluate(
+                engine,
+                task,
+                config.evaluation.eval_prompts,
+                config.evaluation.eval_samples,
+                sampling,
+                seed=seed,
+                device=device,
+                progress=stage.advance,
+                check_stop=stop.check,
+            )
+        files.write("eval", {"step": step, **vars(evaluations[step])})
+        screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluations[step].pass_at_k.items()))
+
+    try:
+        with clock("warm start"):
+            next_prompt = warm_start(config, task, model, screen, stop)
+        engine.load_weights(model)
+        files.save(step, model, task)
+        evaluate_now()
+
+        learner = Learner.of(config, model, LossSettings.of(config))
+        with screen.stage("train", config.optimizer.steps) as stage:
+            for step in range(1, config.optimizer.steps + 1):
+                with clock("rollout") as rollout_time:
+                    prompts = task.prompts("train", next_prompt, num_prompts).to(device)
+                    rollouts = engine.generate(prompts, num_rollouts, sampling, seed=seed, step=step)
+                    check_finite(rollouts, prompts, step)
+                    next_prompt += num_prompts
+                with clock("reward"):
+                    rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)  # [G, N]
+                with clock("advantage"):
+                    advantages = group_advantage(rewards, estimator, k=config.objective.k, order=config.objective.order)
+                with clock("update") as update_time:
+                    lr = learning_rate(step, config.optimizer)
+                    parts = torch.arange(advantages.numel(), device=device).chunk(config.optimizer.updates_per_step)
+                    updates = [
+                        learner.update(prompts, rollouts, advantages.flatten(), sequences, step=step, lr=lr)
+                        for sequences in parts
+                    ]
+                with clock("weights to rollout"):
+                    engine.load_weights(model)
+
+                seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": update_time.seconds}
+                record = step_metrics(step, rewards, rollouts, advantages, updates, lr, seconds)
+                files.write("metrics", record)
+                stage.advance(step, summary(record))
+                num_sampled += len(rollouts.tokens)
+                num_trained += sum(update.num_tokens for update in updates)
+                if config.run.save_every and step % config.run.save_every == 0:
+                    files.save(step, model, task)
+                if config.evaluation.eval_every and step % config.evaluation.eval_every == 0:
+                    evaluate_now()
+                stop.check()
+        files.save(step, model, task)
+        if step not in evaluations:
+            evaluate_now()
+    except Interrupted:
+        screen.say(f"stopped by Ctrl-C at step {step}; the policy is in {files.save(step, model, task)}")
+        code = 130
+    except NonFiniteError as error:
+        kept = f"the last good checkpoint is {files.checkpoint}" if files.checkpoint else "no checkpoint was written yet"
+        screen.complain(f"{error}; {kept}. A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding.")
+        code = 1
+    files.close()
+    tokens = {"rollout": num_sampled, "update": num_trained}
+    screen.closing_tables(list(evaluations.values()), clock.seconds, tokens, files.listing())
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, 1 on non-finite values, 2 on bad input, 130 on Ctrl-C."""
+    screen = Screen()
+    try:
+        config = parse(sys.argv[1:] if arguments is None else arguments)
+        check(config)
+        task = build_task(config.task, config.run.seed)
+        config = resolve(config, task)
+        torch.set_num_threads(config.run.threads or 1)
+        model = build_policy(config, task)
+        if config.run.dry_run:
+            screen.say(estimate(config, task, model))
+            return 0
+        files = RunFiles(config)
+    except InputError as error:
+        screen.complain(str(error))
+        return 2
+    for line in describe_run(config, model):
+        screen.say(line)
+    with StopSignal(screen.say) as stop:
+        return train(config, task, model, files, screen, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The warm start: supervised learning on solutions, through the same learner as reinforcement learning."""
+
+import dataclasses
+
+import torch
+
+from maxrl_fast.config import Config
+from maxrl_fast.control import StopSignal
+from maxrl_fast.learner import Learner, LossSettings, learning_rate
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.screen import Screen
+from maxrl_fast.tasks import Task
+
+
+def warm_start(config: Config, task: Task, model: Decoder, screen: Screen, stop: StopSignal) -> int:
+    """Train the policy on one solution per prompt. Returns the index of the first training prompt not used."""
+    steps, batch = config.warm_start.sft_steps or 0, config.warm_start.sft_batch
+    if not steps:
+        return 0
+    # With advantage 1, "reinforce" is the mean negative log-likelihood of the solutions' tokens.
+    learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation="token_mean"))
+    schedule = dataclasses.replace(
+        config.optimizer, steps=steps, lr=config.warm_start.sft_lr, lr_schedule="cosine", warmup_steps=10
+    )
+    device = torch.device(config.run.device)
+    advantages, sequences = torch.ones(batch, device=device), torch.arange(batch, device=device)
+    with screen.stage("warm start", steps, lines=10) as stage:
+        for step in range(1, steps + 1):
+            prompts, solutions = task.demonstrations((step - 1) * batch, batch)
+            update = learner.update(
+                prompts.to(device), solutions.to(device), advantages, sequences, step=step, lr=learning_rate(step, schedule)
+            )
+            stage.advance(step, f"loss {update.loss:.3f}")
+            stop.check()
+    return steps * batch

@@ -1,0 +1,31 @@
+"""Builds maxrl_fast._C by handing CMakeLists.txt to CMake; sources, flags and architectures live there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        out = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build = Path(self.build_temp).resolve()
+        configure = [
+            "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DMAXRL_FAST_CUDA={os.environ.get('MAXRL_FAST_CUDA', 'AUTO')}",
+        ]  # fmt: skip
+        subprocess.check_call(configure)
+        subprocess.check_call(["cmake", "--build", build])
+
+
+setup(ext_modules=[Extension("maxrl_fast._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -89,7 +89,7 @@ class OptimizerOptions:
 
     steps: int = 100
     """Steps."""
-    lr: float = 3e-4
+    lr: float = 2e-4
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up: constant, or a cosine to a tenth."""
@@ -101,7 +101,7 @@ class OptimizerOptions:
     """Decoupled weight decay, of matrices only."""
     beta1: float = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = 0.99
     """Decay of the second moment."""
     clip_grad: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""

@@ -53,7 +53,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Means over the tokens that were trained on; zeros where none could teach."""
+    """Means over the tokens that were trained on; where none could teach, a ratio of 1 and zeros."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -162,15 +162,15 @@ class Learner:
             raise NonFiniteError(f"step {step}: {self._find_non_finite(prompts, rollouts, advantages, learning, denominator)}")
         self.optimizer.step()
 
-        def mean(name: str) -> float:
-            return float(sums[name] / sums["tokens"]) if sums else 0.0
+        def mean(name: str, otherwise: float = 0.0) -> float:
+            return float(sums[name] / sums["tokens"]) if sums else otherwise
 
         return UpdateMetrics(
             loss=float(loss),
             grad_norm=float(grad_norm),
             num_sequences=len(learning),
             num_tokens=num_tokens,
-            ratio=mean("ratio"),
+            ratio=mean("ratio", otherwise=1.0),
             clipped_low=mean("clipped_low"),
             clipped_high=mean("clipped_high"),
             kl=mean("kl"),
@@ -220,7 +220,7 @@ class Learner:
                 return f"an advantage is not finite {where}"
             loss, _ = self.loss(batch, denominator)
             if not loss.isfinite():
-                return f"the loss is {float(loss)} {where}"
+                return f"the loss is {float(loss.detach())} {where}"
             loss.backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not parameter.grad.isfinite().all():

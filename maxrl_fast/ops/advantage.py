@@ -65,7 +65,8 @@ _maxpo = _ranked("maxpo")
 
 def _grpo(rewards: Tensor, size: int, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     centred = _centred(rewards, 0)  # by gaps between sorted rewards: exactly 0 in a group of equal rewards
-    variance = centred.square().sum(-1, keepdim=True) / (rewards.shape[1] - ddof)
+    # Summed in sorted order, so that the order of the rollouts changes nothing, not even a rounding.
+    variance = centred.sort(-1).values.square().sum(-1, keepdim=True) / (rewards.shape[1] - ddof)
     return centred / (variance.sqrt() + eps)
 
 

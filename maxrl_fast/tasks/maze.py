@@ -20,7 +20,7 @@ PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
 PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 MIN_SIZE, MAX_SIZE = 5, 31
-TEST_SHARE = 4  # one maze content in this many is held out for the test split
+TEST_SHARE = 5  # one maze content in about this many is held out; every size from 5 on has some on both sides
 
 Cell = tuple[int, int]
 Grid = list[list[bool]]  # [n][n], True where the cell is open
@@ -174,29 +174,29 @@ class MazeTask:
         return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """The word-level tokenizer as the JSON files of a Hugging Face tokenizer, by file name."""
+        """The tokenizer as the JSON files of a Hugging Face tokenizer, by file name: one token a word, spaces ignored.
+
+        Every word is an added token, since transformers 5 reads a qwen2 checkpoint's tokenizer as Qwen2's, whatever its
+        class, and so with a byte-level model in which a word-level vocabulary would mean nothing. It decodes without spaces.
+        """
         words = [*WORDS, *(f"<reserved_{i}>" for i in range(len(WORDS), VOCAB_SIZE))]
         special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
         added = [
-            {"id": words.index(word), "content": word, "special": True}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            for word in special.values()
+            {"id": i, "content": word, "special": word in special.values(), "lstrip": True, "rstrip": True}
+            | {"single_word": False, "normalized": False}
+            for i, word in enumerate(words)
         ]
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         tokenizer = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": added,
             "normalizer": None,
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "pre_tokenizer": byte_level,
             "post_processor": None,
-            "decoder": None,
-            "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"},
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": [], "unk_token": "<unk>"},
         }
-        # The class of transformers 4, which version 5 still takes.
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": 10**9,
-            "clean_up_tokenization_spaces": False,
-        }
-        return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special, "special_tokens_map.json": special}
+        config = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 10**9, "clean_up_tokenization_spaces": False}
+        return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special}

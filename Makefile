@@ -1,0 +1,46 @@
+# make train   set up, then the main job: MaxPO on mazes, on any machine
+# make test    set up, then ruff, mypy and the tests
+# make bench   set up, then the benchmark of a training step
+# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu
+#
+# The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
+# inputs changes. PYTHON is the interpreter to start from, MAXRL_FAST_CUDA=AUTO|ON|OFF whether to build the CUDA kernels.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+MAXRL_FAST_CUDA ?= AUTO
+export MAXRL_FAST_CUDA
+STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
+INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
+
+.PHONY: train test bench gpu format clean
+
+train: $(STAMP)
+	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
+
+test: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(RUN) -m pytest -q
+
+bench: $(STAMP)
+	$(RUN) -m bench.train_step
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+gpu:
+	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
+	$(PYTHON) -m pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) build *.egg-info maxrl_fast/*.so
+
+$(STAMP): $(INPUTS)
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -e '.[dev]'
+	rm -f $(VENV)/.installed-*
+	touch $@

@@ -1,0 +1,18 @@
+"""Rollouts and batches for the tests."""
+
+import torch
+
+from maxrl_fast.batching import Batch, pack_batch
+from maxrl_fast.records import Prompts, Rollouts, pack
+
+
+def make_prompts(token_lists: list[list[int]]) -> Prompts:
+    tokens, cu_seqlens = pack(token_lists)
+    return Prompts(tokens, cu_seqlens, torch.arange(len(token_lists)))
+
+
+def one_batch(prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None) -> Batch:
+    """All rollouts as one micro-batch."""
+    num_sequences = len(rollouts.lengths)
+    advantages = torch.ones(num_sequences) if advantages is None else advantages
+    return pack_batch(prompts, rollouts, advantages, torch.arange(num_sequences))

@@ -1,0 +1,30 @@
+"""Small models for the tests."""
+
+import dataclasses
+
+import torch
+
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
+
+TINY = DecoderConfig(
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    rope_theta=100.0,
+)
+
+
+def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
+    """A decoder whose outputs are far from uniform: weights of N(0, 0.3), biases and norms off their start values too."""
+    model = Decoder(dataclasses.replace(TINY, **changes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.3 * noise if parameter.dim() == 2 else 0.7 + 0.2 * noise)
+    return model

@@ -1,0 +1,163 @@
+"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, obvious judge."""
+
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks import maze
+from maxrl_fast.tasks.maze import MazeTask, encode_maze, judge, shortest_path
+
+PAPER_PROMPT = """
+<bos> GRID_START WALL WALL WALL WALL WALL WALL WALL NEWLINE WALL START WALL PATH PATH PATH WALL NEWLINE
+WALL PATH WALL PATH WALL WALL WALL NEWLINE WALL PATH PATH PATH PATH PATH WALL NEWLINE
+WALL PATH WALL WALL WALL PATH WALL NEWLINE WALL PATH WALL PATH PATH GOAL WALL NEWLINE
+WALL WALL WALL WALL WALL WALL WALL NEWLINE GRID_END PATH_START
+""".split()
+PAPER_ANSWER = "DOWN DOWN RIGHT RIGHT RIGHT RIGHT DOWN DOWN DONE <eos>".split()
+GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits, as first generated
+GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits, as first generated
+ID = {word: i for i, word in enumerate(maze.WORDS)}
+
+
+def grid_of(words):
+    cells = [word for word in words[2:-2] if word != "NEWLINE"]
+    size = round(len(cells) ** 0.5)
+    return [[word != "WALL" for word in cells[i * size : (i + 1) * size]] for i in range(size)]
+
+
+def test_the_papers_example():
+    is_open = grid_of(PAPER_PROMPT)
+    assert encode_maze(is_open) == [ID[word] for word in PAPER_PROMPT]
+    assert [*shortest_path(is_open), maze.DONE, maze.EOS] == [ID[word] for word in PAPER_ANSWER]
+
+
+def walk_length(is_open):
+    """Shortest way from start to goal by breadth-first search."""
+    goal = (len(is_open) - 2,) * 2
+    distance, queue = {(1, 1): 0}, deque([(1, 1)])
+    while queue:
+        row, column = queue.popleft()
+        for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            if is_open[cell[0]][cell[1]] and cell not in distance:
+                distance[cell] = distance[row, column] + 1
+                queue.append(cell)
+    return len(distance), distance.get(goal)
+
+
+@pytest.mark.parametrize("size", range(5, 32, 2))
+def test_mazes_are_spanning_trees_with_the_shortest_path(size):
+    task = MazeTask(size)
+    rooms = ((size - 1) // 2) ** 2
+    for split in ("train", "test"):
+        for i in range(3):
+            is_open = task.maze(split, i)
+            reached, length = walk_length(is_open)
+            assert reached == sum(map(sum, is_open)) == 2 * rooms - 1  # connected, and as many openings as a tree has
+            assert all(is_open[r][c] for r in range(1, size, 2) for c in range(1, size, 2))
+            path = shortest_path(is_open)
+            assert len(path) == length <= task.max_new_tokens - 1
+            assert len(encode_maze(is_open)) == task.prompt_length
+    assert size != 17 or task.prompt_length == 310
+
+
+def test_mazes_are_the_same_on_every_machine_and_in_any_order():
+    task = MazeTask(9, seed=5)
+    assert [sum(x << i for i, x in enumerate(row)) for row in task.maze("train", 7)] == GOLDEN
+    prompts = task.prompts("train", 3, 4)
+    for place, i in enumerate(range(3, 7)):
+        assert prompts.take(place, 1).tokens.tolist() == task.prompts("train", i, 1).tokens.tolist()
+    assert prompts.ids.tolist() == [3, 4, 5, 6]
+    assert task.prompts("train", 0, 20).tokens.tolist() != MazeTask(9, seed=6).prompts("train", 0, 20).tokens.tolist()
+
+
+@pytest.mark.parametrize("size", [5, 7, 9])
+def test_no_test_maze_is_ever_trained_on(size):
+    contents = {
+        (split, seed): {tuple(encode_maze(MazeTask(size, seed).maze(split, i))) for i in range(300)}
+        for split in ("train", "test")
+        for seed in (0, 1)
+    }
+    train = contents["train", 0] | contents["train", 1]
+    test = contents["test", 0] | contents["test", 1]
+    assert train
+    assert test
+    assert not train & test
+    assert size != 5 or len(train | test) == 4  # every 5x5 maze there is
+
+
+@pytest.mark.parametrize("size", [4, 3, 10, 33, -9])
+def test_bad_sizes(size):
+    with pytest.raises(InputError, match=f"odd number from 5 to 31, got {size}"):
+        MazeTask(size)
+
+
+def slow_judge(is_open, tokens, strict):
+    if maze.DONE not in tokens:
+        return 0
+    moves = tokens[: tokens.index(maze.DONE)]
+    if any(move not in maze.MOVES for move in moves):
+        return 0
+    row, column, goal = 1, 1, len(is_open) - 2
+    arrived = False
+    for move in moves:
+        row, column = row + maze.MOVES[move][0], column + maze.MOVES[move][1]
+        if not (0 <= row < len(is_open) and 0 <= column < len(is_open)) or not is_open[row][column]:
+            return 0
+        if (row, column) == (goal, goal):
+            arrived = True
+            if not strict:
+                return 1
+    return int(arrived and (row, column) == (goal, goal))
+
+
+def mutations(path, rng):
+    """Answers around a solution: right, wrong in one place, cut, prolonged, without or with two DONEs."""
+    yield [*path, maze.DONE]
+    yield path
+    yield [*path, maze.DONE, maze.EOS]
+    yield [*path, maze.RIGHT, maze.DONE]  # into a wall after the goal
+    back = {maze.UP: maze.DOWN, maze.DOWN: maze.UP, maze.LEFT: maze.RIGHT, maze.RIGHT: maze.LEFT}[path[-1]]
+    yield [*path, back, maze.DONE]  # away from the goal
+    yield [*path, back, path[-1], maze.DONE]  # away and back
+    yield [*path[:-1], maze.DONE, path[-1]]
+    yield [maze.DONE]
+    yield [maze.EOS]
+    yield [*path, maze.EOS, maze.DONE]
+    yield [maze.UP, maze.UP, maze.DOWN, maze.DOWN, *path, maze.DONE]  # out of the grid and back
+    for _ in range(20):
+        wrong = list(path)
+        for _ in range(rng.randint(1, 3)):
+            wrong[rng.randrange(len(wrong))] = rng.choice([*maze.MOVES, *maze.MOVES, maze.DONE, maze.PATH, maze.PAD])
+        yield [*wrong, maze.DONE]
+    for _ in range(20):
+        yield [rng.choice([*maze.MOVES, maze.DONE]) for _ in range(rng.randint(1, 3 * len(path)))]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("size", [5, 9, 17])
+def test_the_judge_equals_the_slow_one(size, strict):
+    task, rng = MazeTask(size), random.Random(0)
+    prompts = task.prompts("train", 0, 8)
+    answers, expected = [], []
+    for i in range(8):
+        is_open = task.maze("train", i)
+        tried = list(mutations(shortest_path(is_open), rng))
+        answers += tried
+        expected += [slow_judge(is_open, answer, strict) for answer in tried]
+    rewards = judge(prompts, Rollouts.given(answers), size, strict)
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == expected
+    assert 0.05 < sum(expected) / len(expected) < 0.5
+
+
+def test_demonstrations_earn_the_reward():
+    task = MazeTask(9)
+    prompts, solutions = task.demonstrations(0, 16)
+    assert task.score(prompts, solutions).tolist() == [1.0] * 16
+    assert solutions.lengths.max() <= task.max_new_tokens + 1  # <eos> follows DONE here, and is never sampled
+    shifted, _ = task.demonstrations(1, 16)
+    assert task.score(shifted, solutions).mean() < 0.5

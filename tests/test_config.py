@@ -1,0 +1,122 @@
+"""Flags, TOML, defaults; bad input is refused in one sentence."""
+
+import re
+
+import pytest
+
+from maxrl_fast import config as configuration
+from maxrl_fast.config import Config, check, parse, resolve
+from maxrl_fast.errors import InputError
+from maxrl_fast.tasks.maze import MazeTask
+
+
+def resolved(*flags):
+    config = parse(flags)
+    check(config)
+    return resolve(config, MazeTask(9)).flat()
+
+
+def test_defaults_are_worked_out():
+    options = resolved("--objective", "maxpo")
+    assert (options["k"], options["max_new_tokens"], options["sft_steps"], options["aggregation"]) == (4, 32, 100, "token_mean")
+    assert re.fullmatch(r"runs/maxpo-\d{8}-\d{6}", options["out"])
+    assert options["device"] in ("cpu", "cuda")
+    assert options["dtype"] in ("float32", "bfloat16")
+    assert resolved("--objective", "maxrl")["order"] == 15
+    assert resolved("--objective", "dr_grpo")["aggregation"] == "seq_sum_constant"
+    assert resolved("--objective", "dr_grpo", "--aggregation", "token_mean")["aggregation"] == "token_mean"
+    assert resolved("--model", "x")["sft_steps"] == 0
+    assert resolved("--model", "x", "--sft-steps", "3")["sft_steps"] == 3
+
+
+def test_a_flag_overrides_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('objective = "maxrl"\norder = 3\nmaze_size = 11\nlr = 5e-4\nmaze_strict = true\n')
+    options = resolved("--config", str(file), "--maze-size", "13")
+    assert (options["objective"], options["order"], options["maze_size"]) == ("maxrl", 3, 13)
+    assert (options["lr"], options["maze_strict"]) == (5e-4, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("maze_sise = 9", "unknown key 'maze_sise'; did you mean 'maze_size'?"),
+        ("xyzzy = 9", "unknown key 'xyzzy'$"),
+        ("lr = ", "readable TOML file"),
+        ("lr = [1]", r"lr must be a number or a string, got \[1\]"),
+        ("[task]\nmaze_size = 9", "task must be a number or a string"),
+        ("dry_run = 1", "dry_run must be true or false, got 1"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    with pytest.raises(InputError, match=message):
+        parse(["--config", str(file)])
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(InputError, match="readable TOML file, got nowhere.toml"):
+        parse(["--config", "nowhere.toml"])
+
+
+@pytest.mark.parametrize("flags", [["--k", "x"], ["--maze-sise", "9"], ["--device", "tpu"], ["--lr"]])
+def test_bad_flags_exit_with_2(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(flags)
+    assert stop.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('lr = "fast"')
+    with pytest.raises(SystemExit) as stop:
+        parse(["--config", str(file)])
+    assert stop.value.code == 2
+    assert "fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective maxpoo", "objective must be one of maxpo, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?"),
+        ("--k 16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
+        ("--k 0", "maxpo needs 1 <= k <= N-1 = 15"),
+        ("--rollouts 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
+        ("--objective pkpo --k 1", "pkpo needs 2 <= k <= N = 16"),
+        ("--objective maxrl --order 16", "maxrl needs 1 <= order <= N-1 = 15"),
+        ("--objective rloo --rollouts 1", "rloo needs at least 2 rollouts per prompt, got 1"),
+        ("--objective grpo --rollouts 1", "grpo needs at least 2 rollouts per prompt, got 1"),
+        ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
+        ("--objective grpo --k 4", "grpo takes no k, got k=4"),
+        ("--objective maxrl --k 4", "maxrl takes no k, got k=4"),
+        ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
+        ("--prompts 0", "prompts must be at least 1, got 0"),
+        ("--lr nan", "lr must be a finite number above 0, got nan"),
+        ("--temperature 0", "temperature must be a finite number above 0, got 0"),
+        ("--beta2 1", "beta2 must be in"),
+        ("--dual-clip 0.5", "dual_clip must be above 1"),
+        ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),
+        ("--hidden-size 100 --heads 3", "hidden_size must be a multiple of heads, got 100 and 3"),
+        ("--heads 8 --kv-heads 3", "heads must be a multiple of kv_heads, got 8 and 3"),
+        ("--hidden-size 24 --heads 8", "hidden_size / heads must be even"),
+    ],
+)
+def test_bad_options_are_named(flags, message):
+    with pytest.raises(InputError, match=message):
+        check(parse(flags.split()))
+
+
+def test_a_missing_gpu_is_said(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="finds no CUDA device"):
+        resolved("--device", "cuda")
+
+
+def test_every_option_has_help_and_every_name_is_used_once():
+    names = [name for group in vars(Config()).values() for name in vars(group)]
+    assert len(names) == len(set(names))
+    text = open(configuration.__file__).read()
+    for name in names:
+        assert re.search(rf'\n    {name}: .*\n    """', text), f"{name} has no help"

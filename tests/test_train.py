@@ -1,0 +1,197 @@
+"""The trainer from its command line: files, repeatability, exit codes, Ctrl-C."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from maxrl_fast import train
+from maxrl_fast.learner import Learner
+from maxrl_fast.model.checkpoint import load_checkpoint
+
+SMALL = (
+    "--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3 --sft-steps 40 --sft-batch 8 --sft-lr 5e-3 --eval-prompts 6 --eval-samples 4 "
+    "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2 --threads 1 --dtype float32"
+).split()
+TIMINGS = {"rollout_seconds", "train_seconds", "tokens_per_second"}
+
+
+def run(out, *flags):
+    return train.main([*SMALL, "--out", str(out), *flags])
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_timings(path):
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in read(path)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "first"
+    assert run(out, "--save-every", "2", "--eval-every", "2") == 0
+    return out
+
+
+def test_a_run_leaves_its_files(finished):
+    config = json.loads((finished / "config.json").read_text())
+    assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == ("maxpo", 2, 0, 8)
+    assert config["versions"]["torch"] == torch.__version__
+    metrics = read(finished / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1, 2, 3]
+    wanted = "reward_mean pass_at_1 frac_prompts_solved entropy grad_norm response_length_mean tokens_per_second".split()
+    for record in metrics:
+        assert {*wanted, "rollout_seconds", "train_seconds"} <= record.keys()
+        assert record["entropy"] > 0.1
+        assert record["ratio"] == pytest.approx(1.0, abs=1e-4)
+    evaluations = read(finished / "eval.jsonl")
+    assert [record["step"] for record in evaluations] == [0, 2, 3]
+    assert list(evaluations[0]["pass_at_k"]) == ["1", "2", "4"]
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((finished / "tensorboard").glob("events*"))
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [f"step-00000{i}" for i in (0, 2, 3)]
+    assert (finished / "checkpoint").resolve() == finished / "checkpoints" / "step-000003"
+
+
+def test_the_checkpoint_is_the_policy_for_transformers_too(finished):
+    theirs = AutoModelForCausalLM.from_pretrained(finished / "checkpoint")
+    ours = load_checkpoint(finished / "checkpoint").state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, ours[name]), name
+    start = load_checkpoint(finished / "checkpoints" / "step-000000").state_dict()
+    assert (ours["model.norm.weight"] - start["model.norm.weight"]).abs().max() > 1e-6
+
+
+def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
+    assert run(tmp_path / "again", "--save-every", "2", "--eval-every", "2") == 0
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert without_timings(tmp_path / "again" / name) == without_timings(finished / name)
+    weights = [path / "checkpoint" / "model.safetensors" for path in (finished, tmp_path / "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert run(tmp_path / "other", "--seed", "1") == 0
+    assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(finished / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--objective maxrl",
+        "--objective grpo --kl-coef 0.1 --entropy-coef 0.01",
+        "--objective dr_grpo --updates-per-step 2",
+        "--objective rloo --loss gspo --lr-schedule cosine",
+        "--objective reinforce --loss reinforce --temperature 0.8",
+        "--objective pkpo --k 2 --dual-clip 3 --token-budget 50",
+        "--objective maxpo --k 2 --dtype bfloat16",
+    ],
+)
+def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
+    assert train.main([*base(), "--out", str(tmp_path / "run"), *flags.split()]) == 0
+    assert max(record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")) > 0
+    before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3))
+    assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
+
+
+def base():
+    """SMALL without an objective's size."""
+    at = SMALL.index("--k")
+    return [*SMALL[:at], *SMALL[at + 2 :]]
+
+
+def test_training_from_a_checkpoint(finished, tmp_path):
+    assert run(tmp_path / "more", "--model", str(finished / "checkpoint"), "--sft-steps", "0") == 0
+    first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
+    assert torch.equal(first["model.norm.weight"], load_checkpoint(finished / "checkpoint").state_dict()["model.norm.weight"])
+    assert read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"] == read(finished / "eval.jsonl")[-1]["pass_at_k"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--objective maxpoo", "did you mean 'maxpo'?"),
+        ("--k 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
+        ("--maze-size 8", "odd number from 5 to 31, got 8"),
+        ("--maze-size 3", "odd number from 5 to 31, got 3"),
+        ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
+        ("--model /nowhere", "cannot read the checkpoint's /nowhere/config.json"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_2_before_any_work(tmp_path, capsys, flags, sentence):
+    assert run(tmp_path / "run", *flags.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_runs_folder_is_refused_and_untouched(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert run(finished) == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_a_checkpoint_that_does_not_fit_the_task(finished, tmp_path, capsys):
+    assert run(tmp_path / "run", "--model", str(finished / "checkpoint"), "--maze-size", "31") == 2
+    assert "positions" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
+    assert run(tmp_path / "run", "--dry-run") == 0
+    text = capsys.readouterr().out
+    for words in ("objective = maxpo", "k = 2", "max_new_tokens = 8", "Adam moments", "key/value cache", "GFLOP"):
+        assert words in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
+    update = Learner.update
+
+    def poisoned(self, prompts, rollouts, advantages, sequences, *, step, lr):
+        if step == 2 and self.settings.loss == "ppo":
+            advantages = advantages + 1.0
+            advantages[5] = float("nan")  # a rollout of the second prompt
+        return update(self, prompts, rollouts, advantages, sequences, step=step, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", poisoned)
+    assert run(tmp_path / "run", "--save-every", "1") == 1
+    error = capsys.readouterr().err
+    assert "step 2: an advantage is not finite for prompt 325" in error  # 320 of the warm start, 4 of step 1, and the second
+    assert "checkpoints/step-000001" in error
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
+    load_checkpoint(tmp_path / "run" / "checkpoint")
+
+
+def test_ctrl_c_saves_and_exits_with_130(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--steps", "100000", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or len(read(out / "metrics.jsonl")) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    steps = len(read(out / "metrics.jsonl"))
+    assert f"stopped by Ctrl-C at step {steps}" in output
+    assert (out / "checkpoint").resolve().name == f"step-{steps:06d}"
+    load_checkpoint(out / "checkpoint")
+    assert (out / "curves.png").exists()
+
+
+def test_help_groups_the_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("objective options", "rollout options", "--maze-size", "--token-budget", "evaluation options"):
+        assert words in text

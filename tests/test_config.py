@@ -1,6 +1,7 @@
 """Flags, TOML, defaults; bad input is refused in one sentence."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_flag_overrides_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("maze_sise = 9", "unknown key 'maze_sise'; did you mean 'maze_size'?"),
+        ("maze_sise = 9", r"unknown key 'maze_sise'; did you mean 'maze_size'\?"),
         ("xyzzy = 9", "unknown key 'xyzzy'$"),
         ("lr = ", "readable TOML file"),
         ("lr = [1]", r"lr must be a number or a string, got \[1\]"),
@@ -117,6 +118,6 @@ def test_a_missing_gpu_is_said(monkeypatch):
 def test_every_option_has_help_and_every_name_is_used_once():
     names = [name for group in vars(Config()).values() for name in vars(group)]
     assert len(names) == len(set(names))
-    text = open(configuration.__file__).read()
+    text = Path(configuration.__file__).read_text()
     for name in names:
         assert re.search(rf'\n    {name}: .*\n    """', text), f"{name} has no help"

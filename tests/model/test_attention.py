@@ -37,9 +37,7 @@ def test_equals_ordinary_attention_outputs_and_gradients(case):
     prompt_lengths, response_lengths, groups = CASES[case]
     generator = torch.Generator().manual_seed(0)
     total = sum(prompt_lengths) + sum(response_lengths)
-    q, k, v = (
-        torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
-    )
+    q, k, v = (torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2))
     layout = SharedPromptLayout.build(torch.tensor(prompt_lengths), torch.tensor(response_lengths), torch.tensor(groups))
     out = shared_prompt_attention(q, k, v, layout)
 
@@ -77,9 +75,7 @@ def test_the_reference_equals_the_flash_kernel(causal, masked):
     torch.testing.assert_close(o, o_reference.transpose(1, 2), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(lse, lse_reference.transpose(1, 2), rtol=1e-12, atol=1e-13)
     actual = attend_backward(grad, q, k, v, o, lse, causal=causal, mask=mask)
-    wanted = attend_backward_reference(
-        grad.transpose(1, 2), *heads_first, o_reference, lse_reference, causal, mask
-    )
+    wanted = attend_backward_reference(grad.transpose(1, 2), *heads_first, o_reference, lse_reference, causal, mask)
     for a, w in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, w.transpose(1, 2), rtol=1e-11, atol=1e-12)
 

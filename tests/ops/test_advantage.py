@@ -163,7 +163,10 @@ def test_shapes_dtypes_and_batches():
         (lambda r: ops.rloo_advantage(r * float("nan")), r"finite, got nan in group 0, rollout 0"),
         (lambda r: ops.rloo_advantage(torch.stack([r, r / torch.tensor([1, 1, 0, 1])])), r"inf in group 1, rollout 2"),
         (lambda r: rank_transform(r[None], torch.ones(3), True), r"weights must be a contiguous torch.float64"),
-        (lambda r: rank_transform(r[None].half(), torch.ones(3).double(), True), r"float32 or torch.float64, got torch.float16"),
+        (
+            lambda r: rank_transform(r[None].half(), torch.ones(3).double(), True),
+            r"float32 or torch.float64, got torch.float16",
+        ),
     ],
 )
 def test_bad_input_says_what_was_wanted(call, message):

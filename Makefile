@@ -34,7 +34,7 @@ format: $(STAMP)
 
 gpu:
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q -m gpu tests/gpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info maxrl_fast/*.so

@@ -131,8 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for line in describe_run(config, model):
         screen.say(line)
-    with StopSignal(screen.say) as stop:
-        return train(config, task, model, files, screen, stop)
+    try:
+        with StopSignal(screen.say) as stop:
+            return train(config, task, model, files, screen, stop)
+    except KeyboardInterrupt:
+        screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")
+        return 130
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_bad_files(tmp_path, content, message):
 
 
 def test_a_file_that_is_not_there():
-    with pytest.raises(InputError, match="readable TOML file, got nowhere.toml"):
+    with pytest.raises(InputError, match=r"readable TOML file, got nowhere\.toml"):
         parse(["--config", "nowhere.toml"])
 
 

@@ -1,0 +1,19 @@
+"""The advantages alone, for a trainer of your own: `python examples/advantages.py`."""
+
+import torch
+
+from maxrl_fast import ops
+
+# Two prompts, six rollouts each: one prompt is rarely solved, the other nearly always.
+rewards = torch.tensor([[0, 0, 1, 0, 0, 0], [1, 1, 1, 0, 1, 1]])  # [G, N]
+
+for name, advantages in {
+    "RLOO": ops.rloo_advantage(rewards),
+    "GRPO": ops.grpo_advantage(rewards),
+    "MaxRL": ops.maxrl_advantage(rewards),
+    "MaxPO, k = 3": ops.maxpo_advantage(rewards, k=3),
+}.items():
+    print(f"{name:<13}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
+
+# Continuous rewards: the best rollout and how far it stands out are what counts for max@k.
+print("max@3 of continuous rewards:", ops.maxpo_advantage(torch.tensor([0.1, 0.7, 0.2, 0.9]), k=3).tolist())

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.batching import micro_batches
-from maxrl_fast.config import Config, check, parse, resolve
+from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.learner import Learner, LossSettings
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.ops import group_advantage, policy_gradient_loss
+from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine

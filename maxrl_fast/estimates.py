@@ -3,10 +3,10 @@
 import torch
 
 import maxrl_fast
-from maxrl_fast.config import Config
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.options import Config
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks import Task
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.batching import Batch, micro_batches, pack_batch
-from maxrl_fast.config import Config, OptimizerOptions
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.options import Config, OptimizerOptions
 from maxrl_fast.records import Prompts, Rollouts
 
 

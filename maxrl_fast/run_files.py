@@ -11,11 +11,11 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import maxrl_fast
-from maxrl_fast.config import Config
 from maxrl_fast.curves import draw_curves
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from maxrl_fast.config import Config, check, parse, resolve
+from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.estimates import describe_run, estimate
@@ -20,6 +20,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import group_advantage
+from maxrl_fast.options import Config
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles

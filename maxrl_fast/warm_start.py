@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
-from maxrl_fast.config import Config
 from maxrl_fast.control import StopSignal
 from maxrl_fast.learner import Learner, LossSettings, learning_rate
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.options import Config
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 

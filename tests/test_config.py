@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast import config as configuration
-from maxrl_fast.config import Config, check, parse, resolve
+from maxrl_fast import options
+from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.errors import InputError
+from maxrl_fast.options import Config
 from maxrl_fast.tasks.maze import MazeTask
 
 
@@ -118,6 +119,6 @@ def test_a_missing_gpu_is_said(monkeypatch):
 def test_every_option_has_help_and_every_name_is_used_once():
     names = [name for group in vars(Config()).values() for name in vars(group)]
     assert len(names) == len(set(names))
-    text = Path(configuration.__file__).read_text()
+    text = Path(options.__file__).read_text()
     for name in names:
         assert re.search(rf'\n    {name}: .*\n    """', text), f"{name} has no help"

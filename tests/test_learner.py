@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config import OptimizerOptions
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.learner import Learner, LossSettings, learning_rate, make_optimizer, response_logits
+from maxrl_fast.options import OptimizerOptions
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine

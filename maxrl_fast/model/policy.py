@@ -1,9 +1,9 @@
 """The policy that a configuration asks for: a new decoder or a checkpoint."""
 
-from maxrl_fast.config import Config
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
 
 

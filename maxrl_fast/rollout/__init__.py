@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from maxrl_fast.config import Config
 from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import Task
 

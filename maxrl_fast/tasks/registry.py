@@ -1,6 +1,6 @@
 """Tasks by name."""
 
-from maxrl_fast.config import TaskOptions
+from maxrl_fast.options import TaskOptions
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import MazeTask
 

@@ -1,13 +1,15 @@
 """`python -m bench.train_step`: a training step of the default job by stage, and the same step padded and prompt-repeated.
 
-Both sides compute the same loss and gradients from the same rollouts, in one process, in turn. The floor is the time of the
-step's matrix products alone at the rate measured here. The last line is one JSON document.
+Both ways sample as many responses and compute the same loss, gradients and optimizer step from the same rollouts, in one
+process, in turn; the gradients are compared. The floor of an update is the time of its layers' matrix products alone, at the
+rate measured here. Takes every option of the trainer besides --repeats. The last line is one JSON document.
 """
 
 import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maxrl_fast.batching import micro_batches
+from maxrl_fast.batching import gather_sequences, micro_batches
 from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.control import StopSignal
+from maxrl_fast.errors import InputError
 from maxrl_fast.learner import Learner, LossSettings
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
+from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import group_advantage, policy_gradient_loss
 from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts
@@ -30,6 +35,7 @@ from maxrl_fast.run_files import versions
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task
+from maxrl_fast.warm_start import warm_start
 
 
 def padded_update(
@@ -102,14 +108,17 @@ def matrix_rate(rows: int, width: int) -> float:
 
 
 def warm_policy(config: Config, task: Task) -> Decoder:
-    """A policy after 40 steps of the warm start: rollouts of realistic length."""
-    from maxrl_fast.control import StopSignal
-    from maxrl_fast.warm_start import warm_start
-
+    """A policy after a short warm start: rollouts of realistic length."""
     model = build_policy(config, task)
-    screen = Screen()
-    warm_start(config, task, model, screen, StopSignal(screen.say))
+    warm_start(config, task, model, Screen(), StopSignal())
     return model
+
+
+def repeat_prompts(prompts: Prompts, times: int) -> Prompts:
+    """Every prompt `times` times, each with an id of its own: the engine then computes each of them."""
+    copies = torch.arange(len(prompts)).repeat_interleave(times)
+    index, cu_seqlens = gather_sequences(prompts.cu_seqlens, copies)
+    return Prompts(prompts.tokens[index], cu_seqlens, torch.arange(len(copies)))
 
 
 def measure(config: Config, repeats: int) -> dict[str, Any]:
@@ -119,55 +128,68 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(config.run.threads or 1)
     model = warm_policy(config, task)
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
+    estimator = OBJECTIVES[config.objective.objective].estimator
     engine = NativeEngine(model, torch.float32)
     sampling = Sampling.of(config, task)
     prompts = task.prompts("train", 10**6, num_prompts)
     rollouts = engine.generate(prompts, num_rollouts, sampling, seed=0, step=1)
     rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)
-    advantages = group_advantage(rewards, "maxpo", k=config.objective.k).flatten()
 
-    trained = copy.deepcopy(model)
-    learner = Learner.of(config, trained, LossSettings.of(config))
+    def advantage() -> Tensor:
+        return group_advantage(rewards, estimator, k=config.objective.k, order=config.objective.order).flatten()
+
+    advantages = advantage()
     everything = torch.arange(len(advantages))
+    learner = Learner.of(config, copy.deepcopy(model), LossSettings.of(config))
     stages = median_seconds(
         {
             "prompts": lambda: task.prompts("train", 10**6, num_prompts),
             "rollout": lambda: engine.generate(prompts, num_rollouts, sampling, seed=0, step=1),
             "reward": lambda: task.score(prompts, rollouts),
-            "advantage": lambda: group_advantage(rewards, "maxpo", k=config.objective.k),
-            "update": lambda: learner.update(prompts, rollouts, advantages, everything, step=1, lr=0.0),
+            "advantage": advantage,
+            "update": lambda: learner.update(prompts, rollouts, advantages, everything, when="bench", lr=0.0),
             "weights to rollout": lambda: engine.load_weights(model),
         },
         repeats,
     )
-    num_taught = int((advantages != 0).sum())
 
-    # The same loss two ways, on all rollouts and with advantages that are nowhere 0.
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(len(advantages), generator=generator)
+    # The same step two ways: all rollouts sampled, then learned from, with advantages that are nowhere 0.
+    weights = torch.randn(len(advantages), generator=torch.Generator().manual_seed(0))
     denominator = float(len(rollouts.tokens))
-    ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
-    all_learner = Learner.of(config, ours, LossSettings(loss="reinforce", aggregation="token_mean"))
-    losses: dict[str, float] = {}
+    settings = LossSettings(loss="reinforce", aggregation="token_mean")
+    ours, theirs = (Learner.of(config, copy.deepcopy(model), settings) for _ in range(2))
+    repeated = repeat_prompts(prompts, num_rollouts)
 
-    def shared() -> None:
-        ours.zero_grad()
-        losses["shared"] = shared_update(all_learner, prompts, rollouts, weights, denominator)
+    def update(learner: Learner, accumulate: Callable[[], object]) -> None:
+        learner.model.zero_grad()
+        accumulate()
+        for group in learner.optimizer.param_groups:
+            group["lr"] = 0.0  # the step is done, and every repetition meets the same weights
+        learner.optimizer.step()
 
-    def padded() -> None:
-        theirs.zero_grad()
-        losses["padded"] = padded_update(theirs, prompts, rollouts, weights, config.optimizer.token_budget, denominator)
-
-    updates = median_seconds({"shared": shared, "padded": padded}, repeats)
-    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (ours, theirs)]
+    budget = config.optimizer.token_budget
+    pair = median_seconds(
+        {
+            "shared rollout": lambda: engine.generate(prompts, num_rollouts, sampling, seed=0, step=1),
+            "repeated rollout": lambda: engine.generate(repeated, 1, sampling, seed=0, step=1),
+            "shared update": lambda: update(ours, lambda: shared_update(ours, prompts, rollouts, weights, denominator)),
+            "repeated update": lambda: update(
+                theirs, lambda: padded_update(theirs.model, prompts, rollouts, weights, budget, denominator)
+            ),
+        },
+        repeats,
+    )
+    gradients = [torch.cat([p.grad.flatten() for p in x.model.parameters() if p.grad is not None]) for x in (ours, theirs)]
     difference = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    assert difference < 1e-3, f"the two ways disagree: relative difference of the gradients {difference}"
+    if not difference < 1e-3:
+        raise RuntimeError(f"the two ways disagree: their gradients differ by {difference}, relatively")
 
     stream_tokens = len(prompts.tokens) + len(rollouts.tokens) - len(rollouts.lengths)
     padded_tokens = len(rollouts.lengths) * (int(prompts.lengths[0]) + int(rollouts.lengths.max()))
-    layers = model.model.layers
-    products = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
-    rate = matrix_rate(min(stream_tokens, config.optimizer.token_budget), model.config.hidden_size)
+    products = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    rate = matrix_rate(min(stream_tokens, budget), model.config.hidden_size)
+    shared_seconds = pair["shared rollout"] + pair["shared update"]
+    repeated_seconds = pair["repeated rollout"] + pair["repeated update"]
     return {
         "benchmark": "train_step",
         "machine": versions() | {"threads": torch.get_num_threads()},
@@ -175,32 +197,28 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
         "rollouts": num_rollouts,
         "prompt_tokens": len(prompts.tokens),
         "response_tokens": len(rollouts.tokens),
+        "rollouts_that_teach": int((advantages != 0).sum()),
         "seconds_by_stage": stages,
-        "rollouts_that_teach": num_taught,
         "rollout_tokens_per_second": len(rollouts.tokens) / stages["rollout"],
         "step_tokens_per_second": len(rollouts.tokens) / sum(stages.values()),
-        "update_all": {
-            "shared_seconds": updates["shared"],
-            "padded_repeated_seconds": updates["padded"],
-            "ratio": updates["padded"] / updates["shared"],
-            "shared_tokens": stream_tokens,
-            "padded_repeated_tokens": padded_tokens,
-            "shared_tokens_per_second": stream_tokens / updates["shared"],
-            "floor_seconds": 6 * products * stream_tokens / rate,
+        "two_ways": {
+            "seconds": pair,
+            "ratio_rollout": pair["repeated rollout"] / pair["shared rollout"],
+            "ratio_update": pair["repeated update"] / pair["shared update"],
+            "ratio": repeated_seconds / shared_seconds,
+            "update_tokens_shared": stream_tokens,
+            "update_tokens_repeated": padded_tokens,
+            "update_tokens_per_second_shared": stream_tokens / pair["shared update"],
+            "update_floor_seconds": 6 * products * stream_tokens / rate,
             "matrix_gflops": rate / 1e9,
             "gradient_relative_difference": difference,
         },
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.train_step", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions (default: 5)")
-    options, flags = parser.parse_known_args()
-    config = parse(["--sft-steps", "40", "--dtype", "float32", "--device", "cpu", "--out", "unused", *flags])
-    check(config)
-    result = measure(config, options.repeats)
-    machine, update = result["machine"], result["update_all"]
+def report(result: dict[str, Any]) -> None:
+    """The figures for people."""
+    machine, ways = result["machine"], result["two_ways"]
     print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}")
     print(
         f"{result['prompts']} prompts x {result['rollouts']} rollouts: {result['prompt_tokens']:,} prompt tokens, "
@@ -212,18 +230,34 @@ def main() -> None:
         f"  response tokens/s: {result['rollout_tokens_per_second']:,.0f} in rollout, "
         f"{result['step_tokens_per_second']:,.0f} in the whole step"
     )
-    print("loss and gradients of all rollouts, forward and backward (tokens counted without padding):")
-    print(f"  prompt shared, packed   {update['shared_seconds'] * 1e3:9.1f} ms, {update['shared_tokens']:,} tokens")
+    print("two ways, all rollouts learned from         shared     repeated and padded   ratio")
+    for stage in ("rollout", "update"):
+        ours, theirs = (ways["seconds"][f"{way} {stage}"] * 1e3 for way in ("shared", "repeated"))
+        print(f"  {stage:<35}{ours:10.1f} ms{theirs:16.1f} ms{ways[f'ratio_{stage}']:10.2f}")
+    print(f"  {'both':<35}{'':31}{ways['ratio']:10.2f}")
+    print(f"  {'tokens of the update':<35}{ways['update_tokens_shared']:10,}{ways['update_tokens_repeated']:19,}")
     print(
-        f"  prompt repeated, padded {update['padded_repeated_seconds'] * 1e3:9.1f} ms, "
-        f"{update['padded_repeated_tokens']:,} tokens"
+        f"  update: {ways['update_tokens_per_second_shared']:,.0f} tokens/s without padding; floor, the layers' products "
+        f"at the {ways['matrix_gflops']:.0f} GFLOP/s measured: {ways['update_floor_seconds'] * 1e3:.1f} ms"
     )
-    print(
-        f"  ratio {update['ratio']:.2f}; floor of the shared way's layer products "
-        f"{update['floor_seconds'] * 1e3:.1f} ms at {update['matrix_gflops']:.0f} GFLOP/s"
-    )
+
+
+def main() -> int:
+    """The command line: --repeats, and every option of the trainer."""
+    parser = argparse.ArgumentParser(prog="python -m bench.train_step", description=__doc__, add_help=False)
+    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions (default: 5)")
+    options, flags = parser.parse_known_args()
+    try:
+        config = parse(["--sft-steps", "40", "--dtype", "float32", "--device", "cpu", "--out", "unused", *flags])
+        check(config)
+        result = measure(config, options.repeats)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report(result)
     print(json.dumps(result))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

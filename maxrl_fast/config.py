@@ -3,13 +3,13 @@
 import argparse
 import difflib
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 from maxrl_fast.errors import InputError
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str]) -> Config:
         Config,
         args=[*from_file, *arguments],
         prog="python -m maxrl_fast.train",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
@@ -49,10 +49,10 @@ def _toml_as_flags(file: Path) -> list[str]:
         options = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--config must be a readable TOML file, got {file}: {error}") from error
-    known = Config().flat()
+    known = {key: value for key, value in Config().flat().items() if key != "config"}
     flags = []
     for key, value in options.items():
-        if key not in known or key == "config":
+        if key not in known:
             raise InputError(f"{file} has the unknown key {key!r}{_nearest(key, known)}")
         flag = "--" + key.replace("_", "-")
         if isinstance(known[key], bool):
@@ -93,7 +93,8 @@ def check(config: Config) -> None:
         "kv_heads eval_prompts eval_samples threads"
     )
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
-    _require(options, "sft_steps steps warmup_steps eval_every save_every seed", "at least 0", lambda x: x >= 0)
+    _require(options, "sft_steps steps warmup_steps eval_every save_every", "at least 0", lambda x: x >= 0)
+    _require(options, "seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63)
     _require(options, "temperature sft_lr lr clip_grad rope_theta", "a finite number above 0", lambda x: 0 < x < math.inf)
     _require(options, "clip_high weight_decay entropy_coef kl_coef", "finite and at least 0", lambda x: 0 <= x < math.inf)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
@@ -138,7 +139,11 @@ def resolve(config: Config, task: Task) -> Config:
     objective = OBJECTIVES[config.objective.objective]
     device = resolve_device(config.run.device)
     out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    except OSError as error:
+        raise InputError(f"cannot read --out {out}: {error}") from error
+    if not is_free:
         what = "another run" if (out / "config.json").exists() else "something else"
         raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
     order = config.objective.order
@@ -151,5 +156,5 @@ def resolve(config: Config, task: Task) -> Config:
         out=out,
         device=device.type,
         dtype=str(resolve_dtype(config.run.dtype, device)).removeprefix("torch."),
-        threads=config.run.threads or os.cpu_count() or 1,
+        threads=config.run.threads or torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
     )

@@ -1,8 +1,9 @@
 """Stopping and timing a run."""
 
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -16,20 +17,25 @@ class Interrupted(Exception):
 class StopSignal:
     """Turns the first Ctrl-C into a stop at the next safe point; a second one stops at once."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say, self._asked = say, False
+    def __init__(self) -> None:
+        self._asked = False
 
     def __enter__(self) -> "StopSignal":
         self._before: Any = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give Ctrl-C back: there is no safe point to come."""
         signal.signal(signal.SIGINT, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._say("Ctrl-C: stopping after this step; press it again to stop at once, without saving")
+        # Not print: the signal may have come in the middle of one, and a buffered stream must not be entered twice.
+        os.write(2, b"\nCtrl-C: stopping after this step; press it again to stop at once, without saving\n")
 
     def check(self) -> None:
         """Raise Interrupted if Ctrl-C was pressed: called where the weights are whole."""

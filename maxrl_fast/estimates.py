@@ -34,12 +34,13 @@ def _parameters(model: Decoder) -> int:
 
 
 def estimate(config: Config, task: Task, model: Decoder) -> str:
-    """The resolved configuration, memory at most and work per step, with responses at their limit."""
+    """The resolved configuration, and estimates of memory and of the work of a step, with responses at their limit."""
     sizes, options = model.config, config.rollout
     assert options.max_new_tokens is not None
     parameters = _parameters(model)
     element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
-    rows = min(NativeEngine.MAX_ROWS, max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples))
+    all_rows = max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples)
+    rows = min(all_rows, max(NativeEngine.MAX_ROWS, options.rollouts, config.evaluation.eval_samples))
     kv_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * element
     cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length
     # Kept for the backward pass, in floats per token and layer: four of H, four of the feed-forward, q, k, v and their kin.
@@ -55,15 +56,21 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
         f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget
         * (activations * element + logits * 4),
     }
+    if config.loss.kl_coef:
+        memory["reference policy (float32)"] = 4 * parameters
+    passes = 6 + 2 * bool(config.loss.kl_coef)
     work = {
         "rollout": 2 * parameters * (prompt_tokens + response_tokens),
-        "update": 6 * parameters * (prompt_tokens + response_tokens),
+        "update": passes * parameters * (prompt_tokens + response_tokens),
     }
     lines = ["configuration"]
     lines += [f"  {name} = {value}" for name, value in config.flat().items() if value is not None]
     lines += [f"policy: {parameters:,} parameters", "memory, estimated"]
     lines += [f"  {name}: {_bytes(value)}" for name, value in memory.items()]
-    lines += [f"  total: {_bytes(sum(memory.values()))}", "work per step, at most (matrix products; responses at their limit)"]
+    lines += [
+        f"  total: {_bytes(sum(memory.values()))}",
+        "work per step, estimated (products with weights; responses at their limit)",
+    ]
     lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
     lines += [f"  {name}: {value / 1e9:,.1f} GFLOP" for name, value in work.items()]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.batching import Batch, micro_batches, pack_batch
+from maxrl_fast.batching import Batch, micro_batches
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
@@ -53,17 +53,18 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Means over the tokens that were trained on; where none could teach, a ratio of 1 and zeros."""
+    """From `ratio` on, sums over the tokens that were trained on."""
 
     loss: float
     grad_norm: float  # before clipping
     num_sequences: int  # that went through the model
     num_tokens: int  # of their prompts, each once, and of their responses
+    num_targets: int  # response tokens trained on
     ratio: float
     clipped_low: float
     clipped_high: float
     kl: float
-    mismatch: float  # mean |logp - sampled logp|
+    mismatch: float  # |logp - sampled logp|
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
@@ -128,7 +129,7 @@ class Learner:
         )
 
     def update(
-        self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, *, step: int, lr: float
+        self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, *, when: str, lr: float
     ) -> UpdateMetrics:
         """One optimizer step on some of the rollouts.
 
@@ -136,7 +137,7 @@ class Learner:
             advantages: [S] of all rollouts.
             sequences: int64, ascending, the rollouts of this update. The loss is averaged over these, those included that
                 cannot teach and are not computed.
-            step: for messages.
+            when: for messages, such as "step 3".
             lr: learning rate.
 
         Raises:
@@ -159,22 +160,16 @@ class Learner:
             sums = {name: sums[name] + value if sums else value for name, value in metrics.items()}
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         if not (loss.isfinite() and grad_norm.isfinite()):
-            raise NonFiniteError(f"step {step}: {self._find_non_finite(prompts, rollouts, advantages, learning, denominator)}")
+            raise NonFiniteError(f"{when}: {self._find_non_finite(prompts, rollouts, advantages, learning, denominator)}")
         self.optimizer.step()
-
-        def mean(name: str, otherwise: float = 0.0) -> float:
-            return float(sums[name] / sums["tokens"]) if sums else otherwise
 
         return UpdateMetrics(
             loss=float(loss),
             grad_norm=float(grad_norm),
             num_sequences=len(learning),
             num_tokens=num_tokens,
-            ratio=mean("ratio", otherwise=1.0),
-            clipped_low=mean("clipped_low"),
-            clipped_high=mean("clipped_high"),
-            kl=mean("kl"),
-            mismatch=mean("mismatch"),
+            num_targets=int(sums.get("tokens", 0)),
+            **{name: float(sums.get(name, 0.0)) for name in ("ratio", "clipped_low", "clipped_high", "kl", "mismatch")},
         )
 
     def loss(self, batch: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -214,14 +209,14 @@ class Learner:
         group = sequences // (len(rollouts.lengths) // len(prompts))
         for g in group.unique().tolist():
             where = f"for prompt {int(prompts.ids[g])}"
-            self.model.zero_grad()
-            batch = pack_batch(prompts, rollouts, advantages, sequences[group == g])
-            if not batch.advantages.isfinite().all():
+            if not advantages[sequences[group == g]].isfinite().all():
                 return f"an advantage is not finite {where}"
-            loss, _ = self.loss(batch, denominator)
-            if not loss.isfinite():
-                return f"the loss is {float(loss.detach())} {where}"
-            loss.backward()
+            self.model.zero_grad()
+            for batch in micro_batches(prompts, rollouts, advantages, sequences[group == g], self.token_budget):
+                loss, _ = self.loss(batch, denominator)
+                if not loss.isfinite():
+                    return f"the loss is {float(loss.detach())} {where}"
+                loss.backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not parameter.grad.isfinite().all():
                     return f"the gradient of {name} is not finite {where}"

@@ -17,11 +17,17 @@ def step_metrics(
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Means over all rollouts of the step, from rewards and advantages [G, N]; what the updates report, over the updates."""
+    """Means over all rollouts of the step, from rewards and advantages [G, N]; of the loss and the gradient's norm over the
+    updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
     solved = rewards > 0.5
 
-    def mean(name: str) -> float:
+    num_targets = sum(update.num_targets for update in updates)
+
+    def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
+
+    def over_targets(name: str, otherwise: float = 0.0) -> float:
+        return sum(getattr(update, name) for update in updates) / num_targets if num_targets else otherwise
 
     return {
         "step": step,
@@ -33,7 +39,9 @@ def step_metrics(
         "entropy": float(-rollouts.logprobs.mean()),
         "response_length_mean": float(rollouts.lengths.float().mean()),
         "truncated": float(rollouts.truncated.float().mean()),
-        **{name: mean(name) for name in ("loss", "grad_norm", "ratio", "clipped_low", "clipped_high", "kl", "mismatch")},
+        **{name: over_updates(name) for name in ("loss", "grad_norm")},
+        "ratio": over_targets("ratio", otherwise=1.0),
+        **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "mismatch")},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
         "num_tokens": len(rollouts.tokens),

@@ -160,7 +160,7 @@ class RunOptions:
     """Device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation; auto: bfloat16 where the machine multiplies it fast. Weights and moments are float32 always."""
-    threads: Annotated[int | None, _unset("INT", "all cores")] = None
+    threads: Annotated[int | None, _unset("INT", "those this process may use")] = None
     """CPU threads."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the warm start and at the end."""

@@ -80,7 +80,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     lr = learning_rate(step, config.optimizer)
                     parts = torch.arange(advantages.numel(), device=device).chunk(config.optimizer.updates_per_step)
                     updates = [
-                        learner.update(prompts, rollouts, advantages.flatten(), sequences, step=step, lr=lr)
+                        learner.update(prompts, rollouts, advantages.flatten(), sequences, when=f"step {step}", lr=lr)
                         for sequences in parts
                     ]
                 with clock("weights to rollout"):
@@ -107,6 +107,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
         kept = f"the last good checkpoint is {files.checkpoint}" if files.checkpoint else "no checkpoint was written yet"
         screen.complain(f"{error}; {kept}. A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding.")
         code = 1
+    stop.release()
     files.close()
     tokens = {"rollout": num_sampled, "update": num_trained}
     screen.closing_tables(list(evaluations.values()), clock.seconds, tokens, files.listing())
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in describe_run(config, model):
         screen.say(line)
     try:
-        with StopSignal(screen.say) as stop:
+        with StopSignal() as stop:
             return train(config, task, model, files, screen, stop)
     except KeyboardInterrupt:
         screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")

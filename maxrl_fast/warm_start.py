@@ -28,7 +28,12 @@ def warm_start(config: Config, task: Task, model: Decoder, screen: Screen, stop:
         for step in range(1, steps + 1):
             prompts, solutions = task.demonstrations((step - 1) * batch, batch)
             update = learner.update(
-                prompts.to(device), solutions.to(device), advantages, sequences, step=step, lr=learning_rate(step, schedule)
+                prompts.to(device),
+                solutions.to(device),
+                advantages,
+                sequences,
+                when=f"warm start step {step}",
+                lr=learning_rate(step, schedule),
             )
             stage.advance(step, f"loss {update.loss:.3f}")
             stop.check()

@@ -37,6 +37,7 @@ def test_a_flag_overrides_the_file(tmp_path):
     options = resolved("--config", str(file), "--maze-size", "13")
     assert (options["objective"], options["order"], options["maze_size"]) == ("maxrl", 3, 13)
     assert (options["lr"], options["maze_strict"]) == (5e-4, True)
+    assert resolved("--config", str(file), "--no-maze-strict")["maze_strict"] is False
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_a_flag_overrides_the_file(tmp_path):
         ("lr = ", "readable TOML file"),
         ("lr = [1]", r"lr must be a number or a string, got \[1\]"),
         ("[task]\nmaze_size = 9", "task must be a number or a string"),
+        ('config = "x"', "unknown key 'config'"),
         ("dry_run = 1", "dry_run must be true or false, got 1"),
     ],
 )
@@ -94,6 +96,7 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
         ("--objective grpo --k 4", "grpo takes no k, got k=4"),
         ("--objective maxrl --k 4", "maxrl takes no k, got k=4"),
         ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
+        ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),
         ("--lr nan", "lr must be a finite number above 0, got nan"),
         ("--temperature 0", "temperature must be a finite number above 0, got 0"),
@@ -108,6 +111,11 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
 def test_bad_options_are_named(flags, message):
     with pytest.raises(InputError, match=message):
         check(parse(flags.split()))
+
+
+def test_a_folder_that_cannot_be():
+    with pytest.raises(InputError, match="cannot read --out"):
+        resolved("--out", "x" * 300)
 
 
 def test_a_missing_gpu_is_said(monkeypatch):

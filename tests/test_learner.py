@@ -30,7 +30,7 @@ def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
 
 def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
     sequences = torch.arange(len(advantages)) if sequences is None else sequences
-    return learner(model, **options).update(PROMPTS, rollouts, advantages, sequences, step=7, lr=lr)
+    return learner(model, **options).update(PROMPTS, rollouts, advantages, sequences, when="step 7", lr=lr)
 
 
 def gradients(model, rollouts, advantages, **options):
@@ -69,7 +69,7 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
 
     settings = LossSettings(loss=loss, aggregation="token_mean")
     trained = Learner(model, torch.optim.SGD([weight], lr=0.05), settings, 1e9, 1000, torch.float32)
-    trained.update(prompts, rollouts, advantages, torch.arange(4), step=1, lr=0.05)
+    trained.update(prompts, rollouts, advantages, torch.arange(4), when="step 1", lr=0.05)
     after = response_logits(model, one_batch(prompts, rollouts), torch.float32)[0].softmax(-1)
     assert after[right] - p[right] > 1e-2
     torch.testing.assert_close(after, expected, rtol=2e-4, atol=1e-7)
@@ -95,7 +95,7 @@ def test_the_shared_prompt_equals_the_repeated_prompt():
     shared = gradients(model, rollouts, advantages)
     lists = [PROMPTS.take(g, 1).tokens.tolist() for g in range(3) for _ in range(4)]
     repeated_learner = learner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    repeated_learner.update(make_prompts(lists), rollouts, advantages, torch.arange(12), step=1, lr=0.0)
+    repeated_learner.update(make_prompts(lists), rollouts, advantages, torch.arange(12), when="step 1", lr=0.0)
     repeated = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert worst_difference(shared, repeated) < 1e-4
 
@@ -142,7 +142,7 @@ def test_kl_pulls_back_to_the_reference():
 
     before = distance()
     metrics = update(model, rollouts, torch.zeros(12), settings=settings, reference=reference)
-    assert metrics.kl == pytest.approx(before, rel=1e-4)
+    assert metrics.kl / metrics.num_targets == pytest.approx(before, rel=1e-4)
     assert metrics.num_sequences == 12  # with a divergence to reduce, every rollout can teach
     assert distance() < 0.99 * before
 
@@ -151,14 +151,20 @@ def test_on_policy_metrics():
     model = tiny_decoder()
     rollouts = sampled(model)
     metrics = update(model, rollouts, torch.ones(12))
-    assert metrics.ratio == pytest.approx(1.0, abs=1e-5)
-    assert metrics.mismatch < 1e-5
+    n = len(rollouts.tokens)
+    assert metrics.num_targets == n
+    assert metrics.ratio / n == pytest.approx(1.0, abs=1e-5)
+    assert metrics.mismatch / n < 1e-5
     assert (metrics.clipped_low, metrics.clipped_high) == (0.0, 0.0)
     shifted = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 0.5)
     metrics = update(tiny_decoder(), shifted, torch.ones(12))
-    assert metrics.ratio == pytest.approx(2.718281828**0.5, rel=1e-4)
-    assert metrics.mismatch == pytest.approx(0.5, rel=1e-4)
-    assert metrics.clipped_high == 1.0
+    assert metrics.ratio / n == pytest.approx(2.718281828**0.5, rel=1e-4)
+    assert metrics.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    assert metrics.clipped_high == n
+    gspo = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo"))
+    assert gspo.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
+    assert reinforce.clipped_high == 0  # it has no clip
 
 
 def poison_weight(model, rollouts, advantages):

@@ -1,5 +1,6 @@
 """The trainer from its command line: files, repeatability, exit codes, Ctrl-C."""
 
+import io
 import json
 import signal
 import subprocess
@@ -8,11 +9,15 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from maxrl_fast import train
+from maxrl_fast import ops, train
 from maxrl_fast.learner import Learner
 from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.run_files import RunFiles
+from maxrl_fast.screen import Screen
+from maxrl_fast.tasks.maze import MazeTask
 
 SMALL = [
     *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "3"),
@@ -73,12 +78,45 @@ def test_the_checkpoint_is_the_policy_for_transformers_too(finished):
 
 def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
     assert run(tmp_path / "again", "--save-every", "2", "--eval-every", "2") == 0
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        assert without_timings(tmp_path / "again" / name) == without_timings(finished / name)
-    weights = [path / "checkpoint" / "model.safetensors" for path in (finished, tmp_path / "again")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert_same_run(finished, tmp_path / "again")
     assert run(tmp_path / "other", "--seed", "1") == 0
     assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(finished / "metrics.jsonl")
+
+
+def test_two_threads_repeat_bitwise_too(tmp_path):
+    for name in ("one", "two"):
+        assert run(tmp_path / name, "--threads", "2", "--prompts", "32", "--rollouts", "16", "--maze-size", "9") == 0
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def assert_same_run(one, two):
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert without_timings(one / name) == without_timings(two / name)
+    weights = [path / "checkpoint" / "model.safetensors" for path in (one, two)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatch):
+    save, models = RunFiles.save, []
+
+    def spy(self, step, model, task):
+        models.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return save(self, step, model, task)
+
+    monkeypatch.setattr(RunFiles, "save", spy)
+    assert run(tmp_path / "run") == 0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").state_dict()
+    assert saved.keys() == models[-1].keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, models[-1][name]), name
+
+
+def test_progress_on_a_terminal(tmp_path, monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(train, "Screen", lambda: Screen(Console(file=output, force_terminal=True, width=160)))
+    assert run(tmp_path / "run", "--eval-every", "1") == 0
+    for words in ("warm start", "evaluate", "train", "3/3", "left", "reward", "held-out prompts"):
+        assert words in output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +149,37 @@ def test_training_from_a_checkpoint(finished, tmp_path):
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
     assert torch.equal(first["model.norm.weight"], load_checkpoint(finished / "checkpoint").state_dict()["model.norm.weight"])
     assert read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"] == read(finished / "eval.jsonl")[-1]["pass_at_k"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--objective maxpo --k 3", lambda r: ops.maxpo_advantage(r, 3)),
+        ("--objective maxrl", lambda r: ops.maxrl_advantage(r)),
+        ("--objective maxrl --order 2", lambda r: ops.maxrl_advantage(r, 2)),
+        ("--objective grpo", lambda r: ops.grpo_advantage(r)),
+        ("--objective rloo", lambda r: ops.rloo_advantage(r)),
+        ("--objective dr_grpo", lambda r: r - r.mean(1, keepdim=True)),
+        ("--objective reinforce", lambda r: r - r.mean(1, keepdim=True)),
+        ("--objective pkpo --k 3", lambda r: ops.expected_improvement(r, 3) * 3 / 4),
+    ],
+)
+def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, flags, expected):
+    rewards, seen = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0], [1, 0, 1, 0]]), []
+    update = Learner.update
+
+    def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
+        seen.append((when, advantages.clone(), self.settings.aggregation))
+        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: rewards[: len(prompts)].flatten())
+    assert train.main([*base(), "--out", str(tmp_path / "run"), "--steps", "1", "--eval-prompts", "4", *flags.split()]) == 0
+    when, advantages, aggregation = seen[-1]
+    assert when == "step 1"
+    torch.testing.assert_close(advantages, expected(rewards).flatten())
+    own = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
+    assert aggregation == own.get(flags.split()[1], "token_mean")
 
 
 @pytest.mark.parametrize(
@@ -156,11 +225,11 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
 def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
     update = Learner.update
 
-    def poisoned(self, prompts, rollouts, advantages, sequences, *, step, lr):
-        if step == 2 and self.settings.loss == "ppo":
+    def poisoned(self, prompts, rollouts, advantages, sequences, *, when, lr):
+        if when == "step 2":
             advantages = advantages + 1.0
             advantages[5] = float("nan")  # a rollout of the second prompt
-        return update(self, prompts, rollouts, advantages, sequences, step=step, lr=lr)
+        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
 
     monkeypatch.setattr(Learner, "update", poisoned)
     assert run(tmp_path / "run", "--save-every", "1") == 1

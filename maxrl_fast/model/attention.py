@@ -52,8 +52,13 @@ def attend_backward(
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """In float32 at least: scores rounded to bfloat16 before the softmax would triple its error."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores + mask
     if causal:
@@ -63,19 +68,23 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """`attend` written out for [B, heads, L, D], in any dtype and on any device."""
-    scores = _scores(q, k, causal, mask)
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    scores = _scores(wide_q, wide_k, causal, mask)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    return ((scores - lse[..., None]).exp() @ wide_v).to(v.dtype), lse
 
 
 def attend_backward_reference(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` written out for [B, heads, L, D]."""
+    dtype = q.dtype
+    grad, q, k, v, o = _wide(grad, q, k, v, o)
     p = (_scores(q, k, causal, mask) - lse[..., None]).exp()
     grad_p = grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)
-    grad_s = (p * grad_p * q.shape[-1] ** -0.5).to(q.dtype)
-    return grad_s @ k, grad_s.transpose(-1, -2) @ q, p.to(grad.dtype).transpose(-1, -2) @ grad
+    grad_s = p * grad_p * q.shape[-1] ** -0.5
+    grads = grad_s @ k, grad_s.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:

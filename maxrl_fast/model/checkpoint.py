@@ -109,9 +109,11 @@ def _read_config(path: Path) -> DecoderConfig:
     fields: dict[str, Any] = content if isinstance(content, dict) else {}
     if fields.get("model_type") != "qwen2":
         raise InputError(f"{path}: model_type must be 'qwen2', got {fields.get('model_type')!r}")
-    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default" or fields.get("use_sliding_window"):
-        raise InputError(f"{path}: scaled rotary embeddings and sliding windows are not supported")
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise InputError(f"{path}: scaled rotary embeddings are not supported, got {rope!r}")
+    if fields.get("use_sliding_window") or fields.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{path}: only full attention and hidden_act 'silu' are supported")
     try:
         heads = fields["num_attention_heads"]
         return DecoderConfig(

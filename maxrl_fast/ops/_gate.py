@@ -1,11 +1,17 @@
 """The gate in front of the kernels: everything they take on trust is checked here, once."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from maxrl_fast import _C
 
-HAS_CUDA_KERNELS: bool = _C.cuda
+
+@lru_cache
+def has_cuda_kernels(device: torch.device) -> bool:
+    """Whether the extension was built with CUDA kernels that this GPU can run: those of Ampere and later."""
+    return _C.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
@@ -22,4 +28,4 @@ def kernels_for(device: torch.device) -> str:
     """Which implementation the ops run on this device, for the report at the start of a run."""
     if device.type == "cpu":
         return "C++"
-    return "CUDA" if device.type == "cuda" and HAS_CUDA_KERNELS else "PyTorch reference"
+    return "CUDA" if device.type == "cuda" and has_cuda_kernels(device) else "PyTorch reference"

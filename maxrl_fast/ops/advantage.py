@@ -36,6 +36,8 @@ class Estimator:
             return 0
         largest = n - self.max_size_below_n
         size = given[self.size_name]
+        if size is not None and not isinstance(size, int):
+            raise ValueError(f"{name} needs a whole number as {self.size_name}, got {size!r}")
         if size is None:
             if self.size_name == "k":
                 raise ValueError(f"{name} needs k, {self.min_size} <= k <= {self._limit()}")
@@ -67,7 +69,7 @@ def _grpo(rewards: Tensor, size: int, eps: float = 1e-6, ddof: int = 1) -> Tenso
     centred = _centred(rewards, 0)  # by gaps between sorted rewards: exactly 0 in a group of equal rewards
     # Summed in sorted order, so that the order of the rollouts changes nothing, not even a rounding.
     variance = centred.sort(-1).values.square().sum(-1, keepdim=True) / (rewards.shape[1] - ddof)
-    return centred / (variance.sqrt() + eps)
+    return torch.where(centred == 0, 0.0, centred / (variance.sqrt() + eps))  # also with eps 0
 
 
 ESTIMATORS = {
@@ -142,13 +144,13 @@ def group_advantage(
         raise ValueError(f"{estimator} takes no {' or '.join(options)}")
     if ddof not in (None, 0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {ddof}")
-    rows = rewards.detach().reshape(-1, n)
+    rows = rewards.detach().reshape(-1, max(n, 1))
     if not rows.is_floating_point():
         rows = rows.float()
     if rows.device.type == "cpu" and not rows.isfinite().all():
         group, rollout = (~rows.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"rewards must be finite, got {rows[group, rollout].item()} in group {group}, rollout {rollout}")
-    if n <= 1 and chosen.size_name is None:
+    if n == 0 or (n == 1 and chosen.size_name is None):
         return torch.zeros_like(rows).view(rewards.shape)
     size = chosen.resolve_size(estimator, n, k, order)
     computed = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()

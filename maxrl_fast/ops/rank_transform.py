@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops._gate import HAS_CUDA_KERNELS, address
+from maxrl_fast.ops._gate import address, has_cuda_kernels
 
 _SUFFIX = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -67,7 +67,7 @@ def rank_transform(rewards: Tensor, weights: Tensor, centred: bool) -> Tensor:
 
 @rank_transform.register_kernel("cuda")
 def _(rewards: Tensor, weights: Tensor, centred: bool) -> Tensor:
-    if not HAS_CUDA_KERNELS:
+    if not has_cuda_kernels(rewards.device):
         return rank_transform_reference(rewards, weights, centred)
     advantages = torch.empty_like(rewards)
     kernel = getattr(_C, f"rank_transform_cuda_{_dtype_name(rewards)}")

@@ -68,8 +68,8 @@ def policy_gradient_loss(
             its tokens for "token_mean", its responses for the other means. Default: those given here.
 
     Returns:
-        The loss, a scalar, and metrics summed over the tokens that count, detached scalars: tokens, ratio, clipped_low,
-        clipped_high, entropy, kl, mismatch (mean over tokens of |logp - old| times tokens).
+        The loss, a scalar, and metrics summed over the tokens that count, detached scalars: tokens, ratio, clipped_low and
+        clipped_high (tokens whose ratio the clip limited), entropy, kl, mismatch (|logp - old|, of each token).
 
     Raises:
         ValueError: on an unknown name, or where reference log-probs or a denominator are needed and absent.
@@ -91,10 +91,11 @@ def policy_gradient_loss(
     logp, entropy = token_logprobs(logits, targets, temperature=temperature)
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     counts = torch.zeros_like(lengths).index_add(0, sequence, keep.long())  # [S] tokens that count
-    advantage = (advantages if len(advantages) == len(logp) else advantages[sequence]).to(logp.dtype)
+    advantage = (advantages[sequence] if len(advantages) == len(lengths) else advantages).to(logp.dtype)
 
     log_ratio = logp - (logp.detach() if old_logprobs is None else old_logprobs)
     log_ratio = torch.where(keep, log_ratio, 0.0)  # before exp: a masked position must not leak an infinity
+    mismatch = log_ratio.abs()
     if loss == "gspo":
         sums = logp.new_zeros(len(lengths)).index_add(0, sequence, log_ratio)
         log_ratio = (sums / counts.clamp_min(1))[sequence]
@@ -114,14 +115,15 @@ def policy_gradient_loss(
     def total(x: Tensor) -> Tensor:
         return torch.where(keep, x.detach(), 0.0).sum()
 
+    has_clip = torch.tensor(loss != "reinforce", device=logp.device)
     metrics = {
         "tokens": counts.sum(),
         "ratio": total(ratio),
-        "clipped_low": total(((advantage < 0) & (ratio < 1 - clip_low)).to(logp.dtype)),
-        "clipped_high": total(((advantage > 0) & (ratio > 1 + clip_high)).to(logp.dtype)),
+        "clipped_low": total((has_clip & (advantage < 0) & (ratio < 1 - clip_low)).to(logp.dtype)),
+        "clipped_high": total((has_clip & (advantage > 0) & (ratio > 1 + clip_high)).to(logp.dtype)),
         "entropy": total(entropy),
         "kl": total(divergence),
-        "mismatch": total(log_ratio.abs()),
+        "mismatch": total(mismatch),
     }
     return value.sum() / denominator, metrics
 

@@ -40,7 +40,6 @@ class _Suffixes:
         """Drop all samples but `rows`, and the prompts that have none left; `length` tokens of each are cached."""
         remaining, self.groups = torch.unique(self.groups[rows], return_inverse=True)
         for k, v in self.layers:
-            # In place, ascending: a kept row never moves onto one that is still to be read.
             k[: len(rows), :length], v[: len(rows), :length] = k[rows, :length], v[rows, :length]
         self.layers = [(k[: len(rows)], v[: len(rows)]) for k, v in self.layers]
         if len(remaining) < len(self.prompts[0][0]):
@@ -70,7 +69,8 @@ class NativeEngine:
     Args:
         model: the policy; its weights are copied by `load_weights`.
         dtype: of the computation.
-        max_rows: samples computed side by side; more are done in waves, which bounds the memory of the caches.
+        max_rows: samples computed side by side, at least those of one prompt; more are done in waves, which bounds the
+            memory of the caches.
     """
 
     MAX_ROWS = 1024

@@ -145,8 +145,8 @@ class MazeTask:
             raise InputError(f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}")
         self.size, self.seed, self.strict = size, seed, strict
         self.prompt_length = size * (size + 1) + 4
-        # Of any simple path and DONE; the paper allows 180 at 17x17, where this is 128.
-        self.max_new_tokens = 2 * ((size - 1) // 2) ** 2
+        longest = 2 * ((size - 1) // 2) ** 2  # of any simple path with DONE; 128 at 17x17, where the paper allows 180
+        self.max_new_tokens = longest if size < 17 else max(longest, 180)
 
     def maze(self, split: str, index: int) -> Grid:
         """Maze `index` of `split` ("train" or "test") as an open/closed grid."""

@@ -80,6 +80,37 @@ def test_the_reference_equals_the_flash_kernel(causal, masked):
         torch.testing.assert_close(a, w.transpose(1, 2), rtol=1e-11, atol=1e-12)
 
 
+def test_the_reference_in_bfloat16_errs_at_most_twice_as_much_as_the_kernel():
+    generator = torch.Generator().manual_seed(3)
+    exact = [torch.randn(4, 32, 2, 16, generator=generator, dtype=torch.float64) for _ in range(4)]
+    rounded = [x.bfloat16() for x in exact]
+    exact = [x.double() for x in rounded]
+
+    def errors(attend_, backward, arguments):
+        grad, *qkv = arguments
+        o, lse = attend_(*qkv)
+        truth = [x.transpose(1, 2) for x in exact]
+        true_o, true_lse = attend_reference(*truth[1:], True, None)
+        true_grads = attend_backward_reference(*truth, true_o, true_lse, True, None)
+        results = (o, *backward(grad, *qkv, o, lse))
+        wanted = (true_o, *true_grads)
+        return [float((x.double() - w).norm() / w.norm()) for x, w in zip(results, wanted, strict=True)]
+
+    def flash(q, k, v):
+        return [x.transpose(1, 2) for x in attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)]
+
+    def flash_backward(*tensors):
+        return [x.transpose(1, 2) for x in attend_backward(*(x.transpose(1, 2) for x in tensors), causal=True)]
+
+    heads_first = [x.transpose(1, 2) for x in rounded]
+    kernel = errors(flash, flash_backward, heads_first)
+    reference = errors(
+        lambda *qkv: attend_reference(*qkv, True, None), lambda *x: attend_backward_reference(*x, True, None), heads_first
+    )
+    for ours, theirs in zip(reference, kernel, strict=True):
+        assert 1e-5 < ours <= 2 * theirs
+
+
 def test_merge_equals_attention_over_the_union():
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(2, 3, 4, 8, generator=generator, dtype=torch.float64)

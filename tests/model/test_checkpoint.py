@@ -96,6 +96,9 @@ def edit_weights(directory, change):
         (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be a whole number"),
         (lambda d: edit_config(d, num_key_value_heads=3), "multiple of num_key_value_heads, got 4 and 3"),
         (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "scaled rotary"),
+        (lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}), "scaled rotary"),
+        (lambda d: edit_config(d, rope_parameters="x"), "scaled rotary"),
+        (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act 'silu'"),
         (lambda d: (d / "model.safetensors").unlink(), "cannot read the weights .*model.safetensors"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), "cannot read the weights"),
         (

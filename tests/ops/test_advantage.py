@@ -100,6 +100,11 @@ def test_equal_rewards_get_exactly_zero():
         assert (ops.group_advantage(torch.full((7,), 0.1), name, **size) == 0).all(), name
 
 
+def test_degenerate_shapes_and_eps():
+    assert ops.rloo_advantage(torch.zeros(3, 0)).shape == (3, 0)
+    assert (ops.grpo_advantage(torch.ones(4), eps=0.0) == 0).all()
+
+
 def test_a_group_of_one_has_no_advantage():
     for name in ("grpo", "rloo", "reinforce", "dr_grpo"):
         assert ops.group_advantage(torch.tensor([[3.5], [-1.0]]), name).tolist() == [[0.0], [0.0]]
@@ -153,6 +158,7 @@ def test_shapes_dtypes_and_batches():
     ("call", "message"),
     [
         (lambda r: ops.maxpo_advantage(r, 4), r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
+        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs a whole number as k, got 2.0"),
         (lambda r: ops.maxpo_advantage(r, 0), r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 0"),
         (lambda r: ops.expected_improvement(r, 5), r"needs 2 <= k <= N = 4 for N = 4 rollouts, got 5"),
         (lambda r: ops.leave_two_out_baseline(r, 4), r"needs 2 <= k <= N-1 = 3"),

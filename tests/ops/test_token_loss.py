@@ -133,6 +133,13 @@ def test_advantages_may_be_per_token_and_all_masked_is_zero(example):
     assert policy_gradient_loss(**example, mask=torch.zeros(T, dtype=torch.bool))[0].item() == 0
 
 
+def test_as_many_advantages_as_responses_are_one_a_response():
+    """Also where that is the number of tokens, because a response is empty."""
+    logits, targets = torch.zeros(2, 4), torch.tensor([0, 1])
+    loss, _ = policy_gradient_loss(logits, targets, torch.tensor([3.0, 5.0]), torch.tensor([0, 0, 2]), loss="reinforce")
+    assert loss.item() == pytest.approx(5 * math.log(4))
+
+
 def test_entropy_of_impossible_tokens():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]])
     logp, entropy = token_logprobs(logits, torch.tensor([1]))

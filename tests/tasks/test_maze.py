@@ -23,7 +23,6 @@ PAPER_PROMPT = [
 ]
 PAPER_ANSWER = ["DOWN", "DOWN", "RIGHT", "RIGHT", "RIGHT", "RIGHT", "DOWN", "DOWN", "DONE", "<eos>"]
 GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits, as first generated
-GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits, as first generated
 ID = {word: i for i, word in enumerate(maze.WORDS)}
 
 

@@ -69,14 +69,14 @@ class WarmStartOptions:
 class OptimizerOptions:
     """Reinforcement learning updates (AdamW, float32 weights and moments)."""
 
-    steps: int = 100
+    steps: int = 90
     """Steps."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine"] = "cosine"
     """After the warm-up: constant, or a cosine to a tenth."""
-    warmup_steps: int = 5
-    """Steps of linear warm-up."""
+    warmup_steps: int = 25
+    """Steps of linear warm-up, while the second moments settle: with few, an early large gradient undoes the warm start."""
     updates_per_step: int = 1
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
     weight_decay: float = 0.01
@@ -85,7 +85,7 @@ class OptimizerOptions:
     """Decay of the first moment."""
     beta2: float = 0.99
     """Decay of the second moment."""
-    clip_grad: float = 1.0
+    clip_grad: float = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: int = 4096
     """Most tokens, prompts included, in one forward and backward pass; gradients of several passes add up."""

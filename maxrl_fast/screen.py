@@ -1,6 +1,7 @@
 """What a run shows: a live progress line on a terminal, plain lines elsewhere, a table at the end."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -17,6 +18,7 @@ class Stage:
     def __init__(self, console: Console, name: str, total: int, lines: int):
         self._name, self._total, self._console = name, total, console
         self._every = max(1, total // lines)
+        self._start = time.monotonic()
         self._bar = Progress(
             TextColumn(f"{name:<10}"),
             BarColumn(bar_width=24),
@@ -34,7 +36,9 @@ class Stage:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
-            self._console.print(f"{self._name} {done}/{self._total}  {note}", markup=False, highlight=False, soft_wrap=True)
+            left = (time.monotonic() - self._start) / done * (self._total - done)
+            line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def running(self) -> Iterator["Stage"]:

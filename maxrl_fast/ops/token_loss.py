@@ -115,12 +115,12 @@ def policy_gradient_loss(
     def total(x: Tensor) -> Tensor:
         return torch.where(keep, x.detach(), 0.0).sum()
 
-    has_clip = torch.tensor(loss != "reinforce", device=logp.device)
+    has_clip = loss != "reinforce"
     metrics = {
         "tokens": counts.sum(),
         "ratio": total(ratio),
-        "clipped_low": total((has_clip & (advantage < 0) & (ratio < 1 - clip_low)).to(logp.dtype)),
-        "clipped_high": total((has_clip & (advantage > 0) & (ratio > 1 + clip_high)).to(logp.dtype)),
+        "clipped_low": total(((advantage < 0) & (ratio < 1 - clip_low) & has_clip).to(logp.dtype)),
+        "clipped_high": total(((advantage > 0) & (ratio > 1 + clip_high) & has_clip).to(logp.dtype)),
         "entropy": total(entropy),
         "kl": total(divergence),
         "mismatch": total(mismatch),

@@ -14,7 +14,10 @@ T, V = sum(LENGTHS), 7
 @pytest.fixture
 def example():
     generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     logits = 2 * draw(T, V)
     targets = torch.randint(V, (T,), generator=generator)
     logp = torch.log_softmax(logits / 0.7, -1).gather(1, targets[:, None])[:, 0]

@@ -22,7 +22,8 @@ def generate(model, num_samples=6, temperature=1.3, limit=24, seed=4, step=2, pr
     return engine.generate(prompts, num_samples, Sampling(temperature, limit, stops), seed=seed, step=step)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-6), (torch.bfloat16, 0.3)])
+# The logits reach 5.7, where bfloat16 numbers are .03 apart; both ways may be off by one or two of those.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-6), (torch.bfloat16, 0.1)])
 def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
     model = tiny_decoder()
     rollouts = generate(model, dtype=dtype)

@@ -1,6 +1,12 @@
-// Every function takes addresses (and, for CUDA, the stream) as integers and allocates nothing.
+// Every function takes addresses (and, for CUDA, the stream) as integers and allocates no tensor.
 // Callers go through maxrl_fast/ops, which checks tensors and passes the current stream.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
 
 #include "kernels.h"
 
@@ -9,32 +15,50 @@ using py::literals::operator""_a;
 
 namespace {
 
+using Address = std::uintptr_t;
+
 template <typename T>
-T* pointer(std::uintptr_t address) {
+T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-template <typename Real>
-void bind_rank_transform(py::module_& m, const char* cpu_name, [[maybe_unused]] const char* cuda_name) {
-  m.def(
-      cpu_name,
-      [](std::uintptr_t rewards, std::uintptr_t weights, std::uintptr_t advantages, std::int64_t num_groups,
-         std::int64_t group_size, bool centred) {
-        maxrl::cpu::rank_transform(pointer<const Real>(rewards), pointer<const double>(weights), pointer<Real>(advantages),
-                                   num_groups, group_size, centred);
-      },
-      py::kw_only(), "rewards"_a, "weights"_a, "advantages"_a, "num_groups"_a, "group_size"_a, "centred"_a,
-      py::call_guard<py::gil_scoped_release>());
-#ifdef MAXRL_FAST_CUDA
-  m.def(
-      cuda_name,
-      [](std::uintptr_t rewards, std::uintptr_t weights, std::uintptr_t advantages, std::int64_t num_groups,
-         std::int64_t group_size, bool centred, std::uintptr_t stream) {
-        maxrl::cuda::rank_transform(pointer<const Real>(rewards), pointer<const double>(weights), pointer<Real>(advantages),
-                                    num_groups, group_size, centred, reinterpret_cast<cudaStream_t>(stream));
-      },
-      py::kw_only(), "rewards"_a, "weights"_a, "advantages"_a, "num_groups"_a, "group_size"_a, "centred"_a, "stream"_a);
-#endif
+template <typename Choice, std::size_t size>
+Choice choose(const char* option, std::string_view name, const std::pair<std::string_view, Choice> (&choices)[size]) {
+  for (const auto& [known, choice] : choices)
+    if (known == name) return choice;
+  throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
+}
+
+maxrl::Formula formula(std::string_view value, std::string_view baseline, std::string_view scale, double eps, std::int64_t ddof,
+                       double gain, double bias) {
+  using namespace maxrl;
+  using namespace std::string_view_literals;
+  return {
+      choose<Value>("value", value, {{"reward"sv, Value::kReward}, {"rank"sv, Value::kRank}, {"binary"sv, Value::kBinary}}),
+      choose<Baseline>("baseline", baseline,
+                       {{"zero"sv, Baseline::kZero}, {"mean"sv, Baseline::kMean}, {"length_mean"sv, Baseline::kLengthMean}}),
+      choose<Scale>("scale", scale,
+                    {{"one"sv, Scale::kOne}, {"leave_one_out"sv, Scale::kLeaveOneOut}, {"std"sv, Scale::kStd},
+                     {"mean"sv, Scale::kMean}}),
+      eps, ddof, gain, bias};
+}
+
+template <typename Reward, typename Advantage>
+struct Types {
+  using reward = Reward;
+  using advantage = Advantage;
+};
+
+// Calls `use` with the element types of rewards and advantages that the dtype of the rewards means.
+template <typename Use>
+auto with_types(std::string_view dtype, const Use& use) {
+  if (dtype == "float32") return use(Types<float, float>{});
+  if (dtype == "float64") return use(Types<double, double>{});
+  if (dtype == "bfloat16") return use(Types<maxrl::BFloat16, maxrl::BFloat16>{});
+  if (dtype == "int32") return use(Types<std::int32_t, float>{});
+  if (dtype == "int64") return use(Types<std::int64_t, float>{});
+  if (dtype == "bool") return use(Types<bool, float>{});
+  throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
 }
 
 }  // namespace
@@ -45,6 +69,46 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("cuda") = false;
 #endif
-  bind_rank_transform<float>(m, "rank_transform_cpu_float32", "rank_transform_cuda_float32");
-  bind_rank_transform<double>(m, "rank_transform_cpu_float64", "rank_transform_cuda_float64");
+
+  py::class_<maxrl::Formula>(m, "Formula")
+      .def(py::init(&formula), py::kw_only(), "value"_a, "baseline"_a, "scale"_a, "eps"_a, "ddof"_a, "gain"_a, "bias"_a);
+  py::class_<maxrl::Groups>(m, "Groups")
+      .def(py::init([](std::int64_t num_groups, std::int64_t group_size, std::int64_t num_rewards, Address offsets,
+                       Address order, Address valid) {
+             return maxrl::Groups{num_groups, group_size, num_rewards, pointer<const std::int64_t>(offsets),
+                                  pointer<const std::int64_t>(order), pointer<const bool>(valid)};
+           }),
+           py::kw_only(), "num_groups"_a, "group_size"_a, "num_rewards"_a, "offsets"_a, "order"_a, "valid"_a)
+      .def("distinct_sizes", &maxrl::cpu::distinct_group_sizes);
+
+  m.def(
+      "group_advantage_cpu",
+      [](std::string_view dtype, Address rewards, const maxrl::Groups& groups, Address lengths, Address tables,
+         Address table_starts, std::int64_t largest_table, const maxrl::Formula& formula, Address advantages, int num_threads) {
+        return with_types(dtype, [&](auto types) {
+          const py::gil_scoped_release release;
+          return maxrl::cpu::group_advantage(
+              pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
+              {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
+              pointer<typename decltype(types)::advantage>(advantages), num_threads);
+        });
+      },
+      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "lengths"_a, "tables"_a, "table_starts"_a, "largest_table"_a,
+      "formula"_a, "advantages"_a, "num_threads"_a);
+
+#ifdef MAXRL_FAST_CUDA
+  m.def(
+      "group_advantage_cuda",
+      [](std::string_view dtype, Address rewards, const maxrl::Groups& groups, Address lengths, Address tables,
+         Address table_starts, std::int64_t largest_table, const maxrl::Formula& formula, Address advantages, Address stream) {
+        with_types(dtype, [&](auto types) {
+          maxrl::cuda::group_advantage(
+              pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
+              {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
+              pointer<typename decltype(types)::advantage>(advantages), reinterpret_cast<cudaStream_t>(stream));
+        });
+      },
+      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "lengths"_a, "tables"_a, "table_starts"_a, "largest_table"_a,
+      "formula"_a, "advantages"_a, "stream"_a);
+#endif
 }

@@ -14,7 +14,7 @@ import tyro
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype
-from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.objectives import OBJECTIVES, estimator_options
 from maxrl_fast.ops.token_loss import AGGREGATIONS
 from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
@@ -105,8 +105,11 @@ def check(config: Config) -> None:
         raise InputError(f"{options['objective']} needs at least {row.min_rollouts} rollouts per prompt, got {n}")
     try:
         row.resolve_size(options["objective"], n, default_k(config), options["order"])
+        row.resolve_options(options["objective"], estimator_options(options["estimator_options"]))
     except ValueError as error:
         raise InputError(str(error)) from error
+    if options["scale_by_k"] and not row.scales_by_k:
+        raise InputError(f"{options['objective']} takes no scale_by_k")
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
@@ -126,7 +129,8 @@ def _require(options: dict[str, Any], names: str, wanted: str, holds: Callable[[
 
 def default_k(config: Config) -> int | None:
     """--k, or 4 where the objective has one and none was given."""
-    takes_k = OBJECTIVES[config.objective.objective].row.size_name == "k"
+    size = OBJECTIVES[config.objective.objective].row.size
+    takes_k = size is not None and size.name == "k"
     return 4 if takes_k and config.objective.k is None else config.objective.k
 
 
@@ -147,9 +151,10 @@ def resolve(config: Config, task: Task) -> Config:
         what = "another run" if (out / "config.json").exists() else "something else"
         raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
     order = config.objective.order
+    has_order = objective.row.size is not None and objective.row.size.name == "order"
     return config.replace(
         k=default_k(config),
-        order=config.rollout.rollouts - 1 if objective.row.size_name == "order" and order is None else order,
+        order=config.rollout.rollouts - 1 if has_order and order is None else order,
         max_new_tokens=config.rollout.max_new_tokens or task.max_new_tokens,
         sft_steps=(0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps,
         aggregation=config.loss.aggregation or objective.aggregation,

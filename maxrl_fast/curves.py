@@ -1,7 +1,9 @@
-"""curves.png: reward, pass@k before and after, entropy and response length of a run."""
+"""Pictures: the curves of a run, and the weights of estimators."""
 
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 
 def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
@@ -47,3 +49,23 @@ def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 
 def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]
+
+
+def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
+    """W_N(p) by estimator, each a pair of pass rates and weights, beside 1/p of maximum likelihood (MaxRL, Figure 1)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, (pass_rates, weights) in curves.items():
+        axes.plot(pass_rates, weights, label=name)
+    pass_rates = next(iter(curves.values()))[0]
+    axes.plot(pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label="1/p, maximum likelihood")
+    largest = max(float(weights.max()) for _, weights in curves.values())
+    axes.set(xscale="log", yscale="log", ylim=(1e-2, 3 * max(largest, 1.0)), xlim=(float(pass_rates[0]), 1))
+    axes.set(title=f"Weight of a prompt's gradient, N = {num_rollouts}", xlabel="pass rate p", ylabel="W_N(p)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,8 +1,25 @@
-"""The objectives of the trainer: an estimator of the advantage and how the token losses are averaged."""
+"""The objectives of the trainer, and their registry: `python -m maxrl_fast.objectives`.
 
+An objective is an estimator of the group advantage (`ops/estimators.py`) and how the token losses are averaged.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from maxrl_fast.ops.advantage import ESTIMATORS, Estimator
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from maxrl_fast.curves import draw_weights
+from maxrl_fast.errors import InputError
+from maxrl_fast.ops.advantage import effective_weight
+from maxrl_fast.ops.estimators import ESTIMATORS, Estimator
+from maxrl_fast.records import Rollouts
 
 
 @dataclass(frozen=True)
@@ -15,12 +32,100 @@ class Objective:
         return ESTIMATORS[self.estimator]
 
 
-OBJECTIVES = {
-    "maxpo": Objective("maxpo"),
-    "maxrl": Objective("maxrl"),
-    "grpo": Objective("grpo", "seq_mean_token_mean"),
-    "dr_grpo": Objective("dr_grpo", "seq_sum_constant"),
-    "rloo": Objective("rloo"),
-    "reinforce": Objective("reinforce"),
-    "pkpo": Objective("pkpo"),
-}
+_AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}  # the others: token_mean
+_BASELINES = ("leave_two_out",)  # alone they have no gradient
+OBJECTIVES = {name: Objective(name, _AGGREGATIONS.get(name, "token_mean")) for name in ESTIMATORS if name not in _BASELINES}
+
+
+def estimator_options(text: str) -> dict[str, Any]:
+    """The numbers of --estimator-options, "eps=1e-4,ddof=0".
+
+    Raises:
+        InputError: on what is not name=number.
+    """
+    options: dict[str, Any] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        try:
+            options[name] = float(value if name else "")
+        except ValueError:
+            raise InputError(f"estimator_options must be name=number, comma-separated, got {part!r}") from None
+    return options
+
+
+def rollout_inputs(row: Estimator, rollouts: Rollouts, shape: tuple[int, int]) -> dict[str, Any]:
+    """What the estimator needs of the rollouts beside their rewards, as [G, N]."""
+    known = {"lengths": rollouts.lengths, "logprobs": rollouts.mean_logprobs}
+    return {name: known[name].view(shape) for name in row.inputs if name in known}
+
+
+_SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
+_PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 on bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m maxrl_fast.objectives",
+        description="Print every estimator of the group advantage: formula, effective weight, needs, source. With --weights, "
+        "draw and print the weight that estimators give a prompt's gradient by its pass rate, exact at finite N.",
+    )
+    parser.add_argument("--weights", type=Path, metavar="OUT.png", help="draw W_N(p) for --estimators, and print it")
+    parser.add_argument(
+        "--estimators",
+        nargs="+",
+        default=list(_SHOWN),
+        metavar="NAME[:SIZE]",
+        help="names, with k or the order behind a colon (default: %(default)s)",
+    )
+    parser.add_argument("--rollouts", type=int, default=16, metavar="N", help="rollouts per prompt (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    if options.weights is None:
+        console.print(_registry_table())
+        return 0
+    try:
+        grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
+        curves = {name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators}
+        numbers = {name: _weight(name, options.rollouts, torch.tensor(_PASS_RATES)) for name in options.estimators}
+        try:
+            draw_weights(curves, options.rollouts, options.weights)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--weights must be a picture that can be written, got {options.weights}: {error}") from error
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table = Table("W_N(p)", *(f"p = {p:g}" for p in _PASS_RATES), title=f"N = {options.rollouts} rollouts")
+    for name, weights in numbers.items():
+        table.add_row(name, *(f"{weight:.3f}" for weight in weights.tolist()))
+    console.print(table)
+    console.print(f"drawn in {options.weights}", highlight=False)
+    return 0
+
+
+def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
+    """The weight of "maxpo:4", say; InputError with a sentence."""
+    estimator, _, size = name.partition(":")
+    if n < 1:
+        raise InputError(f"rollouts must be at least 1, got {n}")
+    if size and not size.isdecimal():
+        raise InputError(f"a size must be a whole number, got {name!r}")
+    row = ESTIMATORS.get(estimator)
+    kind = row.size.name if row is not None and row.size is not None else "k"
+    try:
+        if row is not None and row.size is not None and row.size.required and not size:
+            raise ValueError(f"{estimator} needs {row.size.wanted(n)}, as {estimator}:4")
+        return effective_weight(estimator, n, pass_rates, **({kind: int(size)} if size else {}))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _registry_table() -> Table:
+    table = Table("name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True)
+    for name, row in ESTIMATORS.items():
+        table.add_row(name, row.formula, row.weight, row.needs, row.source)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

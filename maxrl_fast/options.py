@@ -18,11 +18,15 @@ class ObjectiveOptions:
     """What is maximised."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce or pkpo."""
-    k: Annotated[int | None, _unset("INT", "4 for maxpo and pkpo")] = None
-    """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo; the other objectives take none."""
+    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, ...: `python -m maxrl_fast.objectives` lists them all."""
+    k: Annotated[int | None, _unset("INT", "4 where the objective has one")] = None
+    """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo; objectives without one take none."""
     order: Annotated[int | None, _unset("INT", "N-1 for maxrl")] = None
     """Order at which maxrl is truncated, 1 to N-1; the other objectives take none."""
+    scale_by_k: bool = False
+    """Multiply advantages by k, so that the gradient is that of max@k itself (maxpo, expected_improvement)."""
+    estimator_options: str = ""
+    """What else the advantage takes, as eps=1e-4,ddof=0 for grpo or quantile=0.3 for qae."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,13 @@ class Rollouts:
     def lengths(self) -> Tensor:  # [S]
         return self.cu_seqlens.diff()
 
+    @property
+    def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
+        sums = self.logprobs.new_zeros(len(self.lengths)).index_add(
+            0, torch.repeat_interleave(self.lengths), self.logprobs
+        )  # fmt: skip
+        return sums / self.lengths.clamp_min(1)
+
     def to(self, device: torch.device) -> "Rollouts":
         return Rollouts(self.tokens.to(device), self.cu_seqlens.to(device), self.logprobs.to(device), self.truncated.to(device))
 

@@ -18,7 +18,7 @@ from maxrl_fast.learner import Learner, LossSettings, learning_rate
 from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
-from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.objectives import OBJECTIVES, estimator_options, rollout_inputs
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.options import Config
 from maxrl_fast.rollout import Sampling, check_finite
@@ -34,7 +34,8 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
     """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
-    estimator = OBJECTIVES[config.objective.objective].estimator
+    objective = OBJECTIVES[config.objective.objective]
+    options = estimator_options(config.objective.estimator_options)
     sampling = Sampling.of(config, task)
     engine = NativeEngine(model.to(device), dtype)
     clock = Stopwatch()
@@ -74,8 +75,21 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     next_prompt += num_prompts
                 with clock("reward"):
                     rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)  # [G, N]
+                inputs = rollout_inputs(objective.row, rollouts, (num_prompts, num_rollouts))
+                if "greedy_correct" in objective.row.inputs:
+                    with clock("rollout"):
+                        greedy = engine.generate(prompts, 1, sampling.greedy, seed=seed, step=step)
+                    inputs["greedy_correct"] = task.score(prompts, greedy) > 0.5  # [G]
                 with clock("advantage"):
-                    advantages = group_advantage(rewards, estimator, k=config.objective.k, order=config.objective.order)
+                    advantages = group_advantage(
+                        rewards,
+                        objective.estimator,
+                        k=config.objective.k,
+                        order=config.objective.order,
+                        scale_by_k=config.objective.scale_by_k,
+                        **inputs,
+                        **options,
+                    )  # [G, N]
                 with clock("update") as update_time:
                     lr = learning_rate(step, config.optimizer)
                     parts = torch.arange(advantages.numel(), device=device).chunk(config.optimizer.updates_per_step)

@@ -84,7 +84,7 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective maxpoo", "objective must be one of maxpo, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?"),
+        ("--objective maxpoo", "objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?"),
         ("--k 16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
         ("--k 0", "maxpo needs 1 <= k <= N-1 = 15"),
         ("--rollouts 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
@@ -95,6 +95,10 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
         ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
         ("--objective grpo --k 4", "grpo takes no k, got k=4"),
         ("--objective maxrl --k 4", "maxrl takes no k, got k=4"),
+        ("--objective rloo --scale-by-k", "rloo takes no scale_by_k"),
+        ("--objective grpo --estimator-options eps=tiny", "estimator_options must be name=number, .* got 'eps=tiny'"),
+        ("--objective grpo --estimator-options tau=1", "grpo takes no tau; it takes eps, ddof"),
+        ("--objective noisy_verifier_forward", "noisy_verifier_forward needs false_negative_rate"),
         ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
         ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),

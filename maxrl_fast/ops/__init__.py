@@ -1,7 +1,7 @@
 """The fused operators, importable without the trainer: `from maxrl_fast import ops`."""
 
 from maxrl_fast.ops.advantage import (
-    ESTIMATORS,
+    effective_weight,
     expected_improvement,
     group_advantage,
     grpo_advantage,
@@ -10,10 +10,12 @@ from maxrl_fast.ops.advantage import (
     maxrl_advantage,
     rloo_advantage,
 )
+from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
 __all__ = [
     "ESTIMATORS",
+    "effective_weight",
     "expected_improvement",
     "group_advantage",
     "grpo_advantage",

@@ -1,110 +1,17 @@
-"""Group advantages: how much better each rollout did than its group, by estimator.
+"""Group advantages: how much better each rollout did than its group, by any estimator of `ESTIMATORS`."""
 
-Each estimator stands in `ESTIMATORS` with its formula and source. Notation: N rewards r of one prompt, mu their mean,
-S_i the mean of the maximum over the size-K subsets that contain i, S_-i over those without i, M_-i over the
-size-(K-1) subsets of the others.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.rank_transform import rank_transform, rank_weights
+from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Rollouts
+from maxrl_fast.ops.group_kernel import DTYPES, result_dtype
+from maxrl_fast.ops.groups import Groups
 
-
-@dataclass(frozen=True)
-class Estimator:
-    """A row of the table: `size` is k, or MaxRL's order, checked and resolved."""
-
-    formula: str
-    source: str
-    compute: Callable[[Tensor, int], Tensor]  # rewards [G, N] and size -> advantages [G, N]
-    min_rollouts: int = 2
-    size_name: str | None = None  # "k" or "order"
-    min_size: int = 1
-    max_size_below_n: int = 1  # the largest size is N minus this
-
-    def resolve_size(self, name: str, n: int, k: int | None, order: int | None) -> int:
-        """The size for groups of n rollouts; a ValueError that states the range where it does not fit."""
-        given = {"k": k, "order": order}
-        for option, value in given.items():
-            if value is not None and option != self.size_name:
-                raise ValueError(f"{name} takes no {option}, got {option}={value}")
-        if self.size_name is None:
-            return 0
-        largest = n - self.max_size_below_n
-        size = given[self.size_name]
-        if size is not None and not isinstance(size, int):
-            raise ValueError(f"{name} needs a whole number as {self.size_name}, got {size!r}")
-        if size is None:
-            if self.size_name == "k":
-                raise ValueError(f"{name} needs k, {self.min_size} <= k <= {self._limit()}")
-            return largest  # MaxRL of full order
-        if not self.min_size <= size <= largest:
-            raise ValueError(
-                f"{name} needs {self.min_size} <= {self.size_name} <= {self._limit()} = {largest} "
-                f"for N = {n} rollouts, got {size}"
-            )
-        return size
-
-    def _limit(self) -> str:
-        return f"N-{self.max_size_below_n}" if self.max_size_below_n else "N"
-
-
-def _ranked(kind: str, *, centred: bool = True) -> Callable[[Tensor, int], Tensor]:
-    def compute(rewards: Tensor, size: int) -> Tensor:
-        return rank_transform(rewards, rank_weights(kind, rewards.shape[1], size, rewards.device), centred)
-
-    return compute
-
-
-_centred = _ranked("mean")
-_ei = _ranked("ei", centred=False)
-_maxpo = _ranked("maxpo")
-
-
-def _grpo(rewards: Tensor, size: int, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    centred = _centred(rewards, 0)  # by gaps between sorted rewards: exactly 0 in a group of equal rewards
-    # Summed in sorted order, so that the order of the rollouts changes nothing, not even a rounding.
-    variance = centred.sort(-1).values.square().sum(-1, keepdim=True) / (rewards.shape[1] - ddof)
-    return torch.where(centred == 0, 0.0, centred / (variance.sqrt() + eps))  # also with eps 0
-
-
-ESTIMATORS = {
-    "maxpo": Estimator(
-        "S_i - S_-i = EI_i - L2O_i", "MaxPO, section 4.1 (eq. 8); EI + L2O of section 3.1", _maxpo, size_name="k"
-    ),
-    "maxrl": Estimator(
-        "sum_{k=1..order} of maxpo_k; (r_i - mu)/mu for binary rewards at full order, 0 where mu = 0",
-        "MaxRL, Algorithm 1; its order T, extended to any real reward through MaxPO",
-        _ranked("maxrl"),
-        size_name="order",
-    ),
-    "grpo": Estimator("(r_i - mu)/(std + eps)", "GRPO, Shao et al. 2024, section 4.1.2", _grpo),
-    "rloo": Estimator("r_i - mean of the others", "RLOO, Kool et al. 2019; Ahmadian et al. 2024", _ranked("rloo")),
-    "reinforce": Estimator("r_i - mu", "MaxRL's REINFORCE with the group's mean; Dr. GRPO, Liu et al. 2025", _centred),
-    "expected_improvement": Estimator(
-        "EI_i = S_i - M_-i", "MaxPO, section 3.1, eq. 5", _ei, size_name="k", min_size=2, max_size_below_n=0
-    ),
-    "leave_two_out": Estimator(
-        "L2O_i, the mean over j != i of EI_j without i",
-        "MaxPO, section 3.1, eq. 6",
-        lambda rewards, k: _ei(rewards, k) - _maxpo(rewards, k),
-        size_name="k",
-        min_size=2,
-    ),
-    "pkpo": Estimator(
-        "(K/N) EI_i",
-        "PKPO, Walder & Karkhanis 2025, sloo_minus_one",
-        lambda rewards, k: _ei(rewards, k) * (k / rewards.shape[1]),
-        size_name="k",
-        min_size=2,
-        max_size_below_n=0,
-    ),
-}
-ESTIMATORS["dr_grpo"] = ESTIMATORS["reinforce"]
+_kernel = torch.ops.maxrl_fast.group_advantage.default
 
 
 def group_advantage(
@@ -113,78 +20,228 @@ def group_advantage(
     *,
     k: int | None = None,
     order: int | None = None,
-    eps: float | None = None,
-    ddof: int | None = None,
+    offsets: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    greedy_correct: Tensor | None = None,
+    scale_by_k: bool = False,
+    max_group_size: int | None = None,
+    **options: float,
 ) -> Tensor:
-    """Advantages of rollouts within their groups.
+    """Advantages of rollouts within their groups (formulas and sources: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
 
     Args:
-        rewards: [..., N], each row a group; any real dtype. Those that are not floating become float32.
+        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
         estimator: a name in `ESTIMATORS`.
-        k: size of the max@K objective, for estimators that have one.
-        order: truncation of MaxRL, 1 <= order <= N-1; default N-1, the full order.
-        eps: added to grpo's standard deviation, 1e-6 by default.
-        ddof: of grpo's standard deviation, 1 (sample, the default) or 0 (population).
+        k: size of the max@k objective, for estimators that have one.
+        order: truncation of MaxRL, 1 <= order <= N-1; default the full order, N-1 of each group.
+        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
+        group_ids: [S], integers in any order; equal ids form a group.
+        valid: bool, like `rewards`; the others are left out, as if their groups were smaller, and get 0.
+        lengths: integers like `rewards`, tokens of each response, for opo.
+        logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
+        greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O; MaxPO, eq. 13).
+        max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
+            all sizes up to it, or up to min(S, 4096), 8 bytes times its square.
+        options: what the estimator takes besides: eps, ddof, quantile, tau, ... with the defaults in `ESTIMATORS`.
 
     Returns:
-        Advantages of the shape, device and (floating) dtype of `rewards`; not differentiable. A group of one has 0.
+        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. A group
+        of one has 0 under every centred estimator. Where groups are uneven, those with too few rollouts for k have 0.
 
     Raises:
-        ValueError: on an unknown estimator, k or order outside its range, an option the estimator does not have, or a
-            reward on the CPU that is not finite (on a GPU it is not looked at, which would stall the device; a group that
-            holds one becomes non-finite).
+        ValueError: on an unknown estimator; k or order outside the range (of the largest group); what the estimator needs and
+            lacks, or does not take; shapes, dtypes or offsets that do not fit; a reward on the CPU that is not finite, or not
+            0 or 1 where only those have a meaning. On a GPU rewards and offsets are not looked at, which would stall it: a
+            group with such a reward becomes NaN.
     """
-    if estimator not in ESTIMATORS:
+    shape, uneven = rewards.shape, offsets is not None or group_ids is not None
+    if not shape or (uneven and len(shape) != 1):
+        wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
+        raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
+    plan_of = _plan if torch.compiler.is_compiling() else _cached_plan  # a compiler traces no cache
+    plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    row = plan.row
+    if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
+        _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
+    for name, tensor, kind in (
+        ("group_ids", group_ids, "integers"),
+        ("valid", valid, "bool"),
+        ("lengths", lengths, "integers"),
+        ("logprobs", logprobs, "floating"),
+    ):
+        if tensor is not None:
+            _check_like_rewards(name, tensor, kind, shape)
+
+    dtype = result_dtype(rewards)
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards, dtype=dtype)
+    if rewards.requires_grad:
+        rewards = rewards.detach()
+    if rewards.dtype not in DTYPES:
+        rewards = rewards.float()
+    groups = Groups.of(rewards, offsets, group_ids, valid)
+    values = groups.view(rewards)
+    rollouts = None
+    if row.before is not None or row.after is not None:
+        rollouts = Rollouts(
+            groups=groups,
+            rewards=values,
+            logprobs=None if logprobs is None else groups.view(logprobs),
+            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct),
+        )
+        if row.before is not None:
+            values = row.before(rollouts, plan.options)
+    advantages = _kernel(
+        values,
+        groups.offsets,
+        groups.order,
+        groups.valid,
+        None if lengths is None else groups.view(lengths.long()),
+        estimator,
+        plan.parameter,
+        plan.eps,
+        plan.ddof,
+        plan.gain,
+        plan.bias,
+        max_group_size or 0,
+    )
+    if row.after is not None:
+        assert rollouts is not None
+        advantages = row.after(advantages, rollouts, plan.options)
+        if groups.valid is not None:
+            advantages = advantages.masked_fill(~groups.valid, 0.0)
+    if advantages.dtype != dtype:
+        advantages = advantages.to(dtype)
+    return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A call's numbers, checked."""
+
+    row: Estimator
+    inputs: tuple[bool, bool, bool]  # which of lengths, logprobs, greedy_correct it needs
+    options: dict[str, float]
+    parameter: float  # the size (0: the largest that fits) or the quantile
+    eps: float
+    ddof: int
+    gain: float
+    bias: float
+
+
+def _plan(
+    estimator: str,
+    n: int | None,
+    k: int | None,
+    order: int | None,
+    scale_by_k: bool,
+    given: tuple[tuple[str, float], ...],
+) -> _Plan:
+    row = ESTIMATORS.get(estimator)
+    if row is None:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if rewards.dim() == 0:
-        raise ValueError("rewards must have shape [..., N], got a scalar")
-    chosen, n = ESTIMATORS[estimator], rewards.shape[-1]
-    options = {name: value for name, value in (("eps", eps), ("ddof", ddof)) if value is not None}
-    if options and estimator != "grpo":
-        raise ValueError(f"{estimator} takes no {' or '.join(options)}")
-    if ddof not in (None, 0, 1):
-        raise ValueError(f"ddof must be 0 or 1, got {ddof}")
-    rows = rewards.detach().reshape(-1, max(n, 1))
-    if not rows.is_floating_point():
-        rows = rows.float()
-    if rows.device.type == "cpu" and not rows.isfinite().all():
-        group, rollout = (~rows.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"rewards must be finite, got {rows[group, rollout].item()} in group {group}, rollout {rollout}")
-    if n == 0 or (n == 1 and chosen.size_name is None):
-        return torch.zeros_like(rows).view(rewards.shape)
-    size = chosen.resolve_size(estimator, n, k, order)
-    computed = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    return chosen.compute(computed.contiguous(), size, **options).to(rows.dtype).view(rewards.shape)
+    options = row.resolve_options(estimator, dict(given))
+    if scale_by_k and not row.scales_by_k:
+        raise ValueError(f"{estimator} takes no scale_by_k")
+    is_alone = n == 1 and row.is_centred  # its advantage is 0, whatever the size
+    size = row.resolve_size(estimator, None if is_alone else n, k, order)
+    gain, bias = row.affine(options)
+    return _Plan(
+        row=row,
+        inputs=("lengths" in row.inputs, "logprobs" in row.inputs, "greedy_correct" in row.inputs),
+        options=options,
+        parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
+        eps=options.get("eps", 0.0),
+        ddof=int(options.get("ddof", 0.0)),
+        gain=gain * size if scale_by_k else gain,
+        bias=bias,
+    )
 
 
-def maxpo_advantage(rewards: Tensor, k: int) -> Tensor:
-    """S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k."""
-    return group_advantage(rewards, "maxpo", k=k)
+_cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
 
 
-def expected_improvement(rewards: Tensor, k: int) -> Tensor:
+def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:
+    for name, tensor in given.items():
+        if (tensor is None) == (name in needed):
+            raise ValueError(f"{estimator} {'needs' if tensor is None else 'takes no'} {name}")
+
+
+def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have the shape of rewards, {tuple(shape)}, got {tuple(tensor.shape)}")
+    is_kind = tensor.is_floating_point() if kind == "floating" else (tensor.dtype == torch.bool) == (kind == "bool")
+    if not is_kind or (kind == "integers" and tensor.is_floating_point()):
+        raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
+    """S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
+
+    This and the names below take the layouts of `group_advantage` too: offsets, group_ids, valid.
+    """
+    return group_advantage(rewards, "maxpo", k=k, **layout)
+
+
+def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
     """EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
-    return group_advantage(rewards, "expected_improvement", k=k)
+    return group_advantage(rewards, "expected_improvement", k=k, **layout)
 
 
-def leave_two_out_baseline(rewards: Tensor, k: int) -> Tensor:
+def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
     """L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
-    return group_advantage(rewards, "leave_two_out", k=k)
+    return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
-def maxrl_advantage(rewards: Tensor, order: int | None = None) -> Tensor:
+def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
     """MaxRL of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
 
-    For binary rewards and full order that is (r - mu)/mu, and 0 where nothing was solved (MaxRL, Algorithm 1).
+    For rewards of 0 and 1 and full order that is (r - mu)/mu, and 0 where nothing was solved (MaxRL, Algorithm 1).
     """
-    return group_advantage(rewards, "maxrl", order=order)
+    return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
-def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
+def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
     """(r_i - mu)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
-    return group_advantage(rewards, "grpo", eps=eps, ddof=ddof)
+    return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 
-def rloo_advantage(rewards: Tensor) -> Tensor:
+def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
     """r_i minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
-    return group_advantage(rewards, "rloo")
+    return group_advantage(rewards, "rloo", **layout)
+
+
+def effective_weight(
+    estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
+) -> Tensor:
+    """W_n(p) of an estimator for rewards of 0 and 1, exact at finite n: the factor by which it scales a prompt's gradient.
+
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
+    A_correct(c) and A_wrong(c) the advantages of a correct and of a wrong rollout where c are correct. Equal lengths are
+    assumed for opo.
+
+    Args:
+        estimator: a name in `ESTIMATORS` whose advantages depend on the group's rewards alone.
+        n: rollouts of the group.
+        pass_rate: p, any shape, between 0 and 1.
+        k, order, options: as in `group_advantage`.
+
+    Returns:
+        W_n(p) like `pass_rate`, float64.
+    """
+    row = ESTIMATORS.get(estimator)
+    if row is not None and not row.has_weight:
+        raise ValueError(f"the weight of {estimator} {row.weight}")
+    rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
+    lengths = torch.ones(n + 1, n, dtype=torch.int64) if row is not None and "lengths" in row.inputs else None
+    advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
+    difference = advantages[1:, 0] - advantages[:-1, -1]  # [n], by c = 0..n-1
+    p = pass_rate.double().flatten()[:, None]
+    c = torch.arange(n, dtype=torch.float64)
+    choices = torch.lgamma(torch.tensor(float(n), dtype=torch.float64)) - torch.lgamma(c + 1) - torch.lgamma(n - c)
+    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
+    return (probability @ difference).view(pass_rate.shape)

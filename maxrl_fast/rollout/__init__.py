@@ -1,6 +1,6 @@
 """Rollout engines: prompts in, sampled responses with their log-probs out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,10 @@ from maxrl_fast.tasks import Task
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: temperature > 0, at most max_new_tokens tokens a response, ending with the first of stop_ids."""
+    """How to sample.
+
+    Temperature, 0 for the likeliest token; at most max_new_tokens tokens a response, ending with the first of stop_ids.
+    """
 
     temperature: float
     max_new_tokens: int
@@ -23,6 +26,11 @@ class Sampling:
         """That of a resolved configuration."""
         assert config.rollout.max_new_tokens is not None
         return cls(config.rollout.temperature, config.rollout.max_new_tokens, task.stop_ids)
+
+    @property
+    def greedy(self) -> "Sampling":
+        """The same at temperature 0."""
+        return replace(self, temperature=0.0)
 
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:

@@ -92,7 +92,7 @@ class NativeEngine:
         """`num_samples` responses to each prompt.
 
         A sample's random numbers depend on (seed, step, prompt id, sample, position) alone. Log-probs are those of the
-        distribution sampled from, softmax(logits / temperature).
+        distribution sampled from, softmax(logits / temperature); at temperature 0 they are 0.
         """
         per_wave = max(1, self.max_rows // num_samples)
         waves = [
@@ -120,8 +120,11 @@ class NativeEngine:
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), rows % num_samples)
         starts = lengths.repeat_interleave(num_samples)
         for t in range(sampling.max_new_tokens):
-            log_p = torch.log_softmax(logits / sampling.temperature, -1)
-            token = _sample(log_p, uniforms(keys, t))
+            if sampling.temperature == 0:  # all probability lies on the likeliest token
+                token, log_p = logits.argmax(-1), torch.zeros_like(logits)
+            else:
+                log_p = torch.log_softmax(logits / sampling.temperature, -1)
+                token = _sample(log_p, uniforms(keys, t))
             tokens[rows, t] = token
             logprobs[rows, t] = log_p.gather(-1, token[:, None])[:, 0]
             stopped = torch.isin(token, stop_ids) & truncated[rows]

@@ -1,35 +1,134 @@
-"""The CUDA kernels against the references; `make gpu` runs this folder, which imports nothing but torch, pytest and the ops."""
+"""The CUDA group advantages against the CPU's, and what a GPU adds: streams, graphs, no waiting."""
 
 import pytest
 import torch
 
-from maxrl_fast import _C, ops
-from maxrl_fast.ops.rank_transform import rank_transform, rank_transform_reference, rank_weights
+from maxrl_fast import ops
+from maxrl_fast.ops.estimators import KERNEL_ROWS
 
 pytestmark = pytest.mark.gpu
+OP = torch.ops.maxrl_fast.group_advantage.default
+SHAPES = [(1, 1), (3, 2), (5, 31), (4, 33), (2, 257), (1100, 16), (3, 1024), (2, 3000), (1, 4096)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (0, 4), (1024, 16), (7, 33), (5, 1000), (2, 4096)])
-def test_cuda_equals_the_reference(shape, dtype):
-    assert _C.cuda, "the extension was built without CUDA kernels"
+def arguments(name, layout):
+    row = KERNEL_ROWS[name]
+    options = {option: value or 0.1 for option, value in row.options.items()}
+    parameter = 2.0 if row.size is not None else options.get("quantile", 0.0)
+    gain, bias = row.affine(options)
+    given = [layout.get(key) for key in ("offsets", "order", "valid", "lengths")]
+    return [*given, name, parameter, options.get("eps", 0.0), int(options.get("ddof", 0)), gain, bias]
+
+
+def layouts(shape, name, generator):
+    """The same rollouts as rows, with some dropped, as runs of uneven length, and in any order."""
+    total = shape[0] * shape[1]
+    lengths = torch.randint(0, 50, (total,), generator=generator) if "lengths" in KERNEL_ROWS[name].inputs else None
+    cuts = torch.randint(0, total + 1, (7,), generator=generator).sort().values
+    offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([total])])
+    order = torch.randperm(total, generator=generator)
+    valid = torch.rand(total, generator=generator) < 0.7
+    rows = {} if lengths is None else {"lengths": lengths.view(shape)}
+    flat = {} if lengths is None else {"lengths": lengths}
+    yield shape, rows
+    yield shape, {**rows, "valid": valid.view(shape)}
+    yield (total,), {**flat, "offsets": offsets}
+    yield (total,), {**flat, "offsets": offsets, "order": order, "valid": valid}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", KERNEL_ROWS)
+def test_equals_the_cpu_kernel(name, dtype):
     generator = torch.Generator().manual_seed(0)
-    rewards = ((torch.randn(shape, generator=generator, dtype=dtype) * 4).round() / 4 + 100).cuda()
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        stream.wait_stream(torch.cuda.current_stream())
-        for kind in ("mean", "rloo", "maxpo", "ei", "maxrl"):
-            weights = rank_weights(kind, shape[1], min(3, max(shape[1] - 1, 1)), rewards.device)
-            torch.cuda.synchronize()
-            for centred in (True, False):
-                with torch.cuda.stream(stream):
-                    actual = rank_transform(rewards, weights, centred)
-                torch.cuda.synchronize()
-                tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-                expected = rank_transform_reference(rewards, weights, centred)
-                torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-                assert torch.equal(actual, rank_transform(rewards, weights, centred))  # deterministic
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
+    for shape in SHAPES:
+        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100  # ties and an offset
+        rewards = (rewards > 100 if KERNEL_ROWS[name].binary or dtype == torch.bool else rewards).to(dtype)
+        for viewed, layout in layouts(shape, name, generator):
+            r = rewards.view(viewed)
+            expected = OP(r, *arguments(name, layout), 0)
+            on_gpu = {key: tensor.cuda() for key, tensor in layout.items()}
+            actual = OP(r.cuda(), *arguments(name, on_gpu), 0)
+            assert actual.dtype == expected.dtype
+            largest = expected.double().abs().max()
+            error = (actual.cpu().double() - expected.double()).abs().max()
+            assert error <= tolerance * largest, (shape, list(layout))
+            assert torch.equal(actual, OP(r.cuda(), *arguments(name, on_gpu), 0))  # deterministic
 
 
-def test_cuda_refuses_groups_it_cannot_sort():
-    with pytest.raises(ValueError, match="at most 4096 rollouts, got 4097"):
-        ops.rloo_advantage(torch.rand(2, 4097, device="cuda"))
+def test_a_group_does_not_depend_on_its_batch():
+    generator = torch.Generator().manual_seed(1)
+    for n in (1, 2, 5, 16, 64, 100, 1000):
+        rewards = torch.randn(3, n, generator=generator, dtype=torch.float64).cuda()
+        padding = torch.randn(5000, generator=generator, dtype=torch.float64).cuda()
+        offsets = torch.tensor([0, n, 2 * n, 3 * n, 3 * n + 900, 3 * n + 5000]).cuda()
+        order = torch.randperm(n, generator=generator).cuda()
+        for name in ("maxpo", "maxrl", "grpo", "rloo", "qae"):
+            size = {"k": min(3, n - 1)} if name == "maxpo" and n > 1 else {"k": 1} if name == "maxpo" else {}
+            rows = ops.group_advantage(rewards, name, **size)
+            flat = torch.cat([rewards.flatten(), padding])
+            assert torch.equal(ops.group_advantage(flat, name, offsets=offsets, **size)[: 3 * n], rows.flatten())
+            assert torch.equal(ops.group_advantage(rewards[:, order], name, **size), rows[:, order])
+
+
+def test_side_stream_graph_and_no_waiting():
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.randn(64, 16, generator=generator)
+    ids = torch.randint(0, 40, (1024,), generator=generator)
+    r, i = rewards.cuda(), ids.cuda()
+
+    def step():
+        return (
+            ops.maxpo_advantage(r, 4),
+            ops.grpo_advantage(r),
+            ops.maxrl_advantage(r.flatten(), group_ids=i, max_group_size=100),
+            ops.group_advantage(r, "unlikeliness", logprobs=r),
+            ops.group_advantage(r, "reinforce_pp"),
+        )
+
+    expected = (
+        ops.maxpo_advantage(rewards, 4),
+        ops.grpo_advantage(rewards),
+        ops.maxrl_advantage(rewards.flatten(), group_ids=ids),
+        ops.group_advantage(rewards, "unlikeliness", logprobs=rewards),
+        ops.group_advantage(rewards, "reinforce_pp"),
+    )
+    step()  # the tables are made now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            on_side = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for result in (on_side, captured):
+        for a, b in zip(result, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
+    r.neg_()  # the graph computes from what is there when it is replayed
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)
+
+
+def test_what_cannot_be_computed_becomes_nan_or_is_refused():
+    rewards = torch.zeros(3, 40, device="cuda")
+    rewards[1, 7] = torch.inf
+    for name, size in (("rloo", {}), ("maxpo", {"k": 2}), ("reinforce_raw", {}), ("passk_training", {"k": 2})):
+        a = ops.group_advantage(rewards, name, **size)
+        assert a[1].isnan().all()
+        assert a[[0, 2]].isfinite().all()
+    offsets = torch.tensor([0, 30, 120], device="cuda")
+    a = ops.maxpo_advantage(torch.rand(120, device="cuda"), 2, offsets=offsets, max_group_size=50)
+    assert a[:30].isfinite().all()
+    assert a[30:].isnan().all()
+    a = ops.rloo_advantage(torch.rand(120, device="cuda"), offsets=torch.tensor([0, -5, 900], device="cuda"))
+    assert a.shape == (120,)  # nonsense, but inside the array
+    with pytest.raises(ValueError, match="groups of at most 4096 rollouts, got 5000"):
+        ops.maxrl_advantage(torch.zeros(1, 5000, device="cuda"))

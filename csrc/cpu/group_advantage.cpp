@@ -1,0 +1,390 @@
+// Small groups go several at a time, one in each lane of a vector; a larger group goes alone, spread over the lanes. Both are
+// one computation: sums over rows, then, for a group spread over the lanes, over lanes; exact sums do not mind the order.
+#include "group_advantage.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace maxrl::cpu {
+namespace {
+
+constexpr int64_t kParallelThreshold = 1 << 12;  // rewards; below, a team of threads costs more than it saves (about 5 us)
+constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to here counting smaller rewards beats sorting
+constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+
+template <int kLanes>  // of a vector register: other sizes compile, but slowly run
+struct Vector;
+template <>
+struct Vector<2> {
+  using type = double __attribute__((vector_size(16)));
+};
+template <>
+struct Vector<4> {
+  using type = double __attribute__((vector_size(32)));
+};
+
+// What one thread works in: a group of at most kLargestLane rollouts in each lane, or one group of any size.
+template <int num_lanes>
+struct Tile {
+  static constexpr int kLanes = num_lanes;
+  using Lanes = typename Vector<kLanes>::type;
+
+  struct Key {
+    double reward;
+    int32_t place;
+  };
+
+  struct alignas(sizeof(Lanes)) Row {  // a std::vector of Lanes itself would not be aligned
+    Lanes lanes;
+  };
+
+  explicit Tile(int64_t largest_group)
+      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(3 * capacity), values(&storage[0].lanes),
+        lengths(values + capacity), ranks(lengths + capacity), sorted(std::max(kLargestLane, largest_group)),
+        keys(largest_group) {}
+
+  bool is_full;    // every row of every lane holds a rollout
+  bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
+  int32_t num_groups;
+  int32_t rows;
+  Lanes filled;  // rows of each lane that hold a rollout, the first ones; the others hold 0
+  Lanes n;       // rollouts of each lane's group
+  int64_t capacity;
+  std::vector<Row> storage;
+  Lanes *values, *lengths, *ranks;  // [rows]; values: rewards, then v, then advantages
+  std::vector<double> sorted;
+  std::vector<Key> keys;
+
+  static Lanes all(double x) { return Lanes{} + x; }
+
+  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const {
+    return is_full ? x : all(row) < filled ? x : otherwise;
+  }
+
+  // The i-th rollout of a group is at column(rows, group)[i * stride()].
+  double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }
+  int64_t stride() const { return is_spread ? 1 : kLanes; }
+
+  // Reduces over the lanes of a group: nothing to do where each lane is a group.
+  template <typename Combine>
+  Lanes over_group(Lanes x, const Combine& combine) const {
+    if (!is_spread) return x;
+    double result = x[0];
+    for (int lane = 1; lane < kLanes; ++lane) result = combine(result, x[lane]);
+    return all(result);
+  }
+};
+
+template <typename Lanes>
+Lanes powers_of_two_above(Lanes x) {
+  for (size_t lane = 0; lane < sizeof(Lanes) / sizeof(double); ++lane) x[lane] = power_of_two_above(x[lane]);
+  return x;
+}
+
+// t.ranks from t.values, whose empty rows must come last.
+template <int kLanes>
+void rank_by_counting(Tile<kLanes>& t) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  const Lanes one = t.all(1.0), zero = t.all(0.0), last = t.all(std::numeric_limits<double>::infinity());
+  for (int32_t i = 0; i < t.rows; ++i) {
+    const Lanes value = t.where_filled(i, t.values[i], last);
+    Lanes rank = zero;
+    for (int32_t j = 0; j < i; ++j) {
+      const Lanes before = t.values[j] <= value ? one : zero;
+      rank += before;
+      t.ranks[j] += one - before;
+    }
+    t.values[i] = value;
+    t.ranks[i] = rank;
+  }
+}
+
+// From the sorted rewards of a group to v in that order, without its first term, which is returned.
+double transform_sorted(double* sorted, int32_t n, const double* table) {
+  const double *offset = table, *slope = table + n;
+  double lower = sorted[0], base = offset[0] * lower, prefix = 0.0;
+  sorted[0] = 0.0;
+  for (int32_t j = 1; j < n; ++j) {
+    const double gap = sorted[j] - lower;
+    lower = sorted[j];
+    base += offset[j] * gap;
+    prefix += slope[j] * gap;
+    sorted[j] = prefix;
+  }
+  return base;
+}
+
+// Replaces rewards by their rank transform.
+template <int kLanes>
+void rank_transform(Tile<kLanes>& t, const Tables& tables) {
+  double* sorted = t.sorted.data();
+  if (t.is_spread) {
+    const auto n = static_cast<int32_t>(t.n[0]);
+    double* values = t.column(t.values, 0);
+    auto* keys = t.keys.data();
+    for (int32_t i = 0; i < n; ++i) keys[i] = {values[i], i};
+    std::sort(keys, keys + n, [](const auto& a, const auto& b) { return a.reward < b.reward; });
+    for (int32_t i = 0; i < n; ++i) sorted[i] = keys[i].reward;
+    const double base = n > 0 ? transform_sorted(sorted, n, tables.of(n)) : 0.0;
+    for (int32_t i = 0; i < n; ++i) values[keys[i].place] = base + sorted[i];
+    return;
+  }
+  rank_by_counting(t);
+  for (int32_t group = 0; group < t.num_groups; ++group) {
+    const auto n = static_cast<int32_t>(t.n[group]);
+    double *values = t.column(t.values, group), *ranks = t.column(t.ranks, group);
+    for (int32_t i = 0; i < n; ++i) sorted[static_cast<int32_t>(ranks[i * kLanes])] = values[i * kLanes];
+    const double base = n > 0 ? transform_sorted(sorted, n, tables.of(n)) : 0.0;
+    for (int32_t i = 0; i < n; ++i) values[i * kLanes] = base + sorted[static_cast<int32_t>(ranks[i * kLanes])];
+    for (int32_t i = n; i < t.rows; ++i) values[i * kLanes] = 0.0;
+  }
+}
+
+// Replaces zeros and ones by the entries of the table for the number of ones.
+template <int kLanes>
+void look_up(Tile<kLanes>& t, const Tables& tables) {
+  for (int32_t group = 0; group < t.num_groups; ++group) {
+    const auto n = static_cast<int32_t>(t.n[group]);
+    double* values = t.column(t.values, group);
+    int32_t correct = 0;
+    for (int32_t i = 0; i < n; ++i) correct += values[i * t.stride()] == 1.0;
+    const double* wrong = tables.of(n) + correct;
+    for (int32_t i = 0; i < n; ++i) values[i * t.stride()] = values[i * t.stride()] == 1.0 ? wrong[n + 1] : *wrong;
+  }
+}
+
+template <bool precise, int kLanes, typename Term>
+auto exact_sum(const Tile<kLanes>& t, typename Tile<kLanes>::Lanes bound, const Term& term) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  const ExactSum<Lanes> sum(bound, 2.0 * powers_of_two_above(t.n));
+  const Lanes zero = t.all(0.0);
+  Lanes coarse = zero, fine = zero;
+  for (int32_t i = 0; i < t.rows; ++i) {
+    const Lanes x = t.where_filled(i, term(i), zero), part = sum.coarse(x);
+    coarse += part;
+    if (precise) fine += sum.fine(x - part);
+  }
+  const auto add = [](double a, double b) { return a + b; };
+  return t.over_group(coarse, add) + t.over_group(fine, add);
+}
+
+// A_i = gain (v_i - baseline) multiplier + bias, in place. Moments are taken of the distances from the smallest value, so
+// that equal values have none, and a large offset costs no digits.
+template <bool precise, int kLanes>
+void normalise(Tile<kLanes>& t, const Formula& f) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  const Lanes infinity = t.all(std::numeric_limits<double>::infinity());
+  Lanes low{}, mean{}, squares{}, origin{}, shift{};  // the baseline is origin + shift
+  if (f.needs_moments()) {
+    Lanes high = -infinity;
+    low = infinity;
+    for (int32_t i = 0; i < t.rows; ++i) {
+      const Lanes lower = t.where_filled(i, t.values[i], infinity), higher = t.where_filled(i, t.values[i], -infinity);
+      low = lower < low ? lower : low;
+      high = higher > high ? higher : high;
+    }
+    low = t.over_group(low, [](double a, double b) { return std::min(a, b); });
+    high = t.over_group(high, [](double a, double b) { return std::max(a, b); });
+    const Lanes bound = powers_of_two_above(high - low);
+    mean = exact_sum<precise>(t, bound, [&](int32_t i) { return t.values[i] - low; }) / t.n;
+    if (f.scale == Scale::kStd)
+      squares = exact_sum<precise>(t, bound * bound, [&](int32_t i) {
+        const Lanes distance = (t.values[i] - low) - mean;
+        return distance * distance;
+      });
+    if (f.baseline != Baseline::kZero) {
+      origin = low;
+      shift = mean;
+    }
+    if (f.baseline == Baseline::kLengthMean) {
+      Lanes total{}, longest{};  // whole numbers: exact
+      for (int32_t i = 0; i < t.rows; ++i) {
+        total += t.lengths[i];
+        longest = t.lengths[i] > longest ? t.lengths[i] : longest;
+      }
+      total = t.over_group(total, [](double a, double b) { return a + b; });
+      longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
+      const Lanes weighted = exact_sum<precise>(t, bound * powers_of_two_above(longest),
+                                                [&](int32_t i) { return t.lengths[i] * (t.values[i] - low); });
+      shift = total > t.all(0.0) ? weighted / total : mean;
+    }
+  }
+  Lanes factor;
+  for (int lane = 0; lane < kLanes; ++lane)
+    factor[lane] = f.gain * multiplier(f, static_cast<int64_t>(t.n[lane]), low[lane] + mean[lane], squares[lane]);
+  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor + f.bias;
+}
+
+bool is_usable(double reward, const Formula& f) {
+  return f.value == Value::kBinary ? reward == 0.0 || reward == 1.0 : reward * 0.0 == 0.0;
+}
+
+template <typename Reward_, typename Advantage_>
+struct Arguments {
+  using Reward = Reward_;
+  using Advantage = Advantage_;
+  const Reward* rewards;
+  const Groups& groups;
+  const int64_t* lengths;
+  const Tables& tables;
+  const Formula& formula;
+  Advantage* advantages;
+};
+
+// Groups first to first + num_groups - 1, in a tile. The first position with an unusable reward, else kNone.
+template <int kLanes, typename Args>
+int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
+  using Advantage = typename Args::Advantage;
+  const Groups& groups = a.groups;
+  const bool is_direct = !groups.order && !groups.valid && !a.lengths;
+  t.num_groups = num_groups;
+  int64_t largest = 0;
+  for (int64_t g = first; g < first + num_groups; ++g) largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
+  t.is_spread = largest > kLargestLane;  // then it is alone
+  t.rows = static_cast<int32_t>(t.is_spread ? (largest + kLanes - 1) / kLanes : largest);
+  t.n = t.filled = t.all(0.0);
+  if (!is_direct || groups.offsets || num_groups < kLanes) std::fill_n(t.values, t.rows, t.all(0.0));
+  if (a.lengths) std::fill_n(t.lengths, t.rows, t.all(0.0));
+
+  for (int32_t group = 0; group < num_groups; ++group) {
+    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
+    double *values = t.column(t.values, group), *lengths = t.column(t.lengths, group);
+    int64_t n = 0;
+    if (is_direct) {
+      for (; n < end - begin; ++n) values[n * stride] = to_double(a.rewards[begin + n]);
+    } else {
+      for (int64_t position = begin; position < end; ++position) {
+        const int64_t index = groups.index(position);
+        if (!groups.exists(index)) continue;
+        if (a.lengths) lengths[n * stride] = static_cast<double>(a.lengths[index]);
+        values[n++ * stride] = to_double(a.rewards[index]);
+      }
+    }
+    if (t.is_spread) {
+      t.n = t.all(n);
+      for (int lane = 0; lane < kLanes; ++lane) t.filled[lane] = (n - lane + kLanes - 1) / kLanes;
+    } else {
+      t.n[group] = t.filled[group] = n;
+    }
+  }
+
+  t.is_full = true;
+  for (int lane = 0; lane < kLanes; ++lane) t.is_full &= t.filled[lane] == t.rows;
+
+  auto poison = t.all(0.0);  // becomes NaN with the first reward that is not finite
+  for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * 0.0;
+  bool all_usable = a.formula.value != Value::kBinary;
+  for (int lane = 0; lane < kLanes; ++lane) all_usable &= poison[lane] == 0.0;
+  if (!all_usable)
+    for (int64_t position = groups.begin(first); position < groups.begin(first + num_groups); ++position) {
+      const int64_t index = groups.index(position);
+      if (groups.exists(index) && !is_usable(to_double(a.rewards[index]), a.formula)) return position;
+    }
+
+  if (a.formula.value == Value::kRank) rank_transform(t, a.tables);
+  if (a.formula.value == Value::kBinary) look_up(t, a.tables);
+  normalise<sizeof(Advantage) == sizeof(double)>(t, a.formula);
+
+  for (int32_t group = 0; group < num_groups; ++group) {
+    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
+    const double* values = t.column(t.values, group);
+    if (is_direct) {
+      for (int64_t i = 0; i < end - begin; ++i) a.advantages[begin + i] = from_double<Advantage>(values[i * stride]);
+      continue;
+    }
+    int64_t n = 0;
+    for (int64_t position = begin; position < end; ++position) {
+      const int64_t index = groups.index(position);
+      a.advantages[index] = from_double<Advantage>(groups.exists(index) ? values[n++ * stride] : 0.0);
+    }
+  }
+  return kNone;
+}
+
+// This thread's share of all groups.
+template <int kLanes, typename Args>
+inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, int64_t num_threads) {
+  Tile<kLanes> tile(largest);
+  const int64_t step = largest > kLargestLane ? 1 : kLanes;  // one large group: all go alone
+  const int64_t steps = (a.groups.num_groups + step - 1) / step;
+  for (int64_t s = steps * thread / num_threads; s < steps * (thread + 1) / num_threads; ++s) {
+    const auto num_groups = static_cast<int32_t>(std::min(step, a.groups.num_groups - s * step));
+    const int64_t unusable = evaluate(a, s * step, num_groups, tile);
+    if (unusable != kNone) return unusable;
+  }
+  return kNone;
+}
+
+#if defined(__x86_64__)
+// The same compiled for wider vectors, taken where the processor has them. Lane by lane the arithmetic is the same, so the
+// result is too.
+template <typename Args>
+__attribute__((target("avx2"), flatten)) int64_t evaluate_share_avx2(const Args& a, int64_t largest, int64_t thread,
+                                                                     int64_t num_threads) {
+  return evaluate_share<4>(a, largest, thread, num_threads);
+}
+const bool has_avx2 = __builtin_cpu_supports("avx2");
+#endif
+
+}  // namespace
+
+template <typename Reward, typename Advantage>
+int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
+                        const Formula& formula, Advantage* advantages, int num_threads) {
+  const Arguments<Reward, Advantage> arguments{rewards, groups, lengths, tables, formula, advantages};
+  int64_t largest = groups.group_size;
+  for (int64_t g = 0; groups.offsets && g < groups.num_groups; ++g)
+    largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
+  auto share = evaluate_share<2, Arguments<Reward, Advantage>>;
+#if defined(__x86_64__)
+  if (has_avx2) share = evaluate_share_avx2<Arguments<Reward, Advantage>>;
+#endif
+  int64_t unusable = kNone;
+#pragma omp parallel num_threads(num_threads) if (groups.num_rewards >= kParallelThreshold) reduction(min : unusable)
+  unusable = share(arguments, largest, omp_get_thread_num(), omp_get_num_threads());
+  return unusable == kNone ? -1 : unusable;
+}
+
+std::vector<int64_t> distinct_group_sizes(const Groups& groups) {
+  std::vector<bool> seen(groups.num_rewards + 1);
+  for (int64_t g = 0; g < groups.num_groups; ++g) {
+    const int64_t begin = groups.begin(g), end = groups.begin(g + 1);
+    if (begin < 0 || end < begin || end > groups.num_rewards || (g == 0 && begin != 0))
+      throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " +
+                                  std::to_string(begin) + " followed by " + std::to_string(end) + " at group " +
+                                  std::to_string(g));
+    int64_t size = end - begin;
+    if (groups.valid) {
+      size = 0;
+      for (int64_t position = begin; position < end; ++position) size += groups.valid[groups.index(position)];
+    }
+    seen[size] = true;
+  }
+  if (groups.begin(groups.num_groups) != groups.num_rewards)
+    throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " +
+                                std::to_string(groups.begin(groups.num_groups)) + " as the last");
+  std::vector<int64_t> sizes;
+  for (int64_t size = 0; size <= groups.num_rewards; ++size)
+    if (seen[size]) sizes.push_back(size);
+  return sizes;
+}
+
+#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                              \
+  template int64_t group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
+                                   int);
+MAXRL_INSTANTIATE(float, float)
+MAXRL_INSTANTIATE(double, double)
+MAXRL_INSTANTIATE(BFloat16, BFloat16)
+MAXRL_INSTANTIATE(int32_t, float)
+MAXRL_INSTANTIATE(int64_t, float)
+MAXRL_INSTANTIATE(bool, float)
+#undef MAXRL_INSTANTIATE
+
+}  // namespace maxrl::cpu

@@ -1,0 +1,281 @@
+// One block per group. Ranks: bitonic sort in shared memory, then a prefix sum over the gaps. Moments: exact sums over the
+// block, which come out the same in any order, so that the number of threads changes nothing.
+#include "../group_advantage.h"
+
+#include "../kernels.h"
+#include "check.h"
+
+namespace maxrl::cuda {
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr int kMaxThreads = 512;
+
+// Threads that work on a ranked group of n: a function of n alone, since it decides the order of additions.
+__host__ __device__ inline int threads_for(int64_t n) {
+  int threads = kWarpSize;
+  while (2 * threads < n && threads < kMaxThreads) threads *= 2;
+  return threads;
+}
+
+// Combines one value of each thread; every thread gets the result. `warps` [kMaxThreads / kWarpSize] in shared memory.
+template <typename Combine>
+__device__ double block_reduce(double value, double* warps, const Combine& combine) {
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffff, value, offset));
+  __syncthreads();  // `warps` may still be read from an earlier call
+  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  value = warps[0];
+  for (int w = 1; w < blockDim.x / kWarpSize; ++w) value = combine(value, warps[w]);
+  return value;
+}
+
+struct Add {
+  __device__ double operator()(double a, double b) const { return a + b; }
+};
+struct Least {
+  __device__ double operator()(double a, double b) const { return fmin(a, b); }
+};
+struct Greatest {
+  __device__ double operator()(double a, double b) const { return fmax(a, b); }
+};
+
+struct SumPair {
+  double before;  // over the threads before this one
+  double total;   // over the block
+};
+
+// Exclusive prefix sum over the block, the same order of additions in every run.
+__device__ SumPair block_prefix_sum(double value, double* warps) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  double inclusive = value;
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const double other = __shfl_up_sync(0xffffffff, inclusive, offset);
+    if (lane >= offset) inclusive += other;
+  }
+  const double last_before = __shfl_up_sync(0xffffffff, inclusive, 1);
+  __syncthreads();  // `warps` may still be read from an earlier call
+  if (lane == kWarpSize - 1) warps[warp] = inclusive;
+  __syncthreads();
+  SumPair result{0.0, 0.0};
+  for (int w = 0; w < blockDim.x / kWarpSize; ++w) {
+    if (w == warp) result.before = result.total;
+    result.total += warps[w];
+  }
+  if (lane > 0) result.before += last_before;
+  return result;
+}
+
+// Sorts values and indices [padded], a power of two, ascending; places with a negative index last.
+__device__ void bitonic_sort(double* values, int32_t* indices, int padded) {
+  for (int run = 2; run <= padded; run *= 2) {
+    for (int stride = run / 2; stride > 0; stride /= 2) {
+      __syncthreads();
+      for (int pair = threadIdx.x; pair < padded / 2; pair += blockDim.x) {
+        const int low = 2 * pair - pair % stride, high = low + stride;  // pair % stride + 2 * stride * (pair / stride)
+        const bool ascending = (low & run) == 0;
+        const bool low_empty = indices[low] < 0, high_empty = indices[high] < 0;
+        if (low_empty && high_empty) continue;
+        const bool high_first =
+            low_empty || (!high_empty && sorts_before(values[high], indices[high], values[low], indices[low]));
+        if (high_first != ascending) continue;
+        const double value = values[low];
+        values[low] = values[high];
+        values[high] = value;
+        const int32_t index = indices[low];
+        indices[low] = indices[high];
+        indices[high] = index;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// Replaces sorted rewards [n] by their rank transform.
+__device__ void rank_transform(double* values, int n, const double* table, double* warps) {
+  const double *offset = table, *slope = table + n;
+  const int active = threads_for(n), per_thread = (n + active - 1) / active;
+  const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
+  double base = 0.0, sum = 0.0;
+  for (int i = begin; i < end; ++i) {
+    const double gap = i == 0 ? values[0] : values[i] - values[i - 1];
+    base += offset[i] * gap;
+    if (i > 0) sum += slope[i] * gap;
+  }
+  base = block_prefix_sum(base, warps).total;
+  double prefix = block_prefix_sum(sum, warps).before;
+  double lower = begin > 0 && begin < end ? values[begin - 1] : 0.0;
+  __syncthreads();  // every thread has read its neighbour's last value
+  for (int i = begin; i < end; ++i) {
+    const double reward = values[i];
+    if (i > 0) prefix += slope[i] * (reward - lower);
+    values[i] = base + prefix;
+    lower = reward;
+  }
+  __syncthreads();
+}
+
+// b, the multiplier with the gain, and what else turns a value into an advantage.
+struct Normaliser {
+  double origin, shift, factor, bias;
+  __device__ double operator()(double value) const { return (value - origin - shift) * factor + bias; }
+};
+
+// The moments of n values. `each(term)` sums nothing itself: it calls term(value, length) for the values of this thread.
+template <typename Each>
+__device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, double* warps) {
+  Normaliser result{0.0, 0.0, f.gain * multiplier(f, n, 0.0, 0.0), f.bias};
+  if (!f.needs_moments() || n == 0) return result;
+  double low = INFINITY, high = -INFINITY, longest = 0.0, total = 0.0;
+  each([&](double value, double length) {
+    low = fmin(low, value);
+    high = fmax(high, value);
+    longest = fmax(longest, length);
+    total += length;
+  });
+  low = block_reduce(low, warps, Least());
+  high = block_reduce(high, warps, Greatest());
+  const double bound = power_of_two_above(high - low);
+
+  const auto exact_sum = [&](double largest, const auto& term) {
+    const ExactSum<double> sum(largest, 2.0 * power_of_two_above(n));
+    double coarse = 0.0, fine = 0.0;
+    each([&](double value, double length) {
+      const double x = term(value - low, length), part = sum.coarse(x);
+      coarse += part;
+      fine += sum.fine(x - part);
+    });
+    return block_reduce(coarse, warps, Add()) + block_reduce(fine, warps, Add());
+  };
+  const double mean = exact_sum(bound, [](double distance, double) { return distance; }) / n;
+  double squares = 0.0;
+  if (f.scale == Scale::kStd)
+    squares = exact_sum(bound * bound, [=](double distance, double) { return (distance - mean) * (distance - mean); });
+  result.origin = low;
+  result.shift = mean;
+  if (f.baseline == Baseline::kZero) result.origin = result.shift = 0.0;
+  if (f.baseline == Baseline::kLengthMean) {
+    longest = block_reduce(longest, warps, Greatest());
+    total = block_reduce(total, warps, Add());  // whole numbers: exact
+    const double weighted =
+        exact_sum(bound * power_of_two_above(longest), [](double distance, double length) { return length * distance; });
+    if (total > 0.0) result.shift = weighted / total;
+  }
+  result.factor = f.gain * multiplier(f, n, low + mean, squares);
+  return result;
+}
+
+// Shared memory, for ranks: values [capacity] double, then indices [capacity] int32, a power of two.
+template <typename Reward, typename Advantage>
+__global__ void group_advantage_kernel(const Reward* rewards, Groups groups, const int64_t* lengths, Tables tables, Formula f,
+                                       Advantage* advantages, int capacity) {
+  extern __shared__ __align__(sizeof(double)) unsigned char shared[];
+  __shared__ double warps[kMaxThreads / kWarpSize];
+  // Offsets on a GPU were not checked: whatever they are, stay inside the array.
+  const int64_t begin = max(groups.begin(blockIdx.x), int64_t(0));
+  const int64_t size = min(groups.begin(blockIdx.x + int64_t(1)), groups.num_rewards) - begin;
+  if (size <= 0) return;
+
+  double num_valid = 0.0, num_correct = 0.0, num_unusable = 0.0;
+  for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+    const int64_t index = groups.index(begin + i);
+    if (!groups.exists(index)) continue;
+    const double reward = to_double(rewards[index]);
+    num_valid += 1.0;
+    num_correct += reward == 1.0;
+    num_unusable += f.value == Value::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
+  }
+  const int64_t n = static_cast<int64_t>(block_reduce(num_valid, warps, Add()));
+  const bool fits = f.value == Value::kReward || (n <= tables.largest && (f.value == Value::kBinary || size <= capacity));
+  if (block_reduce(num_unusable, warps, Add()) > 0.0 || !fits) {
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x)
+      advantages[groups.index(begin + i)] = from_double<Advantage>(static_cast<double>(NAN));
+    return;
+  }
+
+  if (f.value != Value::kRank) {
+    const int64_t correct = f.value == Value::kBinary ? static_cast<int64_t>(block_reduce(num_correct, warps, Add())) : 0;
+    const double* table = f.value == Value::kBinary ? tables.of(n) : nullptr;
+    const auto value_of = [&](int64_t index) {
+      const double reward = to_double(rewards[index]);
+      return table ? table[(reward == 1.0 ? n + 1 : 0) + correct] : reward;
+    };
+    const Normaliser normalise = normaliser(
+        f, n,
+        [&](const auto& term) {
+          for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+            const int64_t index = groups.index(begin + i);
+            if (groups.exists(index)) term(value_of(index), lengths ? static_cast<double>(lengths[index]) : 0.0);
+          }
+        },
+        warps);
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+      const int64_t index = groups.index(begin + i);
+      advantages[index] = from_double<Advantage>(groups.exists(index) ? normalise(value_of(index)) : 0.0);
+    }
+    return;
+  }
+
+  double* values = reinterpret_cast<double*>(shared);
+  int32_t* places = reinterpret_cast<int32_t*>(values + capacity);  // in the group; -1: none
+  int padded = 2;
+  while (padded < size) padded *= 2;
+  for (int i = threadIdx.x; i < padded; i += blockDim.x) {
+    const int64_t index = i < size ? groups.index(begin + i) : 0;
+    const bool exists = i < size && groups.exists(index);
+    values[i] = exists ? to_double(rewards[index]) : 0.0;
+    places[i] = exists ? i : -1;
+    if (i < size && !exists) advantages[index] = from_double<Advantage>(0.0);
+  }
+  if (n == 0) return;
+  bitonic_sort(values, places, padded);
+  rank_transform(values, static_cast<int>(n), tables.of(n), warps);
+  const auto length_at = [&](int i) {
+    return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0;
+  };
+  const Normaliser normalise = normaliser(
+      f, n,
+      [&](const auto& term) {
+        for (int i = threadIdx.x; i < n; i += blockDim.x) term(values[i], length_at(i));
+      },
+      warps);
+  for (int i = threadIdx.x; i < n; i += blockDim.x)
+    advantages[groups.index(begin + places[i])] = from_double<Advantage>(normalise(values[i]));
+}
+
+}  // namespace
+
+template <typename Reward, typename Advantage>
+void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
+                     const Formula& formula, Advantage* advantages, cudaStream_t stream) {
+  if (groups.num_groups == 0 || groups.num_rewards == 0) return;  // a zero-sized grid is a launch error
+  if (formula.value == Value::kRank && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
+    throw std::invalid_argument("ranks on a GPU take groups of at most " + std::to_string(kMaxRankedGroupSize) +
+                                " rollouts, got " + std::to_string(groups.group_size));
+  // The host does not know the sizes of uneven groups: none is larger than all rewards together.
+  const int64_t largest = groups.offsets ? groups.num_rewards : groups.group_size;
+  int capacity = 0;
+  if (formula.value == Value::kRank)
+    for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
+  const size_t shared_bytes = capacity * (sizeof(double) + sizeof(int32_t));
+  const auto kernel = group_advantage_kernel<Reward, Advantage>;
+  if (shared_bytes > 40 * 1024)  // with the static part more than the 48 KiB that a block has without asking
+    MAXRL_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  kernel<<<static_cast<unsigned>(groups.num_groups), threads_for(largest), shared_bytes, stream>>>(
+      rewards, groups, lengths, tables, formula, advantages, capacity);
+  MAXRL_CUDA_CHECK(cudaGetLastError());
+}
+
+#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                              \
+  template void group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
+                                cudaStream_t);
+MAXRL_INSTANTIATE(float, float)
+MAXRL_INSTANTIATE(double, double)
+MAXRL_INSTANTIATE(BFloat16, BFloat16)
+MAXRL_INSTANTIATE(int32_t, float)
+MAXRL_INSTANTIATE(int64_t, float)
+MAXRL_INSTANTIATE(bool, float)
+#undef MAXRL_INSTANTIATE
+
+}  // namespace maxrl::cuda

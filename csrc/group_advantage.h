@@ -1,0 +1,102 @@
+// The group advantages as scalar formulas, shared by the CPU and the CUDA kernel: one definition, compiled twice.
+//
+// Every estimator is three choices, made from the rewards r of one group of n rollouts:
+//
+//     value       v_i = r_i; or the rank transform of r; or, for rewards of 0 and 1, an entry of a table by the number of ones
+//     baseline    b   = 0, the mean of v, or the mean of v weighted by response length
+//     multiplier  m   = 1, n/(n-1), 1/(std of v + eps) or 1/(mean of v + eps)
+//
+//     A_i = gain (v_i - b) m + bias
+//
+// The rank transform, for rewards in ascending order r_(1) <= ... <= r_(n), gaps d_0 = r_(1), d_j = r_(j+1) - r_(j) and the
+// rank table of n, two rows of n weights, offset and slope:
+//
+//     v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j
+//
+// Gaps between equal rewards are exactly 0, so ties get equal values, and a group of equal rewards 0 where offset_0 = 0.
+// The binary table of n is two rows of n + 1 values, of wrong and of correct rollouts, by the number of correct ones.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "element_types.h"
+
+namespace maxrl {
+
+enum class Value { kReward, kRank, kBinary };
+enum class Baseline { kZero, kMean, kLengthMean };
+enum class Scale { kOne, kLeaveOneOut, kStd, kMean };
+
+struct Formula {
+  Value value;
+  Baseline baseline;
+  Scale scale;
+  double eps;
+  int64_t ddof;
+  double gain, bias;
+
+  MAXRL_HOST_DEVICE bool needs_moments() const {
+    return baseline != Baseline::kZero || scale == Scale::kStd || scale == Scale::kMean;
+  }
+};
+
+// Which rewards form group g: rows of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], runs of a flat
+// array, through `order` [S] where the flat array is not sorted by group. Rollouts that are not `valid` do not exist.
+struct Groups {
+  int64_t num_groups, group_size, num_rewards;
+  const int64_t* offsets;
+  const int64_t* order;
+  const bool* valid;
+
+  MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
+  MAXRL_HOST_DEVICE int64_t index(int64_t position) const { return order ? order[position] : position; }
+  MAXRL_HOST_DEVICE bool exists(int64_t index) const { return !valid || valid[index]; }
+};
+
+// Tables of group sizes up to `largest`: that of n at values + starts[n], or at values where all groups are alike.
+struct Tables {
+  const double* values;
+  const int64_t* starts;
+  int64_t largest;
+
+  MAXRL_HOST_DEVICE const double* of(int64_t n) const { return starts ? values + starts[n] : values; }
+};
+
+// A total order: ascending rewards, ties by index, so that the result never depends on the sort's algorithm.
+MAXRL_HOST_DEVICE inline bool sorts_before(double reward, int32_t index, double other_reward, int32_t other_index) {
+  return reward < other_reward || (reward == other_reward && index < other_index);
+}
+
+// The smallest power of two above x >= 0, by the bits of its exponent.
+MAXRL_HOST_DEVICE inline double power_of_two_above(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits = (bits & 0x7ff0000000000000u) + 0x0010000000000000u;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// A sum that does not depend on the order of its terms: each term is split into a multiple of a coarse unit and a multiple of
+// a fine one, units so chosen that both sums are exact. So permuted rewards, another number of threads or another device
+// change nothing. The coarse part alone is exact to 50 - log2(terms) bits of the bound, enough for float results; with the
+// fine part it is better than double. Needs a compiler that keeps (x + shift) - shift: no -ffast-math.
+template <typename Real>  // double, or a vector of them
+struct ExactSum {
+  Real coarse_shift, fine_shift;
+
+  // For terms of magnitude below `bound`, a power of two, and at most half of `margin`, another, of them.
+  MAXRL_HOST_DEVICE ExactSum(Real bound, Real margin)
+      : coarse_shift(1.5 * bound * margin), fine_shift(coarse_shift * margin * 0x1p-53) {}
+  MAXRL_HOST_DEVICE Real coarse(Real term) const { return (term + coarse_shift) - coarse_shift; }
+  MAXRL_HOST_DEVICE Real fine(Real rest) const { return (rest + fine_shift) - fine_shift; }
+};
+
+MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, int64_t n, double mean, double sum_of_squares) {
+  double divisor = 1.0;
+  if (f.scale == Scale::kLeaveOneOut) divisor = static_cast<double>(n - 1) / n;
+  if (f.scale == Scale::kStd) divisor = n > f.ddof ? sqrt(sum_of_squares / (n - f.ddof)) + f.eps : 0.0;
+  if (f.scale == Scale::kMean) divisor = mean + f.eps;
+  return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, of no success: no advantage
+}
+
+}  // namespace maxrl

@@ -1,0 +1,75 @@
+"""Which rewards form a group: rows of [G, N], runs of a flat [S] by offsets, or equal ids in any order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The layout as the kernel takes it: [G, N] without offsets, else flat [S]."""
+
+    shape: tuple[int, ...]  # of the viewed rewards: (G, N) or (S,)
+    num_groups: int
+    offsets: Tensor | None  # [G+1] int64
+    order: Tensor | None  # [S] int64, where a group's rollouts do not lie side by side
+    valid: Tensor | None  # bool, like the viewed rewards
+
+    @classmethod
+    def of(cls, rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None) -> "Groups":
+        """Raises ValueError where offsets or ids do not fit; what offsets hold is the kernel's to check."""
+        if offsets is not None and group_ids is not None:
+            raise ValueError("give offsets or group_ids, not both")
+        if offsets is None and group_ids is None:
+            n = rewards.shape[-1]
+            shape = tuple(rewards.shape) if rewards.dim() == 2 else (rewards.numel() // n, n)
+            return cls(shape, shape[0], None, None, None if valid is None else valid.contiguous().view(shape))
+        valid = None if valid is None else valid.contiguous()
+        if offsets is not None:
+            if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
+            return cls(tuple(rewards.shape), offsets.numel() - 1, offsets.long().contiguous(), None, valid)
+        assert group_ids is not None
+        if group_ids.is_floating_point():
+            raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
+        # How many groups there are is not read back: up to S, the last ones empty.
+        ids, order = group_ids.sort(stable=True)
+        group = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids[1:] != ids[:-1]).long().cumsum(0)])
+        starts = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
+        return cls(tuple(rewards.shape), len(ids), starts, order, valid)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """A tensor like the rewards as [G, N] or [S], contiguous."""
+        tensor = tensor.contiguous()
+        return tensor if tensor.shape == self.shape else tensor.view(self.shape)
+
+    def spread(self, name: str, per_group: Tensor) -> Tensor:
+        """A tensor with one value a group, or one a rollout, like the viewed rewards."""
+        if per_group.numel() == self.num_groups and self.order is None:
+            return per_group.flatten()[self._index(per_group.device)]
+        if per_group.numel() != torch.Size(self.shape).numel():
+            raise ValueError(f"{name} must be one a group or like rewards, got the shape {tuple(per_group.shape)}")
+        return self.view(per_group)
+
+    def ranks_and_sizes(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """How many valid rollouts of its group have a smaller value, and how many there are: int64, like the viewed rewards."""
+        group, flat = self._index(value.device).flatten(), value.flatten()
+        if self.valid is not None:
+            group = torch.where(self.valid.flatten(), group, self.num_groups)
+        rows = flat.argsort(stable=True)
+        rows = rows[group[rows].argsort(stable=True)]  # by group, then by value
+        place = torch.arange(len(rows), device=value.device)
+        begins_group = torch.cat([place[:1] == 0, group[rows].diff() != 0])
+        begins_run = begins_group | torch.cat([place[:1] == 0, flat[rows].diff() != 0])
+        ranks = torch.where(begins_run, place, 0).cummax(0).values - torch.where(begins_group, place, 0).cummax(0).values
+        sizes = torch.zeros(self.num_groups + 1, dtype=torch.int64, device=value.device)
+        sizes = sizes.index_add(0, group, torch.ones_like(group))[group]
+        return torch.zeros_like(ranks).scatter(0, rows, ranks).view(self.shape), sizes.view(self.shape)
+
+    def _index(self, device: torch.device) -> Tensor:
+        """The group of each rollout, int64, like the viewed rewards."""
+        if self.offsets is None:
+            return torch.arange(self.num_groups, device=device)[:, None].expand(self.shape)
+        groups = torch.searchsorted(self.offsets, torch.arange(self.shape[0], device=device), right=True) - 1
+        return groups if self.order is None else torch.zeros_like(groups).scatter(0, self.order, groups)

@@ -1,0 +1,121 @@
+"""Every estimator once more, straight from its definition, in exact rationals where there is no square root.
+
+Independent of the package: sums over subsets (tests/brute_force.py) and plain formulas, for groups of a few rewards.
+"""
+
+from fractions import Fraction
+from math import ceil, comb, sqrt
+
+from tests import brute_force
+
+
+def mean(values):
+    return sum(values, Fraction(0)) / len(values)
+
+
+def std(values, ddof):
+    centre = mean(values)
+    return sqrt(sum((x - centre) ** 2 for x in values) / (len(values) - ddof)) if len(values) > ddof else 0.0
+
+
+def standardised(values, centre, spread, eps):
+    divisor = spread + eps
+    return [float(x - centre) / divisor if divisor else 0.0 for x in values]
+
+
+def ei(r, k):
+    values = brute_force.expected_improvement(r, k)
+    return [values[i] for i in range(len(r))]
+
+
+def ei_l1o(r, k):
+    values = ei(r, k)
+    return [values[i] - mean(values[:i] + values[i + 1 :]) for i in range(len(r))]
+
+
+def maxrl_ratio(r, eps=0):
+    divisor = mean(r) + Fraction(eps)
+    return [(x - mean(r)) / divisor if divisor else Fraction(0) for x in r]
+
+
+def maxrl_conditional(r):
+    return [x / mean(r) if mean(r) else Fraction(0) for x in r]
+
+
+def pkpo_sloo(r, k):
+    n = len(r)
+    return [
+        Fraction(k, n) * a - Fraction(k, n - 1) * b
+        for a, b in zip(brute_force.conditional_max(r, k), brute_force.leave_one_out_max(r, k), strict=True)
+    ]
+
+
+def passk_training(r, k):
+    """Chen et al., by their own analytical form: mean and deviation over all groups of k."""
+    n, correct = len(r), sum(x == 1 for x in r)
+    wrong = n - correct
+    rho = 1 - Fraction(comb(wrong, k), comb(n, k))
+    sigma = sqrt(rho * (1 - rho)) + 1e-6
+    lost = Fraction(comb(wrong - 1, k - 1), comb(n - 1, k - 1)) if wrong else Fraction(0)
+    return [float(1 - rho) / sigma if x == 1 else float(1 - rho - lost) / sigma for x in r]
+
+
+def bon_mean(r, k, eps=1e-6, ddof=1):
+    values = [Fraction(k, len(r)) * s for s in brute_force.conditional_max(r, k)]
+    return standardised(values, mean(values), std(values, ddof), eps)
+
+
+def bon_max_second(r):
+    best, second = sorted(r)[-1], sorted(r)[-2]
+    return [best - second if x == best else Fraction(0) for x in r]
+
+
+def qae(r, quantile="0.4", eps=1e-6, ddof=1):
+    baseline = sorted(r)[max(1, ceil(Fraction(quantile) * len(r))) - 1]
+    return standardised(r, baseline, std(r, ddof), eps)
+
+
+def opo(r, lengths):
+    baseline = sum(x * length for x, length in zip(r, lengths, strict=True)) / Fraction(sum(lengths))
+    return [x - baseline for x in r]
+
+
+def grpo(r, eps=1e-6, ddof=1):
+    return standardised(r, mean(r), std(r, ddof), eps)
+
+
+# By name, of exact rewards and the size; what takes more than that is tested by itself.
+DEFINITIONS = {
+    "maxpo": brute_force.maxpo,
+    "expected_improvement": ei,
+    "leave_two_out": brute_force.leave_two_out,
+    "ei_l1o": ei_l1o,
+    "maxrl": lambda r, order: brute_force.maxrl_order(r, order or len(r) - 1),
+    "maxrl_ratio": lambda r, _: maxrl_ratio(r),
+    "maxrl_conditional": lambda r, _: maxrl_conditional(r),
+    "maxrl_control_variate": lambda r, _: [x - 1 for x in maxrl_conditional(r)],
+    "rloo": lambda r, _: [x - mean(r[:i] + r[i + 1 :]) for i, x in enumerate(r)],
+    "reinforce": lambda r, _: [x - mean(r) for x in r],
+    "dr_grpo": lambda r, _: [x - mean(r) for x in r],
+    "reinforce_raw": lambda r, _: r,
+    "grpo": lambda r, _: grpo(r),
+    "grpo_verl": lambda r, _: grpo(r),
+    "grpo_trl": lambda r, _: grpo(r, eps=1e-4),
+    "pkpo": lambda r, k: [Fraction(k, len(r)) * x for x in ei(r, k)],
+    "pkpo_sloo_minus_one": lambda r, k: [Fraction(k, len(r)) * x for x in ei(r, k)],
+    "pkpo_sloo": pkpo_sloo,
+    "passk_training": passk_training,
+    "bon_mean": bon_mean,
+    "bon_max_second": lambda r, _: bon_max_second(r),
+    "psr": lambda r, _: r,
+    "nsr": lambda r, _: [x - 1 for x in r],
+    "w_reinforce": lambda r, _: [Fraction("0.1") * x - (1 - x) for x in r],
+    "qae": lambda r, _: qae(r),
+    "opo": lambda r, _: opo(r, [1] * len(r)),
+    "noisy_verifier_backward": lambda r, _: [(x - mean(r)) / Fraction("0.85") for x in r],
+    "noisy_verifier_forward": lambda r, _: [Fraction("0.05") if x == 1 else Fraction("0.05") - 1 for x in r],
+}
+OPTIONS = {
+    "noisy_verifier_backward": {"false_positive_rate": 0.1, "false_negative_rate": 0.05},
+    "noisy_verifier_forward": {"false_negative_rate": 0.05},
+}

@@ -1,0 +1,73 @@
+"""The registry as a command, and what objectives take from a run."""
+
+import pytest
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.objectives import OBJECTIVES, estimator_options, main, rollout_inputs
+from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.records import Rollouts
+
+
+def test_the_table_has_every_estimator(capsys):
+    assert main([]) == 0
+    words = capsys.readouterr().out.split()
+    assert set(ESTIMATORS) <= set(words)
+
+
+def test_every_row_is_complete():
+    for name, row in ESTIMATORS.items():
+        assert row.formula, name
+        assert row.source, name
+        assert row.weight, name
+        assert row.needs, name
+    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"}
+
+
+def test_weights_are_printed_and_drawn(tmp_path, capsys):
+    picture = tmp_path / "weights.png"
+    assert main(["--weights", str(picture), "--estimators", "grpo", "maxpo:2", "maxrl:3", "--rollouts", "16"]) == 0
+    assert picture.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "3.614" in printed  # grpo at p = .01
+    assert "0.800" in printed  # maxpo of two at p = .2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--estimators maxpo", "maxpo needs 1 <= k <= N-1 = 15, as maxpo:4"),
+        ("--estimators maxpo:16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
+        ("--estimators best", "estimator must be one of maxpo, "),
+        ("--estimators maxpo:x", "a size must be a whole number, got 'maxpo:x'"),
+        ("--estimators unlikeliness", "the weight of unlikeliness depends on the log-probs"),
+        ("--rollouts 0", "rollouts must be at least 1, got 0"),
+        ("--weights nowhere/out.png", "--weights must be a picture that can be written, got nowhere/out.png"),
+        ("--weights out.doc", "--weights must be a picture that can be written, got out.doc"),
+    ],
+)
+def test_bad_input_is_a_sentence(flags, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--weights", "out.png", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_the_estimator():
+    assert estimator_options("") == {}
+    assert estimator_options("eps=1e-4, ddof=0") == {"eps": 1e-4, "ddof": 0.0}
+    for bad in ("eps", "eps=x", "=1"):
+        with pytest.raises(InputError, match="must be name=number"):
+            estimator_options(bad)
+
+
+def test_what_an_estimator_gets_of_the_rollouts():
+    rollouts = Rollouts(
+        tokens=torch.zeros(6, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1, 3, 6, 6]),
+        logprobs=torch.tensor([-1.0, -2, -4, -1, -2, -3]),
+        truncated=torch.zeros(4, dtype=torch.bool),
+    )
+    assert rollout_inputs(ESTIMATORS["opo"], rollouts, (2, 2))["lengths"].tolist() == [[1, 2], [3, 0]]
+    assert rollout_inputs(ESTIMATORS["unlikeliness"], rollouts, (2, 2))["logprobs"].tolist() == [[-1, -3], [-2, 0]]
+    assert rollout_inputs(ESTIMATORS["maxpo"], rollouts, (2, 2)) == {}

@@ -34,11 +34,17 @@ maxrl::Formula formula(std::string_view value, std::string_view baseline, std::s
   using namespace maxrl;
   using namespace std::string_view_literals;
   return {
-      choose<Value>("value", value, {{"reward"sv, Value::kReward}, {"rank"sv, Value::kRank}, {"binary"sv, Value::kBinary}}),
+      choose<Value>("value", value, {{"reward"sv, Value::kReward},
+                     {"order"sv, Value::kOrder},
+                     {"rank"sv, Value::kRank},
+                     {"binary"sv, Value::kBinary}}),
       choose<Baseline>("baseline", baseline,
                        {{"zero"sv, Baseline::kZero}, {"mean"sv, Baseline::kMean}, {"length_mean"sv, Baseline::kLengthMean}}),
       choose<Scale>("scale", scale,
-                    {{"one"sv, Scale::kOne}, {"leave_one_out"sv, Scale::kLeaveOneOut}, {"std"sv, Scale::kStd},
+                    {{"one"sv, Scale::kOne},
+                     {"size"sv, Scale::kSize},
+                     {"leave_one_out"sv, Scale::kLeaveOneOut},
+                     {"std"sv, Scale::kStd},
                      {"mean"sv, Scale::kMean}}),
       eps, ddof, gain, bias};
 }

@@ -2,9 +2,10 @@
 //
 // Every estimator is three choices, made from the rewards r of one group of n rollouts:
 //
-//     value       v_i = r_i; or the rank transform of r; or, for rewards of 0 and 1, an entry of a table by the number of ones
+//     value       v_i = r_i; or the number of smaller rewards; or the rank transform of r; or, for rewards of 0 and 1, an entry
+//                 of a table by the number of ones
 //     baseline    b   = 0, the mean of v, or the mean of v weighted by response length
-//     multiplier  m   = 1, n/(n-1), 1/(std of v + eps) or 1/(mean of v + eps)
+//     multiplier  m   = 1, 1/n, n/(n-1), 1/(std of v + eps) or 1/(mean of v + eps)
 //
 //     A_i = gain (v_i - b) m + bias
 //
@@ -23,9 +24,9 @@
 
 namespace maxrl {
 
-enum class Value { kReward, kRank, kBinary };
+enum class Value { kReward, kOrder, kRank, kBinary };
 enum class Baseline { kZero, kMean, kLengthMean };
-enum class Scale { kOne, kLeaveOneOut, kStd, kMean };
+enum class Scale { kOne, kSize, kLeaveOneOut, kStd, kMean };
 
 struct Formula {
   Value value;
@@ -35,6 +36,8 @@ struct Formula {
   int64_t ddof;
   double gain, bias;
 
+  MAXRL_HOST_DEVICE bool needs_sorting() const { return value == Value::kOrder || value == Value::kRank; }
+  MAXRL_HOST_DEVICE bool needs_table() const { return value == Value::kRank || value == Value::kBinary; }
   MAXRL_HOST_DEVICE bool needs_moments() const {
     return baseline != Baseline::kZero || scale == Scale::kStd || scale == Scale::kMean;
   }
@@ -76,6 +79,18 @@ MAXRL_HOST_DEVICE inline double power_of_two_above(double x) {
   return x;
 }
 
+// How many of n ascending values are below x.
+MAXRL_HOST_DEVICE inline int32_t count_below(const double* ascending, int32_t n, double x) {
+  int32_t first = 0;
+  while (n > 0) {
+    const int32_t half = n / 2;
+    const bool below = ascending[first + half] < x;
+    first += below ? half + 1 : 0;
+    n = below ? n - half - 1 : half;
+  }
+  return first;
+}
+
 // A sum that does not depend on the order of its terms: each term is split into a multiple of a coarse unit and a multiple of
 // a fine one, units so chosen that both sums are exact. So permuted rewards, another number of threads or another device
 // change nothing. The coarse part alone is exact to 50 - log2(terms) bits of the bound, enough for float results; with the
@@ -93,6 +108,7 @@ struct ExactSum {
 
 MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, int64_t n, double mean, double sum_of_squares) {
   double divisor = 1.0;
+  if (f.scale == Scale::kSize) divisor = static_cast<double>(n);
   if (f.scale == Scale::kLeaveOneOut) divisor = static_cast<double>(n - 1) / n;
   if (f.scale == Scale::kStd) divisor = n > f.ddof ? sqrt(sum_of_squares / (n - f.ddof)) + f.eps : 0.0;
   if (f.scale == Scale::kMean) divisor = mean + f.eps;

@@ -106,8 +106,19 @@ void rank_by_counting(Tile<kLanes>& t) {
   }
 }
 
-// From the sorted rewards of a group to v in that order, without its first term, which is returned.
-double transform_sorted(double* sorted, int32_t n, const double* table) {
+// From the n > 0 sorted rewards of a group to v in that order, without a term that all have, which is returned.
+double transform_sorted(double* sorted, int32_t n, const Formula& f, const Tables& tables) {
+  if (f.value == Value::kOrder) {
+    double last = sorted[0];
+    sorted[0] = 0.0;
+    for (int32_t i = 1; i < n; ++i) {
+      const double place = sorted[i] == last ? sorted[i - 1] : i;
+      last = sorted[i];
+      sorted[i] = place;
+    }
+    return 0.0;
+  }
+  const double* table = tables.of(n);
   const double *offset = table, *slope = table + n;
   double lower = sorted[0], base = offset[0] * lower, prefix = 0.0;
   sorted[0] = 0.0;
@@ -121,9 +132,9 @@ double transform_sorted(double* sorted, int32_t n, const double* table) {
   return base;
 }
 
-// Replaces rewards by their rank transform.
+// Replaces rewards by their rank transform, or by the number of smaller ones.
 template <int kLanes>
-void rank_transform(Tile<kLanes>& t, const Tables& tables) {
+void transform_by_rank(Tile<kLanes>& t, const Formula& f, const Tables& tables) {
   double* sorted = t.sorted.data();
   if (t.is_spread) {
     const auto n = static_cast<int32_t>(t.n[0]);
@@ -132,7 +143,7 @@ void rank_transform(Tile<kLanes>& t, const Tables& tables) {
     for (int32_t i = 0; i < n; ++i) keys[i] = {values[i], i};
     std::sort(keys, keys + n, [](const auto& a, const auto& b) { return a.reward < b.reward; });
     for (int32_t i = 0; i < n; ++i) sorted[i] = keys[i].reward;
-    const double base = n > 0 ? transform_sorted(sorted, n, tables.of(n)) : 0.0;
+    const double base = n > 0 ? transform_sorted(sorted, n, f, tables) : 0.0;
     for (int32_t i = 0; i < n; ++i) values[keys[i].place] = base + sorted[i];
     return;
   }
@@ -141,7 +152,7 @@ void rank_transform(Tile<kLanes>& t, const Tables& tables) {
     const auto n = static_cast<int32_t>(t.n[group]);
     double *values = t.column(t.values, group), *ranks = t.column(t.ranks, group);
     for (int32_t i = 0; i < n; ++i) sorted[static_cast<int32_t>(ranks[i * kLanes])] = values[i * kLanes];
-    const double base = n > 0 ? transform_sorted(sorted, n, tables.of(n)) : 0.0;
+    const double base = n > 0 ? transform_sorted(sorted, n, f, tables) : 0.0;
     for (int32_t i = 0; i < n; ++i) values[i * kLanes] = base + sorted[static_cast<int32_t>(ranks[i * kLanes])];
     for (int32_t i = n; i < t.rows; ++i) values[i * kLanes] = 0.0;
   }
@@ -243,7 +254,7 @@ template <int kLanes, typename Args>
 int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
   using Advantage = typename Args::Advantage;
   const Groups& groups = a.groups;
-  const bool is_direct = !groups.order && !groups.valid && !a.lengths;
+  const bool is_direct = !groups.order && !groups.valid;
   t.num_groups = num_groups;
   int64_t largest = 0;
   for (int64_t g = first; g < first + num_groups; ++g) largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
@@ -259,6 +270,8 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
     int64_t n = 0;
     if (is_direct) {
       for (; n < end - begin; ++n) values[n * stride] = to_double(a.rewards[begin + n]);
+      if (a.lengths)
+        for (int64_t i = 0; i < n; ++i) lengths[i * stride] = static_cast<double>(a.lengths[begin + i]);
     } else {
       for (int64_t position = begin; position < end; ++position) {
         const int64_t index = groups.index(position);
@@ -278,9 +291,12 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
   t.is_full = true;
   for (int lane = 0; lane < kLanes; ++lane) t.is_full &= t.filled[lane] == t.rows;
 
-  auto poison = t.all(0.0);  // becomes NaN with the first reward that is not finite
-  for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * 0.0;
-  bool all_usable = a.formula.value != Value::kBinary;
+  auto poison = t.all(0.0);  // becomes NaN with the first reward that is not finite, or above 0 with one that is not 0 or 1
+  if (a.formula.value == Value::kBinary)
+    for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * t.values[i] == t.values[i] ? t.all(0.0) : t.all(1.0);
+  else
+    for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * 0.0;
+  bool all_usable = true;
   for (int lane = 0; lane < kLanes; ++lane) all_usable &= poison[lane] == 0.0;
   if (!all_usable)
     for (int64_t position = groups.begin(first); position < groups.begin(first + num_groups); ++position) {
@@ -288,7 +304,7 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
       if (groups.exists(index) && !is_usable(to_double(a.rewards[index]), a.formula)) return position;
     }
 
-  if (a.formula.value == Value::kRank) rank_transform(t, a.tables);
+  if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
   if (a.formula.value == Value::kBinary) look_up(t, a.tables);
   normalise<sizeof(Advantage) == sizeof(double)>(t, a.formula);
 

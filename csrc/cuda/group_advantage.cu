@@ -115,6 +115,21 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
   __syncthreads();
 }
 
+// Replaces sorted rewards [n] by the number of smaller ones.
+__device__ void count_smaller(double* values, int n) {
+  const int per_thread = (n + blockDim.x - 1) / blockDim.x;
+  const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
+  double last = begin < end ? values[begin] : 0.0;
+  int place = begin < end ? count_below(values, n, last) : 0;
+  __syncthreads();  // no thread searches any more
+  for (int i = begin; i < end; ++i) {
+    if (values[i] != last) place = i;
+    last = values[i];
+    values[i] = place;
+  }
+  __syncthreads();
+}
+
 // b, the multiplier with the gain, and what else turns a value into an advantage.
 struct Normaliser {
   double origin, shift, factor, bias;
@@ -186,14 +201,14 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     num_unusable += f.value == Value::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
   }
   const int64_t n = static_cast<int64_t>(block_reduce(num_valid, warps, Add()));
-  const bool fits = f.value == Value::kReward || (n <= tables.largest && (f.value == Value::kBinary || size <= capacity));
+  const bool fits = (!f.needs_table() || n <= tables.largest) && (!f.needs_sorting() || size <= capacity);
   if (block_reduce(num_unusable, warps, Add()) > 0.0 || !fits) {
     for (int64_t i = threadIdx.x; i < size; i += blockDim.x)
       advantages[groups.index(begin + i)] = from_double<Advantage>(static_cast<double>(NAN));
     return;
   }
 
-  if (f.value != Value::kRank) {
+  if (!f.needs_sorting()) {
     const int64_t correct = f.value == Value::kBinary ? static_cast<int64_t>(block_reduce(num_correct, warps, Add())) : 0;
     const double* table = f.value == Value::kBinary ? tables.of(n) : nullptr;
     const auto value_of = [&](int64_t index) {
@@ -229,7 +244,10 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   }
   if (n == 0) return;
   bitonic_sort(values, places, padded);
-  rank_transform(values, static_cast<int>(n), tables.of(n), warps);
+  if (f.value == Value::kRank)
+    rank_transform(values, static_cast<int>(n), tables.of(n), warps);
+  else
+    count_smaller(values, static_cast<int>(n));
   const auto length_at = [&](int i) {
     return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0;
   };
@@ -249,13 +267,13 @@ template <typename Reward, typename Advantage>
 void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
                      const Formula& formula, Advantage* advantages, cudaStream_t stream) {
   if (groups.num_groups == 0 || groups.num_rewards == 0) return;  // a zero-sized grid is a launch error
-  if (formula.value == Value::kRank && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
+  if (formula.needs_sorting() && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
     throw std::invalid_argument("ranks on a GPU take groups of at most " + std::to_string(kMaxRankedGroupSize) +
                                 " rollouts, got " + std::to_string(groups.group_size));
   // The host does not know the sizes of uneven groups: none is larger than all rewards together.
   const int64_t largest = groups.offsets ? groups.num_rewards : groups.group_size;
   int capacity = 0;
-  if (formula.value == Value::kRank)
+  if (formula.needs_sorting())
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
   const size_t shared_bytes = capacity * (sizeof(double) + sizeof(int32_t));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;

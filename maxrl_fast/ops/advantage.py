@@ -81,8 +81,7 @@ def group_advantage(
         return torch.zeros_like(rewards, dtype=dtype)
     if rewards.requires_grad:
         rewards = rewards.detach()
-    if rewards.dtype not in DTYPES:
-        rewards = rewards.float()
+    rewards = _kernel_dtype(rewards)
     groups = Groups.of(rewards, offsets, group_ids, valid)
     values = groups.view(rewards)
     rollouts = None
@@ -90,7 +89,7 @@ def group_advantage(
         rollouts = Rollouts(
             groups=groups,
             rewards=values,
-            logprobs=None if logprobs is None else groups.view(logprobs),
+            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs)),
             greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct),
         )
         if row.before is not None:
@@ -163,6 +162,10 @@ def _plan(
 
 
 _cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
+
+
+def _kernel_dtype(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in DTYPES else tensor.float()
 
 
 def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:

@@ -51,7 +51,7 @@ class Estimator:
     source: str
     weight: str  # W_N(p), for people
     table: Callable[[int, Any], Tensor] | None = None  # of n and the size or the quantile: ops/tables.py
-    binary: bool = False  # the table goes by the number of correct rollouts, not by ranks
+    value: str = "reward"  # "rank" or "binary" with a table
     baseline: str = "zero"
     scale: str = "one"
     size: Size | None = None
@@ -64,8 +64,9 @@ class Estimator:
     min_rollouts: int = 2  # what training with it makes sense with
 
     @property
-    def value(self) -> str:
-        return "reward" if self.table is None else "binary" if self.binary else "rank"
+    def binary(self) -> bool:
+        """Whether the table goes by the number of correct rollouts, not by ranks: rewards must be 0 or 1."""
+        return self.value == "binary"
 
     @property
     def is_centred(self) -> bool:
@@ -170,9 +171,13 @@ def _smoothed(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, floa
 
 def _penalise_likely(rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
     assert rollouts.logprobs is not None
-    ranks, sizes = rollouts.groups.ranks_and_sizes(rollouts.logprobs)
-    factor = 1 - options["penalty"] * ranks / sizes + 0 * rollouts.logprobs  # a NaN or infinity shows
-    return rollouts.rewards.to(torch.promote_types(rollouts.rewards.dtype, torch.float32)) * factor
+    groups = rollouts.groups
+    kernel = torch.ops.maxrl_fast.group_advantage.default
+    ranks = kernel(
+        rollouts.logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
+    )  # rank/N
+    rewards = rollouts.rewards.to(torch.promote_types(rollouts.rewards.dtype, torch.float32))
+    return rewards * (1 - options["penalty"] * ranks.to(rewards.dtype))
 
 
 def _unless_greedy_correct(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
@@ -185,6 +190,7 @@ _PKPO = Estimator(
     "PKPO, Walder & Karkhanis 2025, sloo_minus_one",
     "(k/N) (1-p)^(k-1)",
     tables.pkpo,
+    "rank",
     size=_K_OF_PAIRS_UP_TO_N,
 )
 
@@ -194,6 +200,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "MaxPO, section 4.1, eq. 8; EI + L2O of section 3.1",
         "(1-p)^(k-1)",
         tables.maxpo,
+        "rank",
         size=_K,
         scales_by_k=True,
     ),
@@ -202,6 +209,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "MaxPO, section 3.1, eq. 5",
         "(1-p)^(k-1)",
         tables.expected_improvement,
+        "rank",
         size=_K_OF_PAIRS_UP_TO_N,
         scales_by_k=True,
     ),
@@ -210,6 +218,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "MaxPO, section 3.1, eq. 6",
         "0",
         tables.leave_two_out,
+        "rank",
         size=_K_OF_PAIRS,
         scales_by_k=True,
     ),
@@ -218,6 +227,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "MaxPO, section 3.1, against eq. 6",
         _ENUMERATED,
         tables.expected_improvement_leave_one_out,
+        "rank",
         size=_K_OF_PAIRS_UP_TO_N,
         scales_by_k=True,
     ),
@@ -226,6 +236,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "MaxRL, eq. 5 with Algorithm 1; any real reward through MaxPO",
         "(1-(1-p)^order)/p",
         tables.maxrl,
+        "rank",
         size=Size("order", required=False),
     ),
     "maxrl_ratio": Estimator(
@@ -260,6 +271,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "PKPO, Walder & Karkhanis 2025, sloo",
         "(k/N) (1-p)^(k-1)",
         tables.pkpo_sloo,
+        "rank",
         size=_K,
     ),
     "passk_training": Estimator(
@@ -267,7 +279,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "Pass@k Training, Chen et al. 2025, arXiv:2508.10751, eqs. 14-15",
         _ENUMERATED,
         tables.passk_training,
-        binary=True,
+        "binary",
         size=_K_UP_TO_N,
     ),
     "bon_mean": Estimator(
@@ -275,6 +287,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean",
         _ENUMERATED,
         tables.best_of_n,
+        "rank",
         baseline="mean",
         scale="std",
         size=_K_UP_TO_N,
@@ -285,6 +298,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "The Best of N Worlds, Bagirov et al. 2025, BoN max-second",
         "(1-p)^(N-1)",
         tables.max_minus_second,
+        "rank",
     ),
     "psr": Estimator("r_i", "PSR, Zhu et al. 2025, arXiv:2506.01347", "1", min_rollouts=1),
     "nsr": Estimator("r_i - 1", "NSR, Zhu et al. 2025, arXiv:2506.01347", "1", affine=lambda _: (1.0, -1.0), min_rollouts=1),
@@ -301,6 +315,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "Quantile Advantage Estimation, Wu et al. 2025, arXiv:2509.22611",
         _ENUMERATED,
         tables.above_quantile,
+        "rank",
         scale="std",
         options={"quantile": 0.4, **_STD},
     ),
@@ -367,5 +382,9 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
 }
 
-# What the kernel runs: the registry, and the second pass of reinforce_pp.
-KERNEL_ROWS = {**ESTIMATORS, "batch_std": Estimator("r_i/(std + eps)", "a step of reinforce_pp", "", scale="std")}
+# What the kernel runs: the registry, and steps around it.
+KERNEL_ROWS = {
+    **ESTIMATORS,
+    "batch_std": Estimator("r_i/(std + eps)", "the last step of reinforce_pp", "", scale="std"),
+    "rank_fraction": Estimator("smaller values/N", "the first step of unlikeliness", "", value="order", scale="size"),
+}

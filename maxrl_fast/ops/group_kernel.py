@@ -206,8 +206,8 @@ def _refuse(position: int, rewards: Tensor, offsets: Tensor | None, order: Tenso
     else:
         group = int(torch.searchsorted(offsets, position, right=True)) - 1
         where = f"in group {group}, rollout {position - int(offsets[group])} (index {index})"
-    finite = reward - reward == 0
-    raise ValueError(f"rewards must be {f'0 or 1 for {estimator}' if finite else 'finite'}, got {reward} {where}")
+    finite, what = reward - reward == 0, "logprobs" if estimator == "rank_fraction" else "rewards"
+    raise ValueError(f"{what} must be {f'0 or 1 for {estimator}' if finite else 'finite'}, got {reward} {where}")
 
 
 def group_advantage_reference(
@@ -254,7 +254,9 @@ def _evaluate(row: Estimator, r: Tensor, lengths: Tensor | None, parameter: floa
     n = r.shape[1]
     unusable = (~r.isfinite() | ((r != 0) & (r != 1) & row.binary)).any(1, keepdim=True)
     value = r
-    if row.table is not None:
+    if row.value == "order":
+        value = (r[:, :, None] > r[:, None, :]).sum(-1).double()
+    elif row.table is not None:
         table = row.table_of(n, parameter).to(r.device)
         if row.binary:
             value = table[(r == 1).long(), (r == 1).sum(1, keepdim=True)]
@@ -270,7 +272,9 @@ def _evaluate(row: Estimator, r: Tensor, lengths: Tensor | None, parameter: floa
         total = lengths.sum(1, keepdim=True)
         centre = torch.where(total > 0, (lengths * distance).sum(1, keepdim=True) / total, mean)
     multiplier = torch.ones_like(mean)
-    if row.scale == "leave_one_out":
+    if row.scale == "size":
+        multiplier = torch.full_like(mean, 1 / n)
+    elif row.scale == "leave_one_out":
         multiplier = torch.full_like(mean, n / (n - 1) if n > 1 else 0.0)
     elif row.scale in ("std", "mean"):
         divisor = value.mean(1, keepdim=True) + eps

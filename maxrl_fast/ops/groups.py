@@ -52,21 +52,6 @@ class Groups:
             raise ValueError(f"{name} must be one a group or like rewards, got the shape {tuple(per_group.shape)}")
         return self.view(per_group)
 
-    def ranks_and_sizes(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """How many valid rollouts of its group have a smaller value, and how many there are: int64, like the viewed rewards."""
-        group, flat = self._index(value.device).flatten(), value.flatten()
-        if self.valid is not None:
-            group = torch.where(self.valid.flatten(), group, self.num_groups)
-        rows = flat.argsort(stable=True)
-        rows = rows[group[rows].argsort(stable=True)]  # by group, then by value
-        place = torch.arange(len(rows), device=value.device)
-        begins_group = torch.cat([place[:1] == 0, group[rows].diff() != 0])
-        begins_run = begins_group | torch.cat([place[:1] == 0, flat[rows].diff() != 0])
-        ranks = torch.where(begins_run, place, 0).cummax(0).values - torch.where(begins_group, place, 0).cummax(0).values
-        sizes = torch.zeros(self.num_groups + 1, dtype=torch.int64, device=value.device)
-        sizes = sizes.index_add(0, group, torch.ones_like(group))[group]
-        return torch.zeros_like(ranks).scatter(0, rows, ranks).view(self.shape), sizes.view(self.shape)
-
     def _index(self, device: torch.device) -> Tensor:
         """The group of each rollout, int64, like the viewed rewards."""
         if self.offsets is None:

@@ -145,7 +145,7 @@ def test_estimators_that_see_log_probs_or_the_greedy_rollout():
     assert torch.equal(part[1, valid[1]], alone)
     assert part[1, 1] == 0
     logprobs[1, 0] = -torch.inf
-    with pytest.raises(ValueError, match="rewards must be finite, got nan in group 1, rollout 0"):
+    with pytest.raises(ValueError, match="logprobs must be finite, got -inf in group 1, rollout 0"):
         ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs)
 
     for greedy in (torch.tensor([True, False]), torch.tensor([[True] * 4, [False] * 4])):

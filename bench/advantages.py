@@ -1,0 +1,310 @@
+"""`python -m bench.advantages`: every group advantage, beside how others compute theirs and beside what any operator costs.
+
+Sides are timed in turn, in one process, and compared before: the MaxPO paper's O(N^2) matrix form, a Python loop over groups
+of verl's kind, a view/mean/std of TRL's kind. Two floors: an operator of the same arguments that does nothing, and a copy of
+the rewards. With --device cuda, launches are counted too, and an empty kernel's launch is the floor. The last line is one
+JSON document.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import resolve_device
+from maxrl_fast.ops import ESTIMATORS, group_advantage
+from maxrl_fast.ops.group_kernel import group_advantage_reference
+from maxrl_fast.ops.tables import subset_ratios
+from maxrl_fast.run_files import versions
+
+SHAPES = ((1024, 16), (256, 128), (32, 1024))
+K = 4
+OPTIONS = {
+    "noisy_verifier_backward": {"false_positive_rate": 0.1, "false_negative_rate": 0.05},
+    "noisy_verifier_forward": {"false_negative_rate": 0.05},
+}
+SCHEMA = (
+    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, Tensor? lengths, str estimator, float parameter, "
+    "float eps, int ddof, float gain, float bias, int max_group_size) -> Tensor"
+)
+
+
+def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median over rounds of the time of one call, each round timing each function for about 2 ms, in turn."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def timed(function: Callable[[], object], calls: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait()
+        return (time.perf_counter() - start) / calls * 1e6
+
+    calls = {}
+    for name, function in functions.items():
+        timed(function, 3)  # tables are made, threads are started
+        calls[name] = max(1, min(200, int(2000 / timed(function, 3))))
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(timed(function, calls[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
+    """grpo as verl's loop computes it: scores gathered by prompt id, each advantage by itself."""
+    scores = rewards.clone()
+    by_id: dict[int, list[Tensor]] = defaultdict(list)
+    for i in range(len(scores)):
+        by_id[ids[i]].append(scores[i])
+    mean, deviation = {}, {}
+    for name, group in by_id.items():
+        mean[name] = torch.mean(torch.stack(group)) if len(group) > 1 else torch.tensor(0.0)
+        deviation[name] = torch.std(torch.stack(group)) if len(group) > 1 else torch.tensor(1.0)
+    for i in range(len(scores)):
+        scores[i] = (scores[i] - mean[ids[i]]) / (deviation[ids[i]] + 1e-6)
+    return scores
+
+
+def view_mean_std(rewards: Tensor, n: int) -> Tensor:
+    """grpo as TRL computes it: flat rewards viewed as [G, N]."""
+    mean = rewards.view(-1, n).mean(dim=1).repeat_interleave(n, dim=0)
+    deviation = rewards.view(-1, n).std(dim=1).repeat_interleave(n, dim=0)
+    return (rewards - mean) / (deviation + 1e-6)
+
+
+def matrix_weights(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The weights of `matrix_form`, made once: [n] of each rank as the maximum of k - 1 others, [n, n] of rank j without i."""
+    weights = torch.cat([subset_ratios(n - 1, k - 1).diff(), torch.zeros(1)])  # nothing exceeds the largest
+    fewer = torch.cat([subset_ratios(n - 2, k - 1).diff(), torch.zeros(2)])
+    j, i = torch.arange(n), torch.arange(n)[:, None]
+    return weights, fewer[(j - (i < j).long()).clamp_min(0)] * (i != j)
+
+
+def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
+    """EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of reward differences."""
+    ordered, order = rewards.sort(-1)
+    differences = (ordered[:, :, None] - ordered[:, None, :]).clamp_min(0)  # row i, column j: (r_i - r_j)_+
+    improvement = differences @ weights
+    others = differences.sum(1, keepdim=True) - differences
+    baseline = (without * others).sum(-1) / (rewards.shape[1] - 1)
+    return torch.zeros_like(rewards).scatter(-1, order, improvement - baseline)
+
+
+def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """A call of every estimator, with what it needs."""
+    lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
+    known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
+
+    def call(name: str) -> Callable[[], Tensor]:
+        row = ESTIMATORS[name]
+        keywords: dict[str, Any] = {key: known[key] for key in row.inputs} | layout | OPTIONS.get(name, {})
+        if row.size is not None and row.size.required:
+            keywords["k"] = K
+        values = (rewards > 0.5).float() if row.binary else rewards
+        return lambda: group_advantage(values, name, **keywords)
+
+    return {name: call(name) for name in ESTIMATORS}
+
+
+def family(name: str) -> str:
+    row = ESTIMATORS[name]
+    if row.before is not None or row.after is not None:
+        return "with further steps"
+    return {"reward": "moments", "rank": "ranks", "binary": "binary table"}[row.value]
+
+
+def nothing_operator() -> Callable[[Tensor], Tensor]:
+    """An operator of the same arguments and result, whose kernel does nothing."""
+    torch.library.define("maxrl_bench::nothing", SCHEMA)
+    torch.library.impl("maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards))
+    nothing = torch.ops.maxrl_bench.nothing.default
+    return lambda rewards: nothing(rewards, None, None, None, None, "grpo", 0.0, 1e-6, 1, 1.0, 0.0, 0)
+
+
+def check_agreement(rewards: Tensor) -> None:
+    """Both sides compute the same, or there is nothing to compare."""
+    exact = rewards.double()
+    n = rewards.shape[1]
+    pairs = {
+        "matrix form": (matrix_form(exact, *matrix_weights(n, K)), group_advantage(exact, "maxpo", k=K)),
+        "loop": (
+            loop_over_groups(exact.flatten(), torch.arange(exact.numel()).div(n, rounding_mode="floor").tolist()),
+            group_advantage(exact, "grpo").flatten(),
+        ),
+        "view": (view_mean_std(exact.flatten(), n), group_advantage(exact, "grpo").flatten()),
+    }
+    for name, (theirs, ours) in pairs.items():
+        error = float((theirs - ours).abs().max())
+        if not error < 1e-6 or not float(ours.abs().max()) > 0.1:
+            raise RuntimeError(f"{name}: the two sides differ by {error}")
+
+
+def growth(rounds: int, device: torch.device) -> dict[str, Any]:
+    """Microseconds per rollout of maxpo against log2 N at a constant 32768 rollouts, and the line through them.
+
+    N log N means: linear in log2 N. N^2 would be: linear in N.
+    """
+    sizes = [64, 128, 256, 512, 1024, 2048, 4096]
+    rewards = {n: torch.randn(32768 // n, n, device=device) for n in sizes}
+    times = microseconds({str(n): partial(group_advantage, r, "maxpo", k=K) for n, r in rewards.items()}, rounds, device)
+    per_rollout = [times[str(n)] / 32768 * 1e3 for n in sizes]  # ns
+    x = [math.log2(n) for n in sizes]
+    slope, intercept = statistics.linear_regression(x, per_rollout)
+    return {
+        "sizes": sizes,
+        "nanoseconds_per_rollout": per_rollout,
+        "fit": f"{intercept:.2f} + {slope:.2f} log2 N ns",
+        "correlation_with_log2_n": statistics.correlation(x, per_rollout),
+        "exponent_of_n": statistics.linear_regression(
+            x, [math.log2(t * n) for t, n in zip(per_rollout, sizes, strict=True)]
+        ).slope,
+    }
+
+
+def launches(function: Callable[[], object]) -> int:
+    """Kernels that one call starts on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages() if "kernel" in event.key.lower() or "void" in event.key)
+
+
+def measure(rounds: int, device: torch.device) -> dict[str, Any]:
+    nothing = nothing_operator()
+    generator = torch.Generator().manual_seed(0)
+    check_agreement(torch.randn(64, 16, generator=generator))
+    shapes: dict[str, Any] = {}
+    for g, n in SHAPES:
+        rewards = torch.randn(g, n, generator=generator).to(device)
+        flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
+        weights = [table.to(rewards) for table in matrix_weights(n, K)]
+        functions: dict[str, Callable[[], object]] = {
+            "floor: an operator that does nothing": partial(nothing, rewards),
+            "floor: a copy of the rewards": rewards.clone,
+            **estimator_calls(rewards, {}),
+            "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
+            "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
+        }
+        times = microseconds(functions, rounds, device)
+        times |= microseconds({"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}, 3, device)
+        shapes[f"{g}x{n}"] = times
+    sizes = torch.randint(1, 32, (1024,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    rewards = torch.randn(int(offsets[-1]), generator=generator)
+    ids_of = torch.repeat_interleave(sizes)
+    shuffled = torch.randperm(len(rewards), generator=generator)
+    on_device = {name: t.to(device) for name, t in {"offsets": offsets, "ids": ids_of[shuffled], "r": rewards}.items()}
+    r = on_device["r"]
+    functions = {
+        "floor: an operator that does nothing": lambda: nothing(r),
+        "floor: a copy of the rewards": lambda: r.clone(),
+        **estimator_calls(r, {"offsets": on_device["offsets"]}),
+        "maxpo, ids in any order": lambda: group_advantage(r, "maxpo", k=K, group_ids=on_device["ids"]),
+        "peer: maxpo in plain PyTorch, by size": lambda: group_advantage_reference(
+            r, on_device["offsets"], None, None, None, "maxpo", float(K), 0.0, 0, 1.0, 0.0, 0
+        ),
+    }
+    times = microseconds(functions, rounds, device)
+    listed = ids_of.tolist()
+    times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(r, listed)}, 3, device)
+    shapes[f"uneven, {len(rewards)} rollouts in 1024 groups of 1 to 31"] = times
+    result: dict[str, Any] = {
+        "benchmark": "advantages",
+        "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
+        "k": K,
+        "microseconds": shapes,
+        "growth": growth(rounds, device),
+    }
+    if device.type == "cuda":
+        result["machine"]["gpu"] = torch.cuda.get_device_name(device)
+        one = torch.zeros(1, device=device)
+        rewards = torch.randn(1024, 16, device=device)
+        pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
+        graphs = {}
+        for name, function in pair.items():
+            function()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(100):
+                    function()
+            graphs[name] = graph.replay
+        result["gpu"] = {
+            "launches": {name: launches(function) for name, function in estimator_calls(rewards, {}).items()},
+            "microseconds_in_a_graph": {k: t / 100 for k, t in microseconds(graphs, rounds, device).items()},
+        }
+    return result
+
+
+def report(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    print(
+        f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"{machine['device']}"
+    )
+    for shape, times in result["microseconds"].items():
+        nothing, copy = (times[f"floor: {floor}"] for floor in ("an operator that does nothing", "a copy of the rewards"))
+        print(f"\n{shape}, k = {result['k']}, microseconds a call: doing nothing {nothing:.1f}, copying {copy:.1f}")
+        families: dict[str, list[str]] = defaultdict(list)
+        for name in (name for name in times if name in ESTIMATORS):
+            families[family(name)].append(name)
+        for kind, names in families.items():
+            print(f"  {kind}: " + ", ".join(f"{name} {times[name]:.1f}" for name in names))
+        for name, time_of_peer in times.items():
+            if name.startswith("peer: "):
+                ours = "maxpo" if "maxpo" in name else "grpo"
+                print(f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times {ours} here")
+            elif name not in ESTIMATORS and not name.startswith("floor"):
+                print(f"  {name}: {times[name]:.1f}")
+    fit = result["growth"]
+    print(
+        "\nmaxpo, 32768 rollouts in groups of N, ns per rollout: "
+        + ", ".join(f"{n}: {t:.1f}" for n, t in zip(fit["sizes"], fit["nanoseconds_per_rollout"], strict=True))
+    )
+    print(
+        f"  fit {fit['fit']}, correlation {fit['correlation_with_log2_n']:.3f}; "
+        f"a group's time grows as N^{fit['exponent_of_n']:.2f}"
+    )
+    if "gpu" in result:
+        print(f"  launches a call: {result['gpu']['launches']}")
+        print(f"  in a graph, 1024x16: {result['gpu']['microseconds_in_a_graph']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.advantages", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    options = parser.parse_args()
+    try:
+        device = torch.device(resolve_device(options.device))
+        if options.rounds < 1 or (options.threads is not None and options.threads < 1):
+            raise InputError("--rounds and --threads must be at least 1")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    result = measure(options.rounds, device)
+    report(result)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
-# make bench   set up, then the benchmark of a training step
+# make bench   set up, then the benchmarks of advantages and of a training step
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
@@ -26,6 +26,7 @@ test: $(STAMP)
 	$(RUN) -m pytest -q
 
 bench: $(STAMP)
+	$(RUN) -m bench.advantages
 	$(RUN) -m bench.train_step
 
 format: $(STAMP)

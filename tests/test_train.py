@@ -154,14 +154,22 @@ def test_training_from_a_checkpoint(finished, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--objective maxpo --k 3", lambda r: ops.maxpo_advantage(r, 3)),
-        ("--objective maxrl", lambda r: ops.maxrl_advantage(r)),
-        ("--objective maxrl --order 2", lambda r: ops.maxrl_advantage(r, 2)),
-        ("--objective grpo", lambda r: ops.grpo_advantage(r)),
-        ("--objective rloo", lambda r: ops.rloo_advantage(r)),
-        ("--objective dr_grpo", lambda r: r - r.mean(1, keepdim=True)),
-        ("--objective reinforce", lambda r: r - r.mean(1, keepdim=True)),
-        ("--objective pkpo --k 3", lambda r: ops.expected_improvement(r, 3) * 3 / 4),
+        ("--objective maxpo --k 3", lambda r, _: ops.maxpo_advantage(r, 3)),
+        ("--objective maxpo --k 3 --scale-by-k", lambda r, _: 3 * ops.maxpo_advantage(r, 3)),
+        ("--objective maxrl", lambda r, _: ops.maxrl_advantage(r)),
+        ("--objective maxrl --order 2", lambda r, _: ops.maxrl_advantage(r, 2)),
+        ("--objective grpo", lambda r, _: ops.grpo_advantage(r)),
+        ("--objective grpo --estimator-options eps=0.5,ddof=0", lambda r, _: ops.grpo_advantage(r, eps=0.5, ddof=0)),
+        ("--objective rloo", lambda r, _: ops.rloo_advantage(r)),
+        ("--objective dr_grpo", lambda r, _: r - r.mean(1, keepdim=True)),
+        ("--objective reinforce", lambda r, _: r - r.mean(1, keepdim=True)),
+        ("--objective pkpo --k 3", lambda r, _: ops.expected_improvement(r, 3) * 3 / 4),
+        ("--objective opo", lambda r, s: ops.group_advantage(r, "opo", lengths=s.lengths.view(4, 4))),
+        (
+            "--objective differential_smoothing",
+            lambda r, s: ops.group_advantage(r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)),
+        ),
+        ("--objective self", lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]])),
     ],
 )
 def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, flags, expected):
@@ -169,15 +177,20 @@ def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, f
     update = Learner.update
 
     def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
-        seen.append((when, advantages.clone(), self.settings.aggregation))
+        seen.append((when, advantages.clone(), rollouts, self.settings.aggregation))
         return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
 
     monkeypatch.setattr(Learner, "update", spy)
-    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: rewards[: len(prompts)].flatten())
+
+    def score(self, prompts, rollouts):
+        is_greedy = len(rollouts.lengths) == len(prompts)
+        return torch.tensor([1.0, 0, 0, 1]) if is_greedy else rewards[: len(prompts)].flatten()
+
+    monkeypatch.setattr(MazeTask, "score", score)
     assert train.main([*base(), "--out", str(tmp_path / "run"), "--steps", "1", "--eval-prompts", "4", *flags.split()]) == 0
-    when, advantages, aggregation = seen[-1]
+    when, advantages, rollouts, aggregation = seen[-1]
     assert when == "step 1"
-    torch.testing.assert_close(advantages, expected(rewards).flatten())
+    torch.testing.assert_close(advantages, expected(rewards, rollouts).flatten())
     own = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
     assert aggregation == own.get(flags.split()[1], "token_mean")
 

@@ -47,6 +47,15 @@ def test_responses_end_with_the_first_stop_token_or_at_the_limit():
     assert generate(tiny_decoder(), limit=1).lengths.unique().tolist() == [1]
 
 
+def test_temperature_0_takes_the_likeliest_token():
+    model = tiny_decoder()
+    rollouts = generate(model, num_samples=2, temperature=0.0)
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
+    assert torch.equal(logits.argmax(-1), rollouts.tokens)
+    assert (rollouts.logprobs == 0).all()
+    assert Sampling(1.3, 24, STOPS).greedy == Sampling(0.0, 24, STOPS)
+
+
 def test_the_samples_of_a_prompt_do_not_depend_on_the_batch():
     model = tiny_decoder()
     whole = generate(model)

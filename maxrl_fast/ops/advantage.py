@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Rollouts
+from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_kernel import DTYPES, result_dtype
 from maxrl_fast.ops.groups import Groups
 
@@ -84,16 +84,16 @@ def group_advantage(
     rewards = _kernel_dtype(rewards)
     groups = Groups.of(rewards, offsets, group_ids, valid)
     values = groups.view(rewards)
-    rollouts = None
+    inputs = None
     if row.before is not None or row.after is not None:
-        rollouts = Rollouts(
+        inputs = Inputs(
             groups=groups,
             rewards=values,
-            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs)),
+            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
             greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct),
         )
         if row.before is not None:
-            values = row.before(rollouts, plan.options)
+            values = row.before(inputs, plan.options)
     advantages = _kernel(
         values,
         groups.offsets,
@@ -109,8 +109,8 @@ def group_advantage(
         max_group_size or 0,
     )
     if row.after is not None:
-        assert rollouts is not None
-        advantages = row.after(advantages, rollouts, plan.options)
+        assert inputs is not None
+        advantages = row.after(advantages, inputs, plan.options)
         if groups.valid is not None:
             advantages = advantages.masked_fill(~groups.valid, 0.0)
     if advantages.dtype != dtype:

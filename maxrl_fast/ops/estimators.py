@@ -34,7 +34,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class Inputs:
     """What the steps around the kernel see; tensors as [G, N] or [S]."""
 
     groups: Groups
@@ -59,8 +59,8 @@ class Estimator:
     options: Mapping[str, float | None] = field(default_factory=dict)  # name and default; None: must be given
     inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct
     affine: Callable[[Mapping[str, float]], tuple[float, float]] = lambda options: (1.0, 0.0)  # gain and bias
-    before: Callable[[Rollouts, Mapping[str, float]], Tensor] | None = None  # the rewards to take instead
-    after: Callable[[Tensor, Rollouts, Mapping[str, float]], Tensor] | None = None  # advantages from the kernel's
+    before: Callable[[Inputs, Mapping[str, float]], Tensor] | None = None  # the rewards to take instead
+    after: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor] | None = None  # advantages from the kernel's
     min_rollouts: int = 2  # what training with it makes sense with
 
     @property
@@ -153,9 +153,9 @@ def _grpo(formula: str, source: str, eps: float) -> Estimator:
     return Estimator(formula, source, _ENUMERATED, baseline="mean", scale="std", options={"eps": eps, "ddof": 1.0})
 
 
-def _standardised(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
+def _standardised(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
     """Divided by the standard deviation over the batch, whose mean is 0 already."""
-    valid = None if rollouts.groups.valid is None else rollouts.groups.valid.view(1, -1)
+    valid = None if inputs.groups.valid is None else inputs.groups.valid.view(1, -1)
     kernel = torch.ops.maxrl_fast.group_advantage.default
     whitened = kernel(
         advantages.view(1, -1), None, None, valid, None, "batch_std", 0.0, options["eps"], int(options["ddof"]), 1.0, 0.0, 0
@@ -163,26 +163,26 @@ def _standardised(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, 
     return whitened.view_as(advantages)
 
 
-def _smoothed(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
-    assert rollouts.logprobs is not None
-    direction = 1 - 2 * rollouts.rewards.to(advantages.dtype)  # -1 where correct, 1 where wrong
-    return advantages + options["tau"] * direction * rollouts.logprobs.to(advantages.dtype)
+def _smoothed(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+    assert inputs.logprobs is not None
+    direction = 1 - 2 * inputs.rewards.to(advantages.dtype)  # -1 where correct, 1 where wrong
+    return advantages + options["tau"] * direction * inputs.logprobs.to(advantages.dtype)
 
 
-def _penalise_likely(rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
-    assert rollouts.logprobs is not None
-    groups = rollouts.groups
+def _penalise_likely(inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+    assert inputs.logprobs is not None
+    groups = inputs.groups
     kernel = torch.ops.maxrl_fast.group_advantage.default
     ranks = kernel(
-        rollouts.logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
+        inputs.logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
     )  # rank/N
-    rewards = rollouts.rewards.to(torch.promote_types(rollouts.rewards.dtype, torch.float32))
+    rewards = inputs.rewards.to(torch.promote_types(inputs.rewards.dtype, torch.float32))
     return rewards * (1 - options["penalty"] * ranks.to(rewards.dtype))
 
 
-def _unless_greedy_correct(advantages: Tensor, rollouts: Rollouts, options: Mapping[str, float]) -> Tensor:
-    assert rollouts.greedy_correct is not None
-    return advantages.masked_fill(rollouts.greedy_correct.bool(), 0.0)
+def _unless_greedy_correct(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+    assert inputs.greedy_correct is not None
+    return advantages.masked_fill(inputs.greedy_correct.bool(), 0.0)
 
 
 _PKPO = Estimator(

@@ -1,5 +1,6 @@
-// One block per group. Ranks: bitonic sort in shared memory, then a prefix sum over the gaps. Moments: exact sums over the
-// block, which come out the same in any order, so that the number of threads changes nothing.
+// One block per group. Ranks: bitonic sort in shared memory, then a prefix sum over the gaps. All sums are exact, so that
+// they come out the same in any order, and the number of threads changes nothing. Compiled without contraction to fused
+// multiply-add (CMakeLists.txt), so that a term is the same number wherever it is computed.
 #include "../group_advantage.h"
 
 #include "../kernels.h"
@@ -11,8 +12,8 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 512;
 
-// Threads that work on a ranked group of n: a function of n alone, since it decides the order of additions.
-__host__ __device__ inline int threads_for(int64_t n) {
+// Threads of a block for groups of up to n.
+inline int threads_for(int64_t n) {
   int threads = kWarpSize;
   while (2 * threads < n && threads < kMaxThreads) threads *= 2;
   return threads;
@@ -40,13 +41,8 @@ struct Greatest {
   __device__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-struct SumPair {
-  double before;  // over the threads before this one
-  double total;   // over the block
-};
-
-// Exclusive prefix sum over the block, the same order of additions in every run.
-__device__ SumPair block_prefix_sum(double value, double* warps) {
+// The sum over the threads before this one.
+__device__ double block_prefix_sum(double value, double* warps) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   double inclusive = value;
   for (int offset = 1; offset < kWarpSize; offset *= 2) {
@@ -57,13 +53,9 @@ __device__ SumPair block_prefix_sum(double value, double* warps) {
   __syncthreads();  // `warps` may still be read from an earlier call
   if (lane == kWarpSize - 1) warps[warp] = inclusive;
   __syncthreads();
-  SumPair result{0.0, 0.0};
-  for (int w = 0; w < blockDim.x / kWarpSize; ++w) {
-    if (w == warp) result.before = result.total;
-    result.total += warps[w];
-  }
-  if (lane > 0) result.before += last_before;
-  return result;
+  double before = lane > 0 ? last_before : 0.0;
+  for (int w = 0; w < warp; ++w) before += warps[w];
+  return before;
 }
 
 // Sorts values and indices [padded], a power of two, ascending; places with a negative index last.
@@ -91,25 +83,44 @@ __device__ void bitonic_sort(double* values, int32_t* indices, int padded) {
   __syncthreads();
 }
 
-// Replaces sorted rewards [n] by their rank transform.
+// Replaces sorted rewards [n] by their rank transform. The sums are exact, so that equal rewards of different threads get the
+// same bits, which sums in the order of a tree would not give them.
 __device__ void rank_transform(double* values, int n, const double* table, double* warps) {
   const double *offset = table, *slope = table + n;
-  const int active = threads_for(n), per_thread = (n + active - 1) / active;
+  const int per_thread = (n + blockDim.x - 1) / blockDim.x;
   const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
-  double base = 0.0, sum = 0.0;
+  const double before = begin > 0 && begin < end ? values[begin - 1] : 0.0;
+  double largest_offset = 0.0, largest_slope = 0.0;
   for (int i = begin; i < end; ++i) {
-    const double gap = i == 0 ? values[0] : values[i] - values[i - 1];
-    base += offset[i] * gap;
-    if (i > 0) sum += slope[i] * gap;
+    const double gap = i > 0 ? values[i] - values[i - 1] : values[0];
+    largest_offset = fmax(largest_offset, fabs(offset[i] * gap));
+    largest_slope = fmax(largest_slope, i > 0 ? fabs(slope[i] * gap) : 0.0);
   }
-  base = block_prefix_sum(base, warps).total;
-  double prefix = block_prefix_sum(sum, warps).before;
-  double lower = begin > 0 && begin < end ? values[begin - 1] : 0.0;
+  const double margin = 2.0 * power_of_two_above(n);
+  const ExactSum<double> base_sum(power_of_two_above(block_reduce(largest_offset, warps, Greatest())), margin);
+  const ExactSum<double> sum(power_of_two_above(block_reduce(largest_slope, warps, Greatest())), margin);
+
+  double base_coarse = 0.0, base_fine = 0.0, coarse = 0.0, fine = 0.0;
+  for (int i = begin; i < end; ++i) {
+    const double gap = i > 0 ? values[i] - values[i - 1] : values[0];
+    const double base_term = offset[i] * gap, base_part = base_sum.coarse(base_term);
+    base_coarse += base_part;
+    base_fine += base_sum.fine(base_term - base_part);
+    const double term = i > 0 ? slope[i] * gap : 0.0, part = sum.coarse(term);
+    coarse += part;
+    fine += sum.fine(term - part);
+  }
+  const double base = block_reduce(base_coarse, warps, Add()) + block_reduce(base_fine, warps, Add());
+  coarse = block_prefix_sum(coarse, warps);
+  fine = block_prefix_sum(fine, warps);
+  double lower = before;
   __syncthreads();  // every thread has read its neighbour's last value
   for (int i = begin; i < end; ++i) {
     const double reward = values[i];
-    if (i > 0) prefix += slope[i] * (reward - lower);
-    values[i] = base + prefix;
+    const double term = i > 0 ? slope[i] * (reward - lower) : 0.0, part = sum.coarse(term);
+    coarse += part;
+    fine += sum.fine(term - part);
+    values[i] = base + (coarse + fine);
     lower = reward;
   }
   __syncthreads();

@@ -1,5 +1,4 @@
-// Small groups go several at a time, one in each lane of a vector; a larger group goes alone, spread over the lanes. Both are
-// one computation: sums over rows, then, for a group spread over the lanes, over lanes; exact sums do not mind the order.
+// Group advantages on a CPU, a tile (tile.h) at a time.
 #include "group_advantage.h"
 
 #include <omp.h>
@@ -11,82 +10,13 @@
 #include <vector>
 
 #include "kernels.h"
+#include "tile.h"
 
 namespace maxrl::cpu {
 namespace {
 
 constexpr int64_t kParallelThreshold = 1 << 12;  // rewards; below, a team of threads costs more than it saves (about 5 us)
-constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to here counting smaller rewards beats sorting
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-
-template <int kLanes>  // of a vector register: other sizes compile, but slowly run
-struct Vector;
-template <>
-struct Vector<2> {
-  using type = double __attribute__((vector_size(16)));
-};
-template <>
-struct Vector<4> {
-  using type = double __attribute__((vector_size(32)));
-};
-
-// What one thread works in: a group of at most kLargestLane rollouts in each lane, or one group of any size.
-template <int num_lanes>
-struct Tile {
-  static constexpr int kLanes = num_lanes;
-  using Lanes = typename Vector<kLanes>::type;
-
-  struct Key {
-    double reward;
-    int32_t place;
-  };
-
-  struct alignas(sizeof(Lanes)) Row {  // a std::vector of Lanes itself would not be aligned
-    Lanes lanes;
-  };
-
-  explicit Tile(int64_t largest_group)
-      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(3 * capacity), values(&storage[0].lanes),
-        lengths(values + capacity), ranks(lengths + capacity), sorted(std::max(kLargestLane, largest_group)),
-        keys(largest_group) {}
-
-  bool is_full;    // every row of every lane holds a rollout
-  bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
-  int32_t num_groups;
-  int32_t rows;
-  Lanes filled;  // rows of each lane that hold a rollout, the first ones; the others hold 0
-  Lanes n;       // rollouts of each lane's group
-  int64_t capacity;
-  std::vector<Row> storage;
-  Lanes *values, *lengths, *ranks;  // [rows]; values: rewards, then v, then advantages
-  std::vector<double> sorted;
-  std::vector<Key> keys;
-
-  static Lanes all(double x) { return Lanes{} + x; }
-
-  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const {
-    return is_full ? x : all(row) < filled ? x : otherwise;
-  }
-
-  // The i-th rollout of a group is at column(rows, group)[i * stride()].
-  double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }
-  int64_t stride() const { return is_spread ? 1 : kLanes; }
-
-  // Reduces over the lanes of a group: nothing to do where each lane is a group.
-  template <typename Combine>
-  Lanes over_group(Lanes x, const Combine& combine) const {
-    if (!is_spread) return x;
-    double result = x[0];
-    for (int lane = 1; lane < kLanes; ++lane) result = combine(result, x[lane]);
-    return all(result);
-  }
-};
-
-template <typename Lanes>
-Lanes powers_of_two_above(Lanes x) {
-  for (size_t lane = 0; lane < sizeof(Lanes) / sizeof(double); ++lane) x[lane] = power_of_two_above(x[lane]);
-  return x;
-}
 
 // t.ranks from t.values, whose empty rows must come last.
 template <int kLanes>
@@ -186,6 +116,25 @@ auto exact_sum(const Tile<kLanes>& t, typename Tile<kLanes>::Lanes bound, const 
   return t.over_group(coarse, add) + t.over_group(fine, add);
 }
 
+// The mean of v - low weighted by length; the plain mean where no response has a token.
+template <bool precise, int kLanes>
+auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Tile<kLanes>::Lanes bound) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  Lanes total{}, longest{};  // whole numbers: exact
+  for (int32_t i = 0; i < t.rows; ++i) {
+    total += t.lengths[i];
+    longest = t.lengths[i] > longest ? t.lengths[i] : longest;
+  }
+  total = t.over_group(total, [](double a, double b) { return a + b; });
+  longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
+  const Lanes zero = t.all(0.0), one = t.all(1.0);
+  const auto has_tokens = total > zero;
+  const auto weighted = exact_sum<precise>(t, bound * powers_of_two_above(has_tokens ? longest : one), [&](int32_t i) {
+    return (has_tokens ? t.lengths[i] : one) * (t.values[i] - low);
+  });
+  return weighted / (has_tokens ? total : t.n);
+}
+
 // A_i = gain (v_i - baseline) multiplier + bias, in place. Moments are taken of the distances from the smallest value, so
 // that equal values have none, and a large offset costs no digits.
 template <bool precise, int kLanes>
@@ -204,7 +153,8 @@ void normalise(Tile<kLanes>& t, const Formula& f) {
     low = t.over_group(low, [](double a, double b) { return std::min(a, b); });
     high = t.over_group(high, [](double a, double b) { return std::max(a, b); });
     const Lanes bound = powers_of_two_above(high - low);
-    mean = exact_sum<precise>(t, bound, [&](int32_t i) { return t.values[i] - low; }) / t.n;
+    if (f.baseline == Baseline::kMean || f.scale != Scale::kOne)
+      mean = exact_sum<precise>(t, bound, [&](int32_t i) { return t.values[i] - low; }) / t.n;
     if (f.scale == Scale::kStd)
       squares = exact_sum<precise>(t, bound * bound, [&](int32_t i) {
         const Lanes distance = (t.values[i] - low) - mean;
@@ -212,19 +162,7 @@ void normalise(Tile<kLanes>& t, const Formula& f) {
       });
     if (f.baseline != Baseline::kZero) {
       origin = low;
-      shift = mean;
-    }
-    if (f.baseline == Baseline::kLengthMean) {
-      Lanes total{}, longest{};  // whole numbers: exact
-      for (int32_t i = 0; i < t.rows; ++i) {
-        total += t.lengths[i];
-        longest = t.lengths[i] > longest ? t.lengths[i] : longest;
-      }
-      total = t.over_group(total, [](double a, double b) { return a + b; });
-      longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
-      const Lanes weighted = exact_sum<precise>(t, bound * powers_of_two_above(longest),
-                                                [&](int32_t i) { return t.lengths[i] * (t.values[i] - low); });
-      shift = total > t.all(0.0) ? weighted / total : mean;
+      shift = f.baseline == Baseline::kMean ? mean : length_mean<precise>(t, low, bound);
     }
   }
   Lanes factor;

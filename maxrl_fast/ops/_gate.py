@@ -16,9 +16,9 @@ def has_cuda_kernels(device: torch.device) -> bool:
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
     """The address of `tensor`, which must be contiguous and of this dtype, shape and device."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device != device:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(
-            f"{name} must be a contiguous {dtype} tensor of shape {shape} on {device}, got {tensor.dtype} of shape "
+            f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}, got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
         )
     return tensor.data_ptr()

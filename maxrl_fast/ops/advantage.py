@@ -67,14 +67,14 @@ def group_advantage(
     row = plan.row
     if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
         _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
-    for name, tensor, kind in (
-        ("group_ids", group_ids, "integers"),
-        ("valid", valid, "bool"),
-        ("lengths", lengths, "integers"),
-        ("logprobs", logprobs, "floating"),
-    ):
-        if tensor is not None:
-            _check_like_rewards(name, tensor, kind, shape)
+    if group_ids is not None:
+        _check_like_rewards("group_ids", group_ids, "integers", shape)
+    if valid is not None:
+        _check_like_rewards("valid", valid, "bool", shape)
+    if lengths is not None:
+        _check_like_rewards("lengths", lengths, "integers", shape)
+    if logprobs is not None:
+        _check_like_rewards("logprobs", logprobs, "floating", shape)
 
     dtype = result_dtype(rewards)
     if rewards.numel() == 0:
@@ -99,7 +99,7 @@ def group_advantage(
         groups.offsets,
         groups.order,
         groups.valid,
-        None if lengths is None else groups.view(lengths.long()),
+        None if lengths is None else groups.view(lengths if lengths.dtype == torch.int64 else lengths.long()),
         estimator,
         plan.parameter,
         plan.eps,

@@ -161,7 +161,7 @@ def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid
 
 
 def _optional(name: str, tensor: Tensor | None, dtype: torch.dtype, like: Tensor) -> int:
-    return 0 if tensor is None else address(name, tensor, dtype, tuple(like.shape), like.device)
+    return 0 if tensor is None else address(name, tensor, dtype, like.shape, like.device)
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from fractions import Fraction
+from math import comb
 
 import hypothesis
 import hypothesis.strategies as st
@@ -180,6 +181,38 @@ def test_float32_at_1024_rollouts(k):
         assert error < 1e-6, name
     exact = ops.maxrl_advantage(rewards.double(), k)
     assert (ops.maxrl_advantage(rewards, k) - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+def test_the_ends_of_k_at_4096_rollouts():
+    n = 4096
+    rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    ordered, order = rewards.sort(1)
+    # k = N-1: the best rollout gets its lead, the others share its cost.
+    lead = ordered[:, -1:] - ordered[:, -2:-1]
+    expected = (-lead / (n - 1)).expand(2, n).scatter(1, order[:, -1:], lead)
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, n - 1), expected, rtol=1e-11, atol=1e-12)
+    # k = 2: gap j weighs N (j-1)/((N-1)(N-2)).
+    j = torch.arange(1, n, dtype=torch.float64)
+    sums = (ordered.diff(dim=1) * n * (j - 1) / ((n - 1) * (n - 2))).cumsum(1)
+    values = torch.cat([torch.zeros(2, 1), sums], 1)
+    expected = torch.zeros_like(values).scatter(1, order, values - values.mean(1, keepdim=True))
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, 2), expected, rtol=1e-11, atol=1e-12)
+    # k = 1 is RLOO; full order of binary rewards is (r - mu)/mu.
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, 1), ops.rloo_advantage(rewards), rtol=1e-11, atol=1e-12)
+    solved = (rewards > 3).double()
+    mean = solved.mean(1, keepdim=True)
+    assert 0 < mean.min() < 0.01
+    torch.testing.assert_close(ops.maxrl_advantage(solved), (solved - mean) / mean, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("n", "k", "correct"), [(64, 8, 3), (64, 40, 30), (4096, 2048, 2), (9, 3, 7)])
+def test_maxpo_of_binary_rewards_in_closed_form(n, k, correct):
+    wrong = n - correct
+    expected = float(Fraction(comb(wrong, k), comb(n - 1, k)))  # 0 where fewer than k are wrong
+    advantages = ops.maxpo_advantage(torch.tensor([1.0] * correct + [0.0] * wrong, dtype=torch.float64), k)
+    assert advantages[0].item() == pytest.approx(expected, rel=1e-10, abs=1e-300)
+    assert advantages[-1].item() == pytest.approx(-expected * correct / wrong, rel=1e-10, abs=1e-300)
+    assert (advantages[0] == 0) == (wrong < k)
 
 
 def arguments(name, **changes):

@@ -1,0 +1,85 @@
+// A few groups in the lanes of vectors, to be computed side by side.
+//
+// Small groups go several at a time, one in each lane; a larger group goes alone, spread over the lanes. Both are one
+// computation: sums over rows, then, for a group spread over the lanes, over lanes; exact sums do not mind the order.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "../group_advantage.h"
+
+namespace maxrl::cpu {
+
+constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to here counting smaller rewards beats sorting
+
+template <int kLanes>  // as many as a vector register has: compilers split wider ones badly
+struct Vector;
+template <>
+struct Vector<2> {
+  using type = double __attribute__((vector_size(16)));
+};
+template <>
+struct Vector<4> {
+  using type = double __attribute__((vector_size(32)));
+};
+
+// What one thread works in: a group of at most kLargestLane rollouts in each lane, or one group of any size.
+template <int num_lanes>
+struct Tile {
+  static constexpr int kLanes = num_lanes;
+  using Lanes = typename Vector<kLanes>::type;
+
+  struct Key {
+    double reward;
+    int32_t place;
+  };
+
+  struct alignas(sizeof(Lanes)) Row {  // a std::vector of Lanes itself would not be aligned
+    Lanes lanes;
+  };
+
+  explicit Tile(int64_t largest_group)
+      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(3 * capacity), values(&storage[0].lanes),
+        lengths(values + capacity), ranks(lengths + capacity), sorted(std::max(kLargestLane, largest_group)),
+        keys(largest_group) {}
+
+  bool is_full;    // every row of every lane holds a rollout
+  bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
+  int32_t num_groups;
+  int32_t rows;
+  Lanes filled;  // rows of each lane that hold a rollout, the first ones; the others hold 0
+  Lanes n;       // rollouts of each lane's group
+  int64_t capacity;
+  std::vector<Row> storage;
+  Lanes *values, *lengths, *ranks;  // [rows]; values: rewards, then v, then advantages
+  std::vector<double> sorted;
+  std::vector<Key> keys;
+
+  static Lanes all(double x) { return Lanes{} + x; }
+
+  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const {
+    return is_full ? x : all(row) < filled ? x : otherwise;
+  }
+
+  // The i-th rollout of a group is at column(rows, group)[i * stride()].
+  double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }
+  int64_t stride() const { return is_spread ? 1 : kLanes; }
+
+  // Reduces over the lanes of a group: nothing to do where each lane is a group.
+  template <typename Combine>
+  Lanes over_group(Lanes x, const Combine& combine) const {
+    if (!is_spread) return x;
+    double result = x[0];
+    for (int lane = 1; lane < kLanes; ++lane) result = combine(result, x[lane]);
+    return all(result);
+  }
+};
+
+template <typename Lanes>
+Lanes powers_of_two_above(Lanes x) {
+  for (size_t lane = 0; lane < sizeof(Lanes) / sizeof(double); ++lane) x[lane] = power_of_two_above(x[lane]);
+  return x;
+}
+
+}  // namespace maxrl::cpu

@@ -1,7 +1,7 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
 # make bench   set up, then the benchmarks of advantages and of a training step
-# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu
+# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
 # inputs changes. PYTHON is the interpreter to start from, MAXRL_FAST_CUDA=AUTO|ON|OFF whether to build the CUDA kernels.
@@ -36,6 +36,7 @@ format: $(STAMP)
 gpu:
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
+	$(PYTHON) -m bench.advantages --device cuda
 
 clean:
 	rm -rf $(VENV) build *.egg-info maxrl_fast/*.so

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device
+from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.ops.group_kernel import group_advantage_reference
 from maxrl_fast.ops.tables import subset_ratios
-from maxrl_fast.run_files import versions
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
 K = 4

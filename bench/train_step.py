@@ -22,6 +22,7 @@ from maxrl_fast.batching import gather_sequences, micro_batches
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import StopSignal
 from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import versions
 from maxrl_fast.learner import Learner, LossSettings
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
@@ -31,7 +32,6 @@ from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.run_files import versions
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task

@@ -1,7 +1,11 @@
-"""Which device and number format to compute with."""
+"""Which device and number format to compute with, and what machine this is."""
+
+import platform
+from typing import Any
 
 import torch
 
+import maxrl_fast
 from maxrl_fast.errors import InputError
 
 
@@ -24,3 +28,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         # Emulated, as on AVX2, bfloat16 products are about ten times slower than float32.
         fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers of a run may depend on besides its configuration."""
+    return {
+        "maxrl_fast": maxrl_fast.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

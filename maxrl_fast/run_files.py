@@ -2,17 +2,15 @@
 
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
-import maxrl_fast
 from maxrl_fast.curves import draw_curves
 from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import versions
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.options import Config
@@ -76,16 +74,3 @@ class RunFiles:
         for stream in self._streams.values():
             stream.close()
         draw_curves(self._history["metrics"], self._history["eval"], self.out / "curves.png")
-
-
-def versions() -> dict[str, Any]:
-    """What the numbers of a run may depend on besides its configuration."""
-    return {
-        "maxrl_fast": maxrl_fast.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }

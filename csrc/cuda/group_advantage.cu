@@ -214,8 +214,10 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   const int64_t n = static_cast<int64_t>(block_reduce(num_valid, warps, Add()));
   const bool fits = (!f.needs_table() || n <= tables.largest) && (!f.needs_sorting() || size <= capacity);
   if (block_reduce(num_unusable, warps, Add()) > 0.0 || !fits) {
-    for (int64_t i = threadIdx.x; i < size; i += blockDim.x)
-      advantages[groups.index(begin + i)] = from_double<Advantage>(static_cast<double>(NAN));
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+      const int64_t index = groups.index(begin + i);
+      advantages[index] = from_double<Advantage>(groups.exists(index) ? static_cast<double>(NAN) : 0.0);
+    }
     return;
   }
 

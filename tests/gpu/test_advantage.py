@@ -124,6 +124,13 @@ def test_what_cannot_be_computed_becomes_nan_or_is_refused():
         a = ops.group_advantage(rewards, name, **size)
         assert a[1].isnan().all()
         assert a[[0, 2]].isfinite().all()
+    valid = torch.ones(3, 40, dtype=torch.bool, device="cuda")
+    valid[1, 20:] = False
+    a = ops.maxpo_advantage(rewards, 2, valid=valid)
+    assert a[1, :20].isnan().all()
+    assert (a[1, 20:] == 0).all()
+    valid[1, 7] = False  # the reward that cannot be is left out
+    assert ops.maxpo_advantage(rewards, 2, valid=valid).isfinite().all()
     offsets = torch.tensor([0, 30, 120], device="cuda")
     a = ops.maxpo_advantage(torch.rand(120, device="cuda"), 2, offsets=offsets, max_group_size=50)
     assert a[:30].isfinite().all()

@@ -129,6 +129,8 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     model = warm_policy(config, task)
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     estimator = OBJECTIVES[config.objective.objective].estimator
+    if estimator is None:
+        raise InputError(f"--objective must be a group advantage here, got {config.objective.objective}")
     engine = NativeEngine(model, torch.float32)
     sampling = Sampling.of(config, task)
     prompts = task.prompts("train", 10**6, num_prompts)

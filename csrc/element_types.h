@@ -1,5 +1,6 @@
 // The element types of tensors, converted to and from double by the same code on a CPU and on a GPU.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -15,6 +16,10 @@ struct BFloat16 {
   uint16_t bits;  // the upper half of a float
 };
 
+struct Float16 {
+  uint16_t bits;  // IEEE half precision
+};
+
 template <typename T>
 MAXRL_HOST_DEVICE inline double to_double(T x) {
   return static_cast<double>(x);
@@ -26,6 +31,14 @@ MAXRL_HOST_DEVICE inline double to_double(BFloat16 x) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+template <>
+MAXRL_HOST_DEVICE inline double to_double(Float16 x) {
+  const int exponent = x.bits >> 10 & 31;
+  const double fraction = x.bits & 1023, sign = x.bits >> 15 ? -1.0 : 1.0;
+  if (exponent == 31) return fraction == 0.0 ? sign * INFINITY : NAN;
+  return sign * (exponent == 0 ? ldexp(fraction, -24) : ldexp(1024.0 + fraction, exponent - 25));
 }
 
 template <typename T>
@@ -40,6 +53,19 @@ MAXRL_HOST_DEVICE inline BFloat16 from_double(double x) {
   memcpy(&bits, &value, sizeof bits);
   if (x != x) return BFloat16{0x7fc0};
   return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+}
+
+template <>
+MAXRL_HOST_DEVICE inline Float16 from_double(double x) {
+  const uint16_t sign = copysign(1.0, x) < 0.0 ? 0x8000 : 0;
+  const double magnitude = fabs(x);
+  if (!(magnitude < 65520.0)) return Float16{static_cast<uint16_t>(sign | (magnitude == magnitude ? 0x7c00 : 0x7e00))};
+  const bool is_subnormal = magnitude < ldexp(1.0, -14);  // 0 too
+  int exponent = 0;  // magnitude = fraction 2^exponent, fraction in [0.5, 1)
+  if (!is_subnormal) frexp(magnitude, &exponent);
+  const auto units = static_cast<uint16_t>(rint(ldexp(magnitude, is_subnormal ? 24 : 11 - exponent)));  // ties to even
+  // Units run on over the exponent's bits: a carry out of the fraction is the next exponent.
+  return Float16{static_cast<uint16_t>(sign | (is_subnormal ? units : units + ((exponent + 13) << 10)))};
 }
 
 }  // namespace maxrl

@@ -8,6 +8,8 @@
 #endif
 
 #include "group_advantage.h"
+#include "pacs.h"
+#include "token_loss.h"
 
 namespace maxrl {
 
@@ -15,6 +17,16 @@ namespace maxrl {
 //   rewards, advantages  [num_groups, group_size] or [num_rewards]: pairs (float, float), (double, double),
 //                        (BFloat16, BFloat16), (int32_t | int64_t | bool, float)
 //   lengths              [num_rewards] int64, for Baseline::kLengthMean, else null
+//
+// token_loss: the loss of packed tokens and its gradient to the logits, by the formulas of token_loss.h.
+//   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), elements of a row side by
+//                        side; gradient may be null, or the logits themselves
+//   sums                 [Sums::kSize]
+// token_logprobs: log-probabilities of the targets and entropies, [T] each; and back, from their gradients to that of the
+//   logits, which may take the logits' place. Rows whose gradients are 0 are not read.
+//
+// pacs_loss: the loss of pacs.h; sums [PacsSums::kSize].
+// log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T], and back to the gradient of logprobs [T].
 namespace cpu {
 
 // Returns the first position (in the order of groups) of a reward that is not finite, or for Value::kBinary neither 0 nor 1;
@@ -27,9 +39,32 @@ int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64
 // Throws std::invalid_argument where offsets do not run from 0 to num_rewards without falling.
 std::vector<int64_t> distinct_group_sizes(const Groups& groups);
 
+// Both return the first token that counts whose target is not in the vocabulary, having written nothing; -1 where all are.
+template <typename Element, typename Real>
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+                   Rows<Element> gradient, double* sums, int num_threads);
+template <typename Element, typename Real>
+int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads);
+
+template <typename Element, typename Real>
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
+                             const Real* by_entropy, Rows<Element> gradient, int num_threads);
+
+// Returns the first rollout whose label is neither 0 nor 1; -1 where all are.
+template <typename Real>
+int64_t pacs_loss(const Pacs<Real>& in, double* sums, int num_threads);
+
+template <typename Real>
+void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads);
+
+template <typename Real>
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, int num_threads);
+
 }  // namespace cpu
 
 #ifdef MAXRL_FAST_CUDA
+// On a GPU what the CPU kernels report, a target or a label that cannot be, becomes NaN instead. `workspace`: zeroed memory of
+// loss_workspace() or pacs_workspace() doubles, the first of which become the sums.
 namespace cuda {
 constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the shared memory of one block
 
@@ -38,6 +73,30 @@ constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the share
 template <typename Reward, typename Advantage>
 void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
                      const Formula& formula, Advantage* advantages, cudaStream_t stream);
+
+int64_t loss_workspace();
+int64_t pacs_workspace();
+
+template <typename Element, typename Real>
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+                Rows<Element> gradient, double* workspace, cudaStream_t stream);
+template <typename Element, typename Real>
+void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, cudaStream_t stream);
+template <typename Element, typename Real>
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
+                             const Real* by_entropy, Rows<Element> gradient, cudaStream_t stream);
+
+// Multiplies a matrix by a number on the device; where that is 1, nothing is read or written.
+template <typename Element, typename Real>
+void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream);
+
+template <typename Real>
+void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
+                      cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

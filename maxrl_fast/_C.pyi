@@ -1,4 +1,4 @@
-"""The compiled kernels: csrc/bindings.cpp. Addresses are integers; only maxrl_fast.ops calls these."""
+"""The compiled kernels: csrc/bindings/. Addresses are integers; only maxrl_fast.ops calls these."""
 
 cuda: bool
 
@@ -34,4 +34,82 @@ def group_advantage_cuda(
     formula: Formula,
     advantages: int,
     stream: int,
+) -> None: ...
+
+SUMS: int
+LOSS_WORKSPACE: int  # this and the next only with CUDA kernels
+PACS_WORKSPACE: int
+
+class LossOptions:
+    def __init__(
+        self, *, loss: str, clip_low: float, clip_high: float, dual_clip: float, kl: str, kl_coef: float, entropy_coef: float
+    ) -> None: ...
+
+class Matrix:
+    def __init__(self, data: int, stride: int) -> None: ...
+
+class Tokens:
+    def __init__(self, *, num_tokens: int, vocab_size: int, targets: int, temperatures: int, temperature: float) -> None: ...
+
+class Sequences:
+    def __init__(
+        self,
+        *,
+        num_sequences: int,
+        cu_seqlens: int,
+        advantages: int,
+        advantages_per_token: bool,
+        importance_weights: int,
+        importance_per_token: bool,
+        old_logprobs: int,
+        ref_logprobs: int,
+        sequence_log_ratio: int,
+        mask: int,
+        sequence_tokens: int,
+        denominator: int,
+    ) -> None: ...
+
+# Each has a twin ending in _cuda with `stream` instead of num_threads, which returns nothing.
+def token_loss_cpu(
+    *,
+    dtype: str,
+    logits: Matrix,
+    tokens: Tokens,
+    sequences: Sequences,
+    options: LossOptions,
+    gradient: Matrix,
+    sums: int,
+    num_threads: int,
+) -> int: ...
+def token_logprobs_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, logprobs: int, entropy: int, num_threads: int) -> int: ...
+def token_logprobs_backward_cpu(
+    *, dtype: str, logits: Matrix, tokens: Tokens, by_logprobs: int, by_entropy: int, gradient: Matrix, num_threads: int
+) -> None: ...
+def scale_cuda(*, dtype: str, matrix: Matrix, num_rows: int, row_size: int, scale: int, stream: int) -> None: ...
+
+class Pacs:
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        group_size: int,
+        offsets: int,
+        proxies: int,
+        labels: int,
+        denominator: int,
+        score: str,
+        balanced: bool,
+        losses: int,
+        gradient: int,
+    ) -> None: ...
+
+class LogRatio:
+    def __init__(self, *, num_tokens: int, num_sequences: int, cu_seqlens: int, mask: int, beta: float) -> None: ...
+
+def pacs_loss_cpu(*, dtype: str, pacs: Pacs, sums: int, num_threads: int) -> int: ...
+def log_ratio_reward_cpu(
+    *, dtype: str, sequences: LogRatio, logprobs: int, ref_logprobs: int, proxies: int, num_threads: int
+) -> None: ...
+def log_ratio_reward_backward_cpu(
+    *, dtype: str, sequences: LogRatio, by_proxies: int, gradient: int, num_threads: int
 ) -> None: ...

@@ -15,7 +15,7 @@ import tyro
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.objectives import OBJECTIVES, estimator_options
-from maxrl_fast.ops.token_loss import AGGREGATIONS
+from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
 
@@ -99,17 +99,10 @@ def check(config: Config) -> None:
     _require(options, "clip_high weight_decay entropy_coef kl_coef", "finite and at least 0", lambda x: 0 <= x < math.inf)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
-    n = options["rollouts"]
-    row = OBJECTIVES[options["objective"]].row
-    if n < row.min_rollouts:
-        raise InputError(f"{options['objective']} needs at least {row.min_rollouts} rollouts per prompt, got {n}")
-    try:
-        row.resolve_size(options["objective"], n, default_k(config), options["order"])
-        row.resolve_options(options["objective"], estimator_options(options["estimator_options"]))
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    if options["scale_by_k"] and not row.scales_by_k:
-        raise InputError(f"{options['objective']} takes no scale_by_k")
+    if OBJECTIVES[options["objective"]].row is None:
+        _check_pacs(options)
+    else:
+        _check_estimator(config, options)
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
@@ -121,6 +114,44 @@ def check(config: Config) -> None:
         raise InputError(f"hidden_size / heads must be even, got {options['hidden_size']} / {options['heads']}")
 
 
+def _check_estimator(config: Config, options: dict[str, Any]) -> None:
+    """What is wrong with the options of an objective that is a group advantage."""
+    name, n = options["objective"], options["rollouts"]
+    row = OBJECTIVES[name].row
+    assert row is not None
+    if n < row.min_rollouts:
+        raise InputError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {n}")
+    try:
+        row.resolve_size(name, n, default_k(config), options["order"])
+        row.resolve_options(name, estimator_options(options["estimator_options"]))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if options["scale_by_k"] and not row.scales_by_k:
+        raise InputError(f"{name} takes no scale_by_k")
+    _refuse_options(options, "beta score class_weight ref_reset_interval")
+
+
+def _check_pacs(options: dict[str, Any]) -> None:
+    """The same for PACS."""
+    name, objective = options["objective"], OBJECTIVES[options["objective"]]
+    _refuse_options(options, "k order scale_by_k estimator_options")
+    if name != "pacs_paper":
+        _refuse_options(options, "ref_reset_interval")
+    _require(options, "beta", "a finite number above 0", lambda x: 0 < x < math.inf)
+    _require(options, "ref_reset_interval", "at least 0", lambda x: x >= 0)
+    if options["rollouts"] < 2 and options["score"] != "naive":
+        raise InputError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {options['rollouts']}")
+    for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
+        if options[option] not in (None, needed):
+            raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+
+
+def _refuse_options(options: dict[str, Any], names: str) -> None:
+    for name in names.split():
+        if options[name] not in (None, False, ""):
+            raise InputError(f"{options['objective']} takes no {name}")
+
+
 def _require(options: dict[str, Any], names: str, wanted: str, holds: Callable[[Any], bool]) -> None:
     for name in names.split():
         if options[name] is not None and not holds(options[name]):
@@ -129,9 +160,12 @@ def _require(options: dict[str, Any], names: str, wanted: str, holds: Callable[[
 
 def default_k(config: Config) -> int | None:
     """--k, or 4 where the objective has one and none was given."""
-    size = OBJECTIVES[config.objective.objective].row.size
-    takes_k = size is not None and size.name == "k"
-    return 4 if takes_k and config.objective.k is None else config.objective.k
+    return 4 if _takes_size(config, "k") and config.objective.k is None else config.objective.k
+
+
+def _takes_size(config: Config, name: str) -> bool:
+    row = OBJECTIVES[config.objective.objective].row
+    return row is not None and row.size is not None and row.size.name == name
 
 
 def resolve(config: Config, task: Task) -> Config:
@@ -151,12 +185,18 @@ def resolve(config: Config, task: Task) -> Config:
         what = "another run" if (out / "config.json").exists() else "something else"
         raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
     order = config.objective.order
-    has_order = objective.row.size is not None and objective.row.size.name == "order"
+    pacs: dict[str, Any] = {}
+    if objective.row is None:
+        pacs = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
+        pacs |= {"ref_reset_interval": 50} if config.objective.objective == "pacs_paper" else {}
+        pacs |= {name: value for name in pacs if (value := getattr(config.objective, name)) is not None}
     return config.replace(
         k=default_k(config),
-        order=config.rollout.rollouts - 1 if has_order and order is None else order,
+        order=config.rollout.rollouts - 1 if _takes_size(config, "order") and order is None else order,
+        **pacs,
         max_new_tokens=config.rollout.max_new_tokens or task.max_new_tokens,
         sft_steps=(0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps,
+        loss=config.loss.loss or objective.loss,
         aggregation=config.loss.aggregation or objective.aggregation,
         out=out,
         device=device.type,

@@ -17,7 +17,7 @@ def describe_run(config: Config, model: Decoder) -> list[str]:
     where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    sizes = [f"{name}={value}" for name in ("k", "order") if (value := config.flat()[name]) is not None]
+    sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]
     start = "new" if config.model.model is None else f"from {config.model.model}"
     return [
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {config.task.task} "
@@ -56,9 +56,11 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
         f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget
         * (activations * element + logits * 4),
     }
-    if config.loss.kl_coef:
+    is_pacs, is_paper = config.objective.beta is not None, config.objective.objective == "pacs_paper"
+    if config.loss.kl_coef or is_paper:
         memory["reference policy (float32)"] = 4 * parameters
-    passes = 6 + 2 * bool(config.loss.kl_coef)
+    log_prob_passes = 2 if is_paper or (is_pacs and config.optimizer.updates_per_step > 1) else 0
+    passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * log_prob_passes
     work = {
         "rollout": 2 * parameters * (prompt_tokens + response_tokens),
         "update": passes * parameters * (prompt_tokens + response_tokens),

@@ -11,7 +11,7 @@ from maxrl_fast.batching import Batch, micro_batches
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.options import Config, OptimizerOptions
 from maxrl_fast.records import Prompts, Rollouts
 
@@ -51,6 +51,9 @@ class LossSettings:
         return advantages != 0
 
 
+TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "mismatch")
+
+
 @dataclass(frozen=True)
 class UpdateMetrics:
     """From `ratio` on, sums over the tokens that were trained on."""
@@ -85,14 +88,14 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def response_logits(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Logits [T, V] float32 that predict the batch's targets."""
+def response_hidden(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Hidden states [T, H] that predict the batch's targets, in `dtype`."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return shared_prompt_attention(q, k, v, batch.layout)
 
     hidden = model(batch.tokens, batch.positions, attention, batch.rows, dtype)
-    return model.logits(hidden.index_select(0, batch.target_rows))
+    return hidden.index_select(0, batch.target_rows)
 
 
 @dataclass
@@ -104,7 +107,7 @@ class Learner:
         clip_grad: largest gradient norm.
         token_budget: most tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
-        reference: the policy that settings.kl_coef holds this one close to.
+        reference: the policy that settings.kl_coef holds this one close to, and that PACS may refer to.
     """
 
     model: Decoder
@@ -116,7 +119,7 @@ class Learner:
     reference: Decoder | None = None
 
     @classmethod
-    def of(cls, config: Config, model: Decoder, settings: LossSettings) -> "Learner":
+    def of(cls, config: Config, model: Decoder, settings: LossSettings, needs_reference: bool = False) -> "Learner":
         """A learner with a new optimizer; the model as it is now becomes the reference policy where one is needed."""
         return cls(
             model,
@@ -125,7 +128,7 @@ class Learner:
             config.optimizer.clip_grad,
             config.optimizer.token_budget,
             getattr(torch, config.run.dtype),
-            copy.deepcopy(model).requires_grad_(False) if settings.kl_coef else None,
+            copy.deepcopy(model).requires_grad_(False) if settings.kl_coef or needs_reference else None,
         )
 
     def update(
@@ -157,7 +160,9 @@ class Learner:
             part.backward()
             loss += part.detach()
             num_tokens += len(batch.tokens)
-            sums = {name: sums[name] + value if sums else value for name, value in metrics.items()}
+            num_read = metrics["tokens"] - metrics["dropped_tokens"]
+            totals = {name: metrics[name] * num_read for name in TOKEN_METRICS} | {"tokens": num_read}
+            sums = {name: sums[name] + value if sums else value for name, value in totals.items()}
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         if not (loss.isfinite() and grad_norm.isfinite()):
             raise NonFiniteError(f"{when}: {self._find_non_finite(prompts, rollouts, advantages, learning, denominator)}")
@@ -169,19 +174,18 @@ class Learner:
             num_sequences=len(learning),
             num_tokens=num_tokens,
             num_targets=int(sums.get("tokens", 0)),
-            **{name: float(sums.get(name, 0.0)) for name in ("ratio", "clipped_low", "clipped_high", "kl", "mismatch")},
+            **{name: float(sums.get(name, 0.0)) for name in TOKEN_METRICS},
         )
 
     def loss(self, batch: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the loss, and its metrics summed over tokens."""
+        """This micro-batch's share of the loss, and its metrics: means over its tokens."""
         settings, ref_logprobs = self.settings, None
         if settings.kl_coef:
             assert self.reference is not None
-            with torch.no_grad():
-                logits = response_logits(self.reference, batch, self.dtype)
-                ref_logprobs, _ = token_logprobs(logits, batch.targets, temperature=settings.temperature)
-        return policy_gradient_loss(
-            response_logits(self.model, batch, self.dtype),
+            ref_logprobs = self._batch_logprobs(self.reference, batch)
+        return linear_policy_gradient_loss(
+            response_hidden(self.model, batch, self.dtype),
+            self.model.lm_head.weight,
             batch.targets,
             batch.advantages,
             batch.cu_seqlens,
@@ -198,6 +202,24 @@ class Learner:
             aggregation=settings.aggregation,
             denominator=denominator,
         )
+
+    def logprobs(self, model: Decoder, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
+        """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
+        none = torch.zeros_like(rollouts.lengths, dtype=torch.float32)
+        batches = micro_batches(prompts, rollouts, none, sequences, self.token_budget)
+        return torch.cat([none[:0], *(self._batch_logprobs(model, batch) for batch in batches)])
+
+    @torch.no_grad()
+    def _batch_logprobs(self, model: Decoder, batch: Batch) -> Tensor:
+        hidden = response_hidden(model, batch, self.dtype)
+        temperature = self.settings.temperature
+        return linear_token_logprobs(hidden, model.lm_head.weight, batch.targets, temperature=temperature)[0]
+
+    def reset_reference(self) -> None:
+        """Make the policy as it is now the reference, and forget the optimizer's moments."""
+        assert self.reference is not None
+        self.reference.load_state_dict(self.model.state_dict())
+        self.optimizer.state.clear()
 
     def _find_non_finite(
         self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, denominator: float

@@ -1,6 +1,7 @@
 """The objectives of the trainer, and their registry: `python -m maxrl_fast.objectives`.
 
-An objective is an estimator of the group advantage (`ops/estimators.py`) and how the token losses are averaged.
+An objective is an estimator of the group advantage (`ops/estimators.py`), or PACS (`pacs.py`), and how the token losses are
+averaged.
 """
 
 import argparse
@@ -19,22 +20,23 @@ from maxrl_fast.curves import draw_weights
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.advantage import effective_weight
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator
-from maxrl_fast.records import Rollouts
 
 
 @dataclass(frozen=True)
 class Objective:
-    estimator: str  # a name in ops.ESTIMATORS
+    estimator: str | None  # a name in ops.ESTIMATORS; None for PACS
     aggregation: str = "token_mean"
+    loss: str = "ppo"
 
     @property
-    def row(self) -> Estimator:
-        return ESTIMATORS[self.estimator]
+    def row(self) -> Estimator | None:
+        return None if self.estimator is None else ESTIMATORS[self.estimator]
 
 
 _AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}  # the others: token_mean
 _BASELINES = ("leave_two_out",)  # alone they have no gradient
 OBJECTIVES = {name: Objective(name, _AGGREGATIONS.get(name, "token_mean")) for name in ESTIMATORS if name not in _BASELINES}
+OBJECTIVES |= {name: Objective(None, "seq_mean_token_sum", "reinforce") for name in ("pacs", "pacs_paper")}
 
 
 def estimator_options(text: str) -> dict[str, Any]:
@@ -53,12 +55,12 @@ def estimator_options(text: str) -> dict[str, Any]:
     return options
 
 
-def rollout_inputs(row: Estimator, rollouts: Rollouts, shape: tuple[int, int]) -> dict[str, Any]:
-    """What the estimator needs of the rollouts beside their rewards, as [G, N]."""
-    known = {"lengths": rollouts.lengths, "logprobs": rollouts.mean_logprobs}
-    return {name: known[name].view(shape) for name in row.inputs if name in known}
-
-
+_PACS = "-B beta dL/dr_i, L the cross-entropy of R under sigmoid(score), r = beta (log-ratio to the reference)"
+_PACS_NEEDS = "R in {0, 1}; N >= 2 but for --score naive"
+_PACS_ROWS = {
+    "pacs": (f"{_PACS}; the reference is the policy that sampled", "-", _PACS_NEEDS, "PACS, eq. 8, code"),
+    "pacs_paper": (f"{_PACS}; plus log-likelihood of R; reference reset at times", "-", _PACS_NEEDS, "PACS, eqs. 5, 8"),
+}
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
@@ -124,6 +126,8 @@ def _registry_table() -> Table:
     table = Table("name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True)
     for name, row in ESTIMATORS.items():
         table.add_row(name, row.formula, row.weight, row.needs, row.source)
+    for name, cells in _PACS_ROWS.items():
+        table.add_row(name, *cells)
     return table
 
 

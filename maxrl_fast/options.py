@@ -25,6 +25,14 @@ class ObjectiveOptions:
     """Order at which maxrl is truncated, 1 to N-1; the other objectives take none."""
     scale_by_k: bool = False
     """Multiply advantages by k, so that the gradient is that of max@k itself (maxpo, expected_improvement)."""
+    beta: Annotated[float | None, _unset("FLOAT", "1 for pacs and pacs_paper")] = None
+    """Scale of PACS's reward proxies, in reward per nat of log-ratio; the other objectives take none."""
+    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, _unset("STR", "rloo for pacs and pacs_paper")] = None
+    """Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."""
+    class_weight: Annotated[Literal["balanced", "none"] | None, _unset("STR", "balanced for pacs and pacs_paper")] = None
+    """PACS's weights of correct and wrong rollouts: balanced in every group, or none."""
+    ref_reset_interval: Annotated[int | None, _unset("INT", "50 for pacs_paper")] = None
+    """Steps after which the policy becomes the reference of pacs_paper and the optimizer starts anew; 0: never."""
     estimator_options: str = ""
     """What else the advantage takes, as eps=1e-4,ddof=0 for grpo or quantile=0.3 for qae."""
 
@@ -99,8 +107,9 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Literal["ppo", "reinforce", "cispo", "gspo"] = "ppo"
-    """Policy-gradient loss; with one update per step the ratio is 1 and all have the same gradient."""
+    loss: Annotated[Literal["ppo", "reinforce", "cispo", "gspo"] | None, _unset("STR", "ppo; reinforce for pacs")] = None
+    """Policy-gradient loss: ppo, reinforce, cispo or gspo; with one update per step the ratio is 1 and all have the same
+    gradient."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
@@ -109,7 +118,7 @@ class LossOptions:
     """For negative advantages the loss is at most this times |A|."""
     aggregation: Annotated[str | None, _unset("STR", "the objective's")] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum,
-    or seq_sum_constant (dr_grpo)."""
+    (pacs), or seq_sum_constant (dr_grpo)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, per nat."""
     kl_coef: float = 0.0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from maxrl_fast.advantages import advantages_of
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
 from maxrl_fast.errors import InputError, NonFiniteError
@@ -18,8 +19,6 @@ from maxrl_fast.learner import Learner, LossSettings, learning_rate
 from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
-from maxrl_fast.objectives import OBJECTIVES, estimator_options, rollout_inputs
-from maxrl_fast.ops import group_advantage
 from maxrl_fast.options import Config
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
@@ -34,8 +33,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
     """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
-    objective = OBJECTIVES[config.objective.objective]
-    options = estimator_options(config.objective.estimator_options)
+    advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
     engine = NativeEngine(model.to(device), dtype)
     clock = Stopwatch()
@@ -65,7 +63,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
         files.save(step, model, task)
         evaluate_now()
 
-        learner = Learner.of(config, model, LossSettings.of(config))
+        learner = Learner.of(config, model, LossSettings.of(config), needs_reference=advantages.needs_reference)
         with screen.stage("train", config.optimizer.steps) as stage:
             for step in range(1, config.optimizer.steps + 1):
                 with clock("rollout") as rollout_time:
@@ -75,33 +73,27 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     next_prompt += num_prompts
                 with clock("reward"):
                     rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)  # [G, N]
-                inputs = rollout_inputs(objective.row, rollouts, (num_prompts, num_rollouts))
-                if "greedy_correct" in objective.row.inputs:
+                greedy_correct = None
+                if advantages.needs_greedy:
                     with clock("rollout"):
                         greedy = engine.generate(prompts, 1, sampling.greedy, seed=seed, step=step)
-                    inputs["greedy_correct"] = task.score(prompts, greedy) > 0.5  # [G]
-                with clock("advantage"):
-                    advantages = group_advantage(
-                        rewards,
-                        objective.estimator,
-                        k=config.objective.k,
-                        order=config.objective.order,
-                        scale_by_k=config.objective.scale_by_k,
-                        **inputs,
-                        **options,
-                    )  # [G, N]
-                with clock("update") as update_time:
-                    lr = learning_rate(step, config.optimizer)
-                    parts = torch.arange(advantages.numel(), device=device).chunk(config.optimizer.updates_per_step)
-                    updates = [
-                        learner.update(prompts, rollouts, advantages.flatten(), sequences, when=f"step {step}", lr=lr)
-                        for sequences in parts
-                    ]
+                    greedy_correct = task.score(prompts, greedy) > 0.5  # [G]
+                with clock("advantage") as begin_time:
+                    advantages.begin(learner, prompts, rollouts, rewards, greedy_correct)
+                lr = learning_rate(step, config.optimizer)
+                updates, laps = [], [begin_time]
+                for sequences in torch.arange(rewards.numel(), device=device).chunk(config.optimizer.updates_per_step):
+                    with clock("advantage") as advantage_time:
+                        current = advantages.for_update(sequences)  # [S]
+                    with clock("update") as update_time:
+                        updates.append(learner.update(prompts, rollouts, current, sequences, when=f"step {step}", lr=lr))
+                    laps += [advantage_time, update_time]
+                extra = advantages.end(step)
                 with clock("weights to rollout"):
                     engine.load_weights(model)
 
-                seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": update_time.seconds}
-                record = step_metrics(step, rewards, rollouts, advantages, updates, lr, seconds)
+                seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": sum(lap.seconds for lap in laps)}
+                record = step_metrics(step, rewards, rollouts, advantages.values, updates, lr, seconds) | extra
                 files.write("metrics", record)
                 stage.advance(step, summary(record))
                 num_sampled += len(rollouts.tokens)

@@ -3,7 +3,10 @@
 import dataclasses
 
 import torch
+from torch import Tensor
 
+from maxrl_fast.batching import Batch
+from maxrl_fast.learner import response_hidden
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 
 TINY = DecoderConfig(
@@ -28,3 +31,8 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.3 * noise if parameter.dim() == 2 else 0.7 + 0.2 * noise)
     return model
+
+
+def response_logits(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Logits [T, V] float32 that predict the batch's targets."""
+    return model.logits(response_hidden(model, batch, dtype))

@@ -7,13 +7,13 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.learner import Learner, LossSettings, learning_rate, make_optimizer, response_logits
+from maxrl_fast.learner import Learner, LossSettings, learning_rate, make_optimizer
 from maxrl_fast.options import OptimizerOptions
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
-from tests.models import tiny_decoder
+from tests.models import response_logits, tiny_decoder
 
 PPO = LossSettings(loss="ppo", aggregation="token_mean")
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])

@@ -11,6 +11,8 @@ from maxrl_fast.ops.advantage import (
     rloo_advantage,
 )
 from maxrl_fast.ops.estimators import ESTIMATORS
+from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
 __all__ = [
@@ -20,8 +22,12 @@ __all__ = [
     "group_advantage",
     "grpo_advantage",
     "leave_two_out_baseline",
+    "linear_policy_gradient_loss",
+    "linear_token_logprobs",
+    "log_ratio_reward",
     "maxpo_advantage",
     "maxrl_advantage",
+    "pacs_loss",
     "policy_gradient_loss",
     "rloo_advantage",
     "token_logprobs",

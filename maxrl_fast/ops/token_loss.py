@@ -1,23 +1,43 @@
-"""Token-level policy-gradient losses over packed responses, in plain PyTorch."""
+"""Token-level policy-gradient losses over packed responses, and log-probabilities, from logits."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-LOSSES = ("reinforce", "ppo", "cispo", "gspo")
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+from maxrl_fast.ops.in_place import overwrite
+from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
+from maxrl_fast.ops.token_kernel import SUMS, has_kernels, loss_arguments, split_temperature
+from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
+
+_OPS = torch.ops.maxrl_fast
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row of softmax(logits / temperature), in nats.
 
-    Shapes: logits [T, V], targets [T] int64 -> logprobs [T], entropy [T], float32 (float64 for float64 logits).
-    Differentiable in both.
+    Differentiable in both; the logits are read once, and in the backward pass read once more and their gradient written.
+    Under torch.no_grad (old and reference policies) nothing is kept.
+
+    Args:
+        logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for float64).
+        targets: [T] whole numbers below V.
+        temperature: a number, or [T].
+
+    Returns:
+        logprobs [T] and entropy [T], float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: on shapes that do not fit, and, on a CPU, on a target that is not in the vocabulary; on a GPU, where
+            looking would wait for the device, its numbers become NaN.
     """
-    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-    # A token masked out by -inf logits has p log p = 0, not NaN.
-    entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
-    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+    check_rows(_shape(logits), targets, temperature, logits.device)
+    if not has_kernels(logits):
+        return token_logprobs_reference(logits, targets.long(), temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
+    logprobs, entropy = _OPS.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
+    return logprobs, entropy
 
 
 def policy_gradient_loss(
@@ -28,6 +48,7 @@ def policy_gradient_loss(
     *,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
     loss: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -35,12 +56,13 @@ def policy_gradient_loss(
     kl: str = "k3",
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     aggregation: str = "token_mean",
     mask: Tensor | None = None,
-    denominator: float | None = None,
+    denominator: float | Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of packed responses and the sums of its metrics.
+    """Policy-gradient loss of packed responses, and its metrics.
 
     With logp the log-probability of a target under softmax(logits / temperature) and rho = exp(logp - old):
 
@@ -48,110 +70,112 @@ def policy_gradient_loss(
         ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at most -A c for A < 0
                     (PPO, Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
-        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025)
+        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
+                    their GSPO-token
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
+    The gradient is written while the logits are read for the loss: one read and one write of the logits, for gspo one more
+    read. Tokens that cannot teach (masked, or advantage 0 with neither divergence nor entropy term) are not read, and get
+    zeros. Arithmetic is in float32, float64 for float64 logits.
+
     Args:
-        logits: [T, V].
-        targets: [T] int64.
+        logits: [T, V] float32, bfloat16, float16 or float64; rows may lie at any distance.
+        targets: [T] whole numbers.
         advantages: [S], one a response, or [T].
-        cu_seqlens: [S+1] int64.
+        cu_seqlens: [S+1] whole numbers, from 0 to T.
         old_logprobs: [T] of the sampling policy; absent, the ratio is exactly 1 and its gradient that of logp.
         ref_logprobs: [T] of the reference policy, needed when kl_coef is not 0.
+        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that were
+            sampled by another policy or engine.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
+        temperature: a number, or [T].
         aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" takes each
             response's mean, then the mean over responses, "seq_mean_token_sum" sums each response, then takes the mean
             over responses, "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
-        mask: [T] bool, the tokens that count.
-        denominator: what the sum is divided by, so that micro-batches and ranks add up to the loss of the whole batch:
-            its tokens for "token_mean", its responses for the other means. Default: those given here.
+        mask: [T] bool, the tokens that count. What is masked is not read, whatever it holds.
+        denominator: what the sum is divided by, a number or [], so that micro-batches and ranks add up to the loss of the
+            whole batch: its tokens for "token_mean", its responses for the other means. Default: those given here.
+        in_place: write the gradient where the logits are, which then are gone, instead of into as much new memory. Whatever
+            else needs the logits for its gradient fails in the backward pass, with an error.
 
     Returns:
-        The loss, a scalar, and metrics summed over the tokens that count, detached scalars: tokens, ratio, clipped_low and
-        clipped_high (tokens whose ratio the clip limited), entropy, kl, mismatch (|logp - old|, of each token).
+        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached scalars on the device, float64:
+        tokens (that count), dropped_tokens (those of them that cannot teach), and means over the others: ratio, clipped_low
+        and clipped_high (whether the clip limited the ratio), kl, entropy, mismatch (|logp - old|). 0 where there are none.
 
     Raises:
-        ValueError: on an unknown name, or where reference log-probs or a denominator are needed and absent.
+        ValueError: on an unknown name, on shapes that do not fit, where reference log-probs or a denominator are needed and
+            absent, and, on a CPU, on a target that counts and is not in the vocabulary, or on cu_seqlens that do not rise
+            from 0 to T. On a GPU, where looking would wait for the device, the loss becomes NaN for such a target.
+        RuntimeError: from the backward pass, where in_place overwrote what something else needs. On a GPU, and with
+            in_place, the backward pass can run only once.
     """
-    for option, given, allowed in (
-        ("loss", loss, LOSSES),
-        ("kl", kl, KL_ESTIMATORS),
-        ("aggregation", aggregation, AGGREGATIONS),
-    ):
-        if given not in allowed:
-            raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {given!r}")
-    if kl_coef and ref_logprobs is None:
-        raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
-    if aggregation == "seq_sum_constant" and denominator is None:
-        raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-
-    lengths = cu_seqlens.diff()
-    sequence = torch.repeat_interleave(lengths)  # [T]
-    logp, entropy = token_logprobs(logits, targets, temperature=temperature)
-    keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    counts = torch.zeros_like(lengths).index_add(0, sequence, keep.long())  # [S] tokens that count
-    advantage = (advantages[sequence] if len(advantages) == len(lengths) else advantages).to(logp.dtype)
-
-    log_ratio = logp - (logp.detach() if old_logprobs is None else old_logprobs)
-    log_ratio = torch.where(keep, log_ratio, 0.0)  # before exp: a masked position must not leak an infinity
-    mismatch = log_ratio.abs()
-    if loss == "gspo":
-        sums = logp.new_zeros(len(lengths)).index_add(0, sequence, log_ratio)
-        log_ratio = (sums / counts.clamp_min(1))[sequence]
-    ratio = log_ratio.exp()
-    value = _surrogate(loss, advantage, ratio, logp, clip_low, clip_high, dual_clip) - entropy_coef * entropy
-    divergence = torch.zeros_like(logp)
-    if ref_logprobs is not None:
-        divergence = _divergence(logp, ref_logprobs, kl)
-        value = value + kl_coef * divergence
-    value = torch.where(keep, value, 0.0)
-
-    if aggregation == "seq_mean_token_mean":
-        value = value / counts.clamp_min(1)[sequence]
-    if denominator is None:
-        denominator = max(int(counts.sum()) if aggregation == "token_mean" else len(lengths), 1)
-
-    def total(x: Tensor) -> Tensor:
-        return torch.where(keep, x.detach(), 0.0).sum()
-
-    has_clip = loss != "reinforce"
-    metrics = {
-        "tokens": counts.sum(),
-        "ratio": total(ratio),
-        "clipped_low": total(((advantage < 0) & (ratio < 1 - clip_low) & has_clip).to(logp.dtype)),
-        "clipped_high": total(((advantage > 0) & (ratio > 1 + clip_high) & has_clip).to(logp.dtype)),
-        "entropy": total(entropy),
-        "kl": total(divergence),
-        "mismatch": total(mismatch),
-    }
-    return value.sum() / denominator, metrics
+    shape = _shape(logits)
+    batch, options = prepare(
+        logits.dtype,
+        logits.device,
+        shape,
+        targets,
+        advantages,
+        cu_seqlens,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        importance_weights=importance_weights,
+        loss=loss,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        kl=kl,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        temperature=temperature,
+        aggregation=aggregation,
+        mask=mask,
+        denominator=denominator,
+    )
+    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+    if in_place and needs_gradient and logits.is_leaf:
+        raise ValueError("in_place needs logits that were computed, got a leaf, whose value is a parameter's own")
+    if not has_kernels(logits):
+        return loss_and_metrics(token_loss_reference(logits, batch, options), logits)
+    if options.loss == "gspo" and batch.old_logprobs is not None:
+        batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))
+    arguments = loss_arguments(batch, options)
+    if in_place and needs_gradient:
+        sums = overwrite(logits, arguments)
+    else:
+        sums, _ = _OPS.token_loss(_rows(logits), *arguments, needs_gradient)
+    return loss_and_metrics(sums, logits)
 
 
-def _surrogate(
-    loss: str, advantage: Tensor, ratio: Tensor, logp: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> Tensor:
-    """The policy-gradient part of each token's loss [T]."""
-    if loss == "reinforce":
-        return -advantage * logp
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if loss == "cispo":
-        return -clipped.detach() * advantage * logp
-    value = torch.maximum(-advantage * ratio, -advantage * clipped)
-    if dual_clip is not None:
-        value = torch.where(advantage < 0, torch.minimum(value, -advantage * dual_clip), value)
-    return value
+def with_sequence_ratios(batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
+    """The batch for gspo's kernel, from the log-probabilities [T] of its targets."""
+    return replace(batch, sequence_log_ratio=batch.mean_log_ratio(logprobs))
 
 
-def _divergence(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Per-token estimates [T] of KL(policy || reference) from samples of the policy (Schulman 2020)."""
-    d = logp - ref
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    k3 = torch.expm1(-d) + d
-    if kind == "k3":
-        return k3
-    k2 = d.square() / 2
-    return k2 + (k3 - k2).detach()
+def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
+    """Log-probabilities [T]; of a target that does not count, and may be anything, some number or NaN."""
+    targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
+    logprobs: Tensor = _OPS.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
+    return logprobs
+
+
+def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What policy_gradient_loss returns, from token_kernel.SUMS."""
+    named = dict(zip(SUMS, sums.detach().unbind(), strict=True))
+    counted = {name: named[name] for name in ("tokens", "dropped_tokens")}
+    read = (named["tokens"] - named["dropped_tokens"]).clamp_min(1)
+    means = {name: named[name] / read for name in SUMS[3:]}
+    return sums[0].to(real_dtype(like.dtype)), counted | means
+
+
+def _shape(logits: Tensor) -> tuple[int, int]:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
+    return logits.shape[0], logits.shape[1]
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """The logits with the elements of a row side by side."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()

@@ -8,12 +8,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.learner import response_logits
 from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
-from tests.models import tiny_decoder
+from tests.models import response_logits, tiny_decoder
 
 TASK = MazeTask(5)
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from maxrl_fast.learner import response_logits
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
-from tests.models import tiny_decoder
+from tests.models import response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)

@@ -1,37 +1,10 @@
-// Every function takes addresses (and, for CUDA, the stream) as integers and allocates no tensor.
-// Callers go through maxrl_fast/ops, which checks tensors and passes the current stream.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.h"
 
-#include <array>
-#include <string>
-#include <string_view>
-#include <utility>
-
-#include "kernels.h"
-
-namespace py = pybind11;
-using py::literals::operator""_a;
-
+namespace maxrl::bindings {
 namespace {
 
-using Address = std::uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-template <typename Choice, std::size_t size>
-Choice choose(const char* option, std::string_view name, const std::pair<std::string_view, Choice> (&choices)[size]) {
-  for (const auto& [known, choice] : choices)
-    if (known == name) return choice;
-  throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
-}
-
-maxrl::Formula formula(std::string_view value, std::string_view baseline, std::string_view scale, double eps, std::int64_t ddof,
+Formula make_formula(std::string_view value, std::string_view baseline, std::string_view scale, double eps, std::int64_t ddof,
                        double gain, double bias) {
-  using namespace maxrl;
   using namespace std::string_view_literals;
   return {
       choose<Value>("value", value, {{"reward"sv, Value::kReward},
@@ -60,7 +33,7 @@ template <typename Use>
 auto with_types(std::string_view dtype, const Use& use) {
   if (dtype == "float32") return use(Types<float, float>{});
   if (dtype == "float64") return use(Types<double, double>{});
-  if (dtype == "bfloat16") return use(Types<maxrl::BFloat16, maxrl::BFloat16>{});
+  if (dtype == "bfloat16") return use(Types<BFloat16, BFloat16>{});
   if (dtype == "int32") return use(Types<std::int32_t, float>{});
   if (dtype == "int64") return use(Types<std::int64_t, float>{});
   if (dtype == "bool") return use(Types<bool, float>{});
@@ -69,31 +42,25 @@ auto with_types(std::string_view dtype, const Use& use) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
-#ifdef MAXRL_FAST_CUDA
-  m.attr("cuda") = true;
-#else
-  m.attr("cuda") = false;
-#endif
-
-  py::class_<maxrl::Formula>(m, "Formula")
-      .def(py::init(&formula), py::kw_only(), "value"_a, "baseline"_a, "scale"_a, "eps"_a, "ddof"_a, "gain"_a, "bias"_a);
-  py::class_<maxrl::Groups>(m, "Groups")
+void bind_group_advantage(py::module_& m) {
+  py::class_<Formula>(m, "Formula")
+      .def(py::init(&make_formula), py::kw_only(), "value"_a, "baseline"_a, "scale"_a, "eps"_a, "ddof"_a, "gain"_a, "bias"_a);
+  py::class_<Groups>(m, "Groups")
       .def(py::init([](std::int64_t num_groups, std::int64_t group_size, std::int64_t num_rewards, Address offsets,
                        Address order, Address valid) {
-             return maxrl::Groups{num_groups, group_size, num_rewards, pointer<const std::int64_t>(offsets),
+             return Groups{num_groups, group_size, num_rewards, pointer<const std::int64_t>(offsets),
                                   pointer<const std::int64_t>(order), pointer<const bool>(valid)};
            }),
            py::kw_only(), "num_groups"_a, "group_size"_a, "num_rewards"_a, "offsets"_a, "order"_a, "valid"_a)
-      .def("distinct_sizes", &maxrl::cpu::distinct_group_sizes);
+      .def("distinct_sizes", &cpu::distinct_group_sizes);
 
   m.def(
       "group_advantage_cpu",
-      [](std::string_view dtype, Address rewards, const maxrl::Groups& groups, Address lengths, Address tables,
-         Address table_starts, std::int64_t largest_table, const maxrl::Formula& formula, Address advantages, int num_threads) {
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables,
+         Address table_starts, std::int64_t largest_table, const Formula& formula, Address advantages, int num_threads) {
         return with_types(dtype, [&](auto types) {
           const py::gil_scoped_release release;
-          return maxrl::cpu::group_advantage(
+          return cpu::group_advantage(
               pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
               {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
               pointer<typename decltype(types)::advantage>(advantages), num_threads);
@@ -105,10 +72,10 @@ PYBIND11_MODULE(_C, m) {
 #ifdef MAXRL_FAST_CUDA
   m.def(
       "group_advantage_cuda",
-      [](std::string_view dtype, Address rewards, const maxrl::Groups& groups, Address lengths, Address tables,
-         Address table_starts, std::int64_t largest_table, const maxrl::Formula& formula, Address advantages, Address stream) {
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables,
+         Address table_starts, std::int64_t largest_table, const Formula& formula, Address advantages, Address stream) {
         with_types(dtype, [&](auto types) {
-          maxrl::cuda::group_advantage(
+          cuda::group_advantage(
               pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
               {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
               pointer<typename decltype(types)::advantage>(advantages), reinterpret_cast<cudaStream_t>(stream));
@@ -118,3 +85,5 @@ PYBIND11_MODULE(_C, m) {
       "formula"_a, "advantages"_a, "stream"_a);
 #endif
 }
+
+}  // namespace maxrl::bindings

@@ -1,0 +1,37 @@
+// Every function takes addresses (and, for CUDA, the stream) as integers and allocates no tensor.
+// Callers go through maxrl_fast/ops, which checks tensors and passes the current stream.
+#pragma once
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "../kernels.h"
+
+namespace maxrl::bindings {
+
+namespace py = pybind11;
+using py::literals::operator""_a;
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <typename Choice, std::size_t size>
+inline Choice choose(const char* option, std::string_view name, const std::pair<std::string_view, Choice> (&choices)[size]) {
+  for (const auto& [known, choice] : choices)
+    if (known == name) return choice;
+  throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
+}
+
+void bind_group_advantage(py::module_& m);
+void bind_token_loss(py::module_& m);
+void bind_pacs(py::module_& m);
+
+}  // namespace maxrl::bindings

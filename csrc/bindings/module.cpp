@@ -1,0 +1,12 @@
+#include "bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+#ifdef MAXRL_FAST_CUDA
+  m.attr("cuda") = true;
+#else
+  m.attr("cuda") = false;
+#endif
+  maxrl::bindings::bind_group_advantage(m);
+  maxrl::bindings::bind_token_loss(m);
+  maxrl::bindings::bind_pacs(m);
+}

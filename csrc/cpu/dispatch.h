@@ -1,0 +1,47 @@
+// Rows shared out to threads, by code compiled for the widest vectors this processor has.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "vectors.h"
+
+namespace maxrl::cpu {
+
+#if defined(__x86_64__)
+const bool has_avx2_and_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+// flatten: whatever it calls is compiled into it, for these instructions.
+#define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
+
+template <typename Real, typename Work>
+MAXRL_AVX2 void run_avx2(const Work& work, int64_t begin, int64_t end, Real* scratch) {
+  work.template run<Vectors<Real, 32 / sizeof(Real)>>(begin, end, scratch);
+}
+#endif
+
+// Rows of one piece of a thread's work: enough to hide what a piece costs.
+inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
+
+// work.run<Vectors>(begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
+// threads; `scratch` is a thread's own, of the given size, or null where that is 0.
+template <typename Real, typename Work>
+void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
+  const int64_t pieces = (num_rows + grain - 1) / grain;
+  const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads] : nullptr);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
+    Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
+#if defined(__x86_64__)
+    if (has_avx2_and_fma) {
+      run_avx2<Real>(work, begin, end, own);
+      continue;
+    }
+#endif
+    work.template run<Vectors<Real, 16 / sizeof(Real)>>(begin, end, own);
+  }
+}
+
+}  // namespace maxrl::cpu

@@ -1,0 +1,143 @@
+// A row of logits on a CPU: the two numbers that a loss needs of its softmax, and the gradient that the loss's slopes give.
+#pragma once
+#include <algorithm>
+
+#include "../token_loss.h"
+#include "vectors.h"
+
+namespace maxrl::cpu {
+
+constexpr int64_t kBlock = 2048;  // elements, within the first cache
+constexpr int64_t kLargestStep = 16;
+
+// Numbers of working memory with which SoftmaxRow computes the exponentials only once.
+inline int64_t scratch_size(int64_t vocab_size) { return vocab_size + 2 * kLargestStep + vocab_size / kBlock + 2; }
+
+template <typename Vectors_, typename Element_>
+class SoftmaxRow {
+ public:
+  using Vectors = Vectors_;
+  using Element = Element_;
+  using Real = typename Vectors::Real;
+
+  SoftmaxRow(const Element* logits, int64_t size, int64_t target, double temperature, Real* scratch)
+      : logits_(logits), size_(size), target_(target), inverse_temperature_(static_cast<Real>(1.0 / temperature)),
+        exponentials_(scratch), tops_(scratch ? scratch + size + 2 * kLargestStep : nullptr) {}
+
+  // Reads the row once.
+  Softmax statistics() {
+    part_ = PartialSoftmax::empty();
+    base_ = 0;
+    for_blocks([this](const Block& block) { add_block(block); });
+    const Softmax softmax(part_, to_double(logits_[target_]), inverse_temperature_);
+    base_ = static_cast<Real>(softmax.top);
+    return softmax;
+  }
+
+  // After statistics(): writes dL/dz, which may be where the logits are.
+  void write_gradient(const Softmax& softmax, const Slopes& slopes, Element* gradient) const {
+    const RowGradient row = softmax.gradient(slopes);
+    if (exponentials_ && row.slope == 0.0)
+      for_blocks([&](const Block& block) {
+        const double below = (static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_;
+        const Real factor = plain(static_cast<Real>(row.constant * std::exp(below)));
+        for_steps(block, [&](int64_t i, int64_t count) {
+          const Pair e = Vectors::load(exponentials_ + block.shift + i);
+          write(gradient + i, count, {e.first * factor, e.second * factor});
+        });
+      });
+    else
+      for_blocks([&](const Block& block) {
+        const Real constant = plain(static_cast<Real>(row.constant)), slope = plain(static_cast<Real>(row.slope));
+        const auto of = [&](Reals logits) {
+          const Reals x = exponents(logits);
+          return Vectors::exponential(x) * (constant + slope * x);
+        };
+        for_steps(block, [&](int64_t i, int64_t count) {
+          const Pair z = read(logits_ + i, count);
+          write(gradient + i, count, {of(z.first), of(z.second)});
+        });
+      });
+    gradient[target_] = from_double<Element>(row.at_target);
+  }
+
+ private:
+  using Reals = typename Vectors::Reals;
+  using Pair = typename Vectors::Pair;
+  static constexpr int64_t kStep = Vectors::kStep;
+  static_assert(kStep <= kLargestStep && kBlock % kStep == 0);
+  static constexpr Real kNothing = -std::numeric_limits<Real>::infinity();
+
+  // What is before the target and what is behind it, in pieces.
+  struct Block {
+    int64_t index, begin, end;
+    int64_t shift;  // of its exponentials: the last step before the target is stored whole
+  };
+  template <typename Use>
+  void for_blocks(const Use& use) const {
+    int64_t index = 0;
+    for (int64_t begin = 0; begin < target_; begin += kBlock) use(Block{index++, begin, std::min(begin + kBlock, target_), 0});
+    for (int64_t begin = target_ + 1; begin < size_; begin += kBlock)
+      use(Block{index++, begin, std::min(begin + kBlock, size_), kStep});
+  }
+  template <typename Use>  // use(i, count) with count < kStep in the last step, maybe
+  static void for_steps(const Block& block, const Use& use) {
+    int64_t i = block.begin;
+    for (; i + kStep <= block.end; i += kStep) use(i, kStep);
+    if (i < block.end) use(i, block.end - i);
+  }
+  static Pair read(const Element* from, int64_t count) {
+    return count == kStep ? Vectors::load(from) : Vectors::load_some(from, count, kNothing);
+  }
+  static void write(Element* to, int64_t count, Pair x) {
+    if (count == kStep)
+      Vectors::store(to, x);
+    else
+      Vectors::store_some(to, count, x);
+  }
+
+  // A NaN with no bits that rounding could carry out of it.
+  static Real plain(Real x) { return x == x ? x : std::numeric_limits<Real>::quiet_NaN(); }
+
+  // Exponents (z - base) / tau, not below what exponential() takes. A NaN stays one.
+  Reals exponents(Reals z) const {
+    const Reals x = (z - base_) * inverse_temperature_;
+    return Vectors::greater(Vectors::all(Vectors::kLowestExponent), x);
+  }
+
+  void add_block(const Block& block) {
+    Pair top{Vectors::all(kNothing), Vectors::all(kNothing)};
+    for_steps(block, [&](int64_t i, int64_t count) {
+      const Pair z = read(logits_ + i, count);
+      top = {Vectors::greater(top.first, z.first), Vectors::greater(top.second, z.second)};
+    });
+    const Real greatest = Vectors::greatest(Vectors::greater(top.first, top.second));
+    if (greatest > part_.top) part_.raise(greatest, inverse_temperature_);
+    base_ = static_cast<Real>(part_.base());
+    if (tops_) tops_[block.index] = base_;
+    Pair sum{Vectors::all(0), Vectors::all(0)}, moment = sum;
+    const auto add = [this](Reals z, Reals& sum_of, Reals& moment_of) {
+      const Reals x = exponents(z), e = Vectors::exponential(x);
+      sum_of += e;
+      moment_of += e * x;
+      return e;
+    };
+    for_steps(block, [&](int64_t i, int64_t count) {
+      const Pair z = read(logits_ + i, count);
+      const Pair e{add(z.first, sum.first, moment.first), add(z.second, sum.second, moment.second)};
+      if (exponentials_) Vectors::store(exponentials_ + block.shift + i, e);
+    });
+    part_.others += Vectors::sum(sum.first + sum.second);
+    part_.moment += Vectors::sum(moment.first + moment.second);
+  }
+
+  const Element* logits_;
+  int64_t size_, target_;
+  Real inverse_temperature_;
+  Real* exponentials_;     // e^x by step, each under the greatest logit up to its block, tops_[block]
+  Real* tops_;
+  PartialSoftmax part_;
+  Real base_;  // of exponents
+};
+
+}  // namespace maxrl::cpu

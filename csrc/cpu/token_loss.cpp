@@ -1,0 +1,71 @@
+// The token loss on a CPU: each row of logits is read once, and its gradient written while the row is in the cache.
+#include "../token_loss.h"
+
+#include <vector>
+
+#include "../kernels.h"
+#include "dispatch.h"
+#include "softmax_row.h"
+
+namespace maxrl::cpu {
+namespace {
+
+template <typename Element, typename Real>
+struct TokenLossWork {
+  Rows<const Element> logits;
+  const TokenLossInputs<Real>& in;
+  const LossOptions& options;
+  Rows<Element> gradient;
+  int64_t grain;
+  Sums* partial;  // of each piece
+
+  template <typename Vectors>
+  void run(int64_t begin, int64_t end, typename Vectors::Real* scratch) const {
+    Sums sums;
+    sums.clear();
+    for (int64_t t = begin; t < end; ++t) {
+      Element* row_gradient = gradient.of(t);
+      const RowPlan plan = plan_row(in, options, t);
+      sums.values[Sums::kTokens] += plan.counts;
+      sums.values[Sums::kDropped] += plan.counts && !plan.must_read;
+      if (!plan.must_read) {
+        if (row_gradient) std::fill_n(row_gradient, in.rows.vocab_size, Element{});
+        continue;
+      }
+      SoftmaxRow<Vectors, Element> row(logits.of(t), in.rows.vocab_size, in.rows.targets[t], in.rows.temperature_of(t), scratch);
+      const Softmax softmax = row.statistics();
+      const Slopes slopes = evaluate_row(in, options, t, plan, softmax, sums);
+      if (row_gradient) row.write_gradient(softmax, slopes, row_gradient);
+    }
+    partial[begin / grain] = sums;
+  }
+};
+
+}  // namespace
+
+template <typename Element, typename Real>
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+                   Rows<Element> gradient, double* sums, int num_threads) {
+  for (int64_t t = 0; t < in.rows.num_tokens; ++t)
+    if (!in.rows.is_target_valid(t) && (!in.mask || in.mask[t])) return t;
+  const int64_t grain = rows_per_piece(in.rows.vocab_size);
+  std::vector<Sums> partial((in.rows.num_tokens + grain - 1) / grain);
+  for_rows<Real>(in.rows.num_tokens, grain, gradient.data ? scratch_size(in.rows.vocab_size) : 0, num_threads,
+                 TokenLossWork<Element, Real>{logits, in, options, gradient, grain, partial.data()});
+  Sums total;
+  total.clear();
+  for (const Sums& piece : partial) total.add(piece);
+  std::copy_n(total.values, static_cast<int>(Sums::kSize), sums);
+  return -1;
+}
+
+#define MAXRL_INSTANTIATE(Element, Real)                                                                              \
+  template int64_t token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossOptions&, Rows<Element>, \
+                              double*, int);
+MAXRL_INSTANTIATE(float, float)
+MAXRL_INSTANTIATE(double, double)
+MAXRL_INSTANTIATE(BFloat16, float)
+MAXRL_INSTANTIATE(Float16, float)
+#undef MAXRL_INSTANTIATE
+
+}  // namespace maxrl::cpu

@@ -1,0 +1,165 @@
+// Vectors of a few numbers, to and from the element types of tensors, and the exponential, for any instruction set:
+// the compiler takes what the enclosing function may use.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "../element_types.h"
+
+namespace maxrl::cpu {
+
+template <typename To, typename From>
+inline To bits_as(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+template <typename Real, int lanes>
+struct VectorTypes;
+template <>
+struct VectorTypes<float, 4> {
+  typedef float Reals __attribute__((vector_size(16)));
+  typedef uint32_t Words __attribute__((vector_size(16)));
+};
+template <>
+struct VectorTypes<float, 8> {
+  typedef float Reals __attribute__((vector_size(32)));
+  typedef uint32_t Words __attribute__((vector_size(32)));
+};
+template <>
+struct VectorTypes<double, 2> {
+  typedef double Reals __attribute__((vector_size(16)));
+};
+template <>
+struct VectorTypes<double, 4> {
+  typedef double Reals __attribute__((vector_size(32)));
+};
+
+template <typename Real_, int lanes>
+struct Vectors : VectorTypes<Real_, lanes> {
+  using Real = Real_;
+  using typename VectorTypes<Real, lanes>::Reals;
+  static constexpr int kLanes = lanes;
+
+  static Reals all(Real x) { return Reals{} + x; }
+  static Reals greater(Reals a, Reals b) { return a > b ? a : b; }
+
+  static Real sum(Reals x) {
+    Real total = x[0];
+    for (int lane = 1; lane < lanes; ++lane) total += x[lane];
+    return total;
+  }
+  static Real greatest(Reals x) {
+    Real result = x[0];
+    for (int lane = 1; lane < lanes; ++lane) result = x[lane] > result ? x[lane] : result;
+    return result;
+  }
+
+  // kStep elements of a row. Half-width ones come as those at even and those at odd places, which costs no shuffling.
+  struct Pair {
+    Reals first, second;
+  };
+  static constexpr int64_t kStep = 2 * lanes;
+
+  static Pair load(const Real* from) {
+    Pair x;  // each vector by itself: both at once would go through memory
+    memcpy(&x.first, from, sizeof x.first);
+    memcpy(&x.second, from + lanes, sizeof x.second);
+    return x;
+  }
+  static void store(Real* to, Pair x) {
+    memcpy(to, &x.first, sizeof x.first);
+    memcpy(to + lanes, &x.second, sizeof x.second);
+  }
+
+  static Pair load(const BFloat16* from) {
+    const auto words = load_words(from);
+    return {bits_as<Reals>(words << 16), bits_as<Reals>(words & 0xffff0000)};
+  }
+  static void store(BFloat16* to, Pair x) {  // to nearest, ties to even; NaNs must have nothing below the upper half
+    const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
+    const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
+    store_words(to, (even >> 16) | (odd & 0xffff0000));
+  }
+
+  static Pair load(const Float16* from) {
+    const auto words = load_words(from);
+    return {from_half(words & 0xffff), from_half(words >> 16)};
+  }
+  static void store(Float16* to, Pair x) { store_words(to, to_half(x.first) | (to_half(x.second) << 16)); }
+
+  // The first `count` < kStep elements, the others `fill`.
+  template <typename Element>
+  static Pair load_some(const Element* from, int64_t count, Real fill) {
+    Element elements[kStep];
+    for (int64_t i = 0; i < kStep; ++i) elements[i] = i < count ? from[i] : from_double<Element>(fill);
+    return load(elements);
+  }
+  template <typename Element>
+  static void store_some(Element* to, int64_t count, Pair x) {
+    Element elements[kStep];
+    store(elements, x);
+    for (int64_t i = 0; i < count; ++i) to[i] = elements[i];
+  }
+
+  static constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-88) : Real(-745.5);
+
+  // e^x for x <= 0, 0 at kLowestExponent; what is below that must have been raised to it. float: within 1.5e-7 of its value.
+  static Reals exponential(Reals x) {
+    if constexpr (sizeof(Real) == 4) {
+      using Words = typename VectorTypes<Real, lanes>::Words;
+      constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to whole numbers, and leaves the exponent's bits below
+      const Reals shifted = x * 0x1.715476p+0f + kShift;
+      const Reals n = shifted - kShift;
+      const Reals r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // n ln 2 in two parts
+      Reals p = r * 1.3888889e-3f + 8.3333333e-3f;
+      p = p * r + 4.1666667e-2f;
+      p = p * r + 1.6666667e-1f;
+      p = p * r + 0.5f;
+      p = p * r + 1.0f;
+      p = p * r + 1.0f;
+      return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
+    } else {
+      for (int lane = 0; lane < lanes; ++lane) x[lane] = x[lane] <= kLowestExponent ? 0.0 : std::exp(x[lane]);
+      return x;
+    }
+  }
+
+ private:
+  template <typename Half>
+  static auto load_words(const Half* from) {
+    typename VectorTypes<Real, lanes>::Words words;
+    memcpy(&words, from, sizeof words);
+    return words;
+  }
+  template <typename Half, typename Words>
+  static void store_words(Half* to, Words words) {
+    memcpy(to, &words, sizeof words);
+  }
+  static auto to_words(Reals x) { return bits_as<typename VectorTypes<Real, lanes>::Words>(x); }
+
+  // Half precision, in the lower half of each word.
+  template <typename Words>
+  static Reals from_half(Words bits) {
+    const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+    const Words finite = to_words(bits_as<Reals>(magnitude) * 0x1p112f);  // the exponents' biases differ by 112
+    return bits_as<Reals>(sign | ((bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
+  }
+  static auto to_half(Reals x) {  // to nearest, ties to even
+    using Words = typename VectorTypes<Real, lanes>::Words;
+    const Words bits = to_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+    // Adding 0.5 leaves the multiples of 2^-24, half precision's subnormal steps, in the low bits, rounded.
+    const Words subnormal = to_words(bits_as<Reals>(magnitude) + 0.5f) - 0x3f000000;
+    const Words overflow = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
+    Words half = magnitude < (113u << 23) ? subnormal : normal;
+    half = magnitude >= 0x477ff000 ? overflow : half;  // 65520 and above
+    return sign | half;
+  }
+};
+
+}  // namespace maxrl::cpu

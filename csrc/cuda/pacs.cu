@@ -1,0 +1,138 @@
+// The loss of PACS and log-ratio reward proxies on a GPU: a warp to a group, a block to a sequence.
+#include <algorithm>
+
+#include "../kernels.h"
+#include "check.h"
+#include "reduce.cuh"
+
+namespace maxrl::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGroups = kThreads / kWarp;  // of a block at a time
+
+template <typename Real>
+__global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* workspace) {
+  __shared__ double of_warps[kGroups][PacsSums::kSize];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  double sums[PacsSums::kSize] = {};
+  for (int64_t g = int64_t{blockIdx.x} * kGroups + warp; g < in.num_groups; g += int64_t{gridDim.x} * kGroups) {
+    const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
+    if (n <= 0) continue;
+    // Distances from the first, so that equal proxies have a distance of 0 from their mean, exactly; likewise slopes.
+    const double first = in.proxies[begin];
+    double distance = 0.0, correct = 0.0, squares = 0.0;
+    for (int64_t i = begin + lane; i < end; i += kWarp) {
+      distance += in.proxies[i] - first;
+      correct += in.labels[i] == Real(0) ? 0.0 : in.labels[i] == Real(1) ? 1.0 : NAN;
+    }
+    correct = warp_sum(correct);
+    const double mean = first + warp_sum(distance) / n;
+    for (int64_t i = begin + lane; i < end; i += kWarp) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
+    const GroupScore score = group_score(in.options.score, n, mean, warp_sum(squares));
+    const auto num_correct = static_cast<int64_t>(correct == correct ? correct : 0.0);
+    const double poison = correct * 0.0;  // NaN where a label is neither 0 nor 1
+    const auto slope_at = [&](int64_t i) {
+      const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
+      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_slope(psi, label) /
+                 *in.denominator + poison;
+    };
+    const double first_q = slope_at(begin);
+    double mean_q = 0.0, moment_q = 0.0;
+    for (int64_t i = begin + lane; i < end; i += kWarp) {
+      const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
+      const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy(psi, label) + poison;
+      const double q = slope_at(i);
+      in.losses[i] = static_cast<Real>(loss);
+      mean_q += q - first_q;
+      moment_q += q * (r - score.centre);
+      sums[PacsSums::kLoss] += loss / *in.denominator;
+      sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
+      sums[PacsSums::kProxy] += r;
+      sums[label == 1.0 ? PacsSums::kScoreCorrect : PacsSums::kScoreWrong] += psi;
+      sums[PacsSums::kCorrect] += label == 1.0;
+    }
+    mean_q = first_q + warp_sum(mean_q) / n;
+    moment_q = warp_sum(moment_q);
+    for (int64_t i = begin + lane; i < end; i += kWarp)
+      in.gradient[i] =
+          static_cast<Real>(proxy_slope(in.options.score, score, n, in.proxies[i], slope_at(i), mean_q, moment_q));
+  }
+  for (int i = 0; i < PacsSums::kSize; ++i) {
+    sums[i] = warp_sum(sums[i]);
+    if (lane == 0) of_warps[warp][i] = sums[i];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int w = 1; w < kGroups; ++w)
+      for (int i = 0; i < PacsSums::kSize; ++i) sums[i] += of_warps[w][i];
+  add_over_blocks(sums, workspace, blockIdx.x, gridDim.x);
+}
+
+template <typename Real>
+__global__ void __launch_bounds__(kThreads)
+    sum_log_ratios(LogRatio<Real> in, const Real* logprobs, const Real* ref_logprobs, Real* proxies) {
+  __shared__ double of_warps[kThreads / kWarp];
+  for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
+    double sum = 0.0;
+    for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
+      if (!in.mask || in.mask[t]) sum += static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t]);
+    sum = warp_sum(sum);
+    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int w = 1; w < kThreads / kWarp; ++w) sum += of_warps[w];
+      proxies[s] = static_cast<Real>(in.beta * sum);
+    }
+    __syncthreads();  // of_warps is read
+  }
+}
+
+template <typename Real>
+__global__ void __launch_bounds__(kThreads) spread_slopes(LogRatio<Real> in, const Real* by_proxies, Real* gradient) {
+  for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
+    const auto slope = static_cast<Real>(in.beta * by_proxies[s]);
+    for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
+      gradient[t] = !in.mask || in.mask[t] ? slope : Real(0);
+  }
+}
+
+unsigned grid(int64_t wanted, int64_t most) { return static_cast<unsigned>(std::min(wanted, most)); }
+constexpr int64_t kMostBlocks = 1 << 16;
+
+}  // namespace
+
+template <typename Real>
+void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream) {
+  if (in.num_groups == 0) return;  // the workspace is 0 already
+  pacs_groups<<<grid((in.num_groups + kGroups - 1) / kGroups, kMaxSummingBlocks), kThreads, 0, stream>>>(in, workspace);
+  MAXRL_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Real>
+void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
+                      cudaStream_t stream) {
+  if (in.num_sequences == 0) return;
+  sum_log_ratios<<<grid(in.num_sequences, kMostBlocks), kThreads, 0, stream>>>(in, logprobs, ref_logprobs, proxies);
+  MAXRL_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Real>
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream) {
+  if (in.num_sequences == 0) return;
+  spread_slopes<<<grid(in.num_sequences, kMostBlocks), kThreads, 0, stream>>>(in, by_proxies, gradient);
+  MAXRL_CUDA_CHECK(cudaGetLastError());
+}
+
+#define MAXRL_INSTANTIATE(Real)                                                                         \
+  template void pacs_loss(const Pacs<Real>&, double*, cudaStream_t);                                    \
+  template void log_ratio_reward(const LogRatio<Real>&, const Real*, const Real*, Real*, cudaStream_t); \
+  template void log_ratio_reward_backward(const LogRatio<Real>&, const Real*, Real*, cudaStream_t);
+MAXRL_INSTANTIATE(float)
+MAXRL_INSTANTIATE(double)
+#undef MAXRL_INSTANTIATE
+
+int64_t loss_workspace() { return workspace_size(Sums::kSize); }
+int64_t pacs_workspace() { return workspace_size(PacsSums::kSize); }
+
+}  // namespace maxrl::cuda

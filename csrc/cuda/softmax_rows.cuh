@@ -1,0 +1,305 @@
+// Rows of logits on a GPU: each is read once, by a cluster of blocks that keep their parts of it in shared memory until the
+// loss's slopes are known, and then write the gradient. Rows that no cluster can hold, and all rows before Hopper that one
+// block cannot hold, are read twice, the second time mostly from the second-level cache.
+//
+// A kernel is this loop and a Work, which has a State in shared memory, zeroed, and says
+//     bool plan(State&, int64_t t)                                    whether row t must be read; else its gradient is 0
+//     Slopes evaluate(State&, int64_t t, const Softmax& softmax)      the slopes of its loss
+//     void finish(State&)                                            after the last row, by every thread
+// plan and evaluate run on thread 0 of every block, and must say the same in all blocks of a cluster.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../token_loss.h"
+#include "check.h"
+#include "cluster.cuh"
+#include "reduce.cuh"
+
+namespace maxrl::cuda {
+
+constexpr int kRowThreads = 512;
+constexpr int kMaxClusterSize = 8;             // more is not portable
+constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks of a multiprocessor hide each other's waits
+constexpr int kAccess = 16;                    // bytes a thread reads or writes at once
+
+__device__ inline float to_real(float x) { return x; }
+__device__ inline double to_real(double x) { return x; }
+__device__ inline float to_real(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ inline float to_real(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
+
+template <typename Element, typename Real>
+__device__ inline Element from_real(Real x) {
+  return x;
+}
+template <>
+__device__ inline BFloat16 from_real<BFloat16, float>(float x) {
+  const unsigned bits = __float_as_uint(x);
+  if (x != x) return BFloat16{0x7fc0};
+  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+}
+template <>
+__device__ inline Float16 from_real<Float16, float>(float x) {
+  return Float16{__half_as_ushort(__float2half_rn(x))};
+}
+
+__device__ inline float exponential(float x) { return __expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+template <typename Real>
+constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-104) : Real(-745.5);  // e^x rounds to 0
+
+// What one thread has seen of its row; see PartialSoftmax, of which this is the fast form.
+template <typename Real>
+struct ThreadSoftmax {
+  Real top = -static_cast<Real>(INFINITY), base = 0, others = 0, moment = 0;
+
+  __device__ void raise(Real new_top, Real inverse_temperature) {
+    if (others > 0) {
+      const Real shift = (top - new_top) * inverse_temperature, factor = exponential(shift);
+      moment = factor > 0 ? factor * (moment + others * shift) : Real(0);
+      others *= factor;
+    }
+    top = base = new_top;
+  }
+  __device__ void add(Real z, Real inverse_temperature) {
+    Real x = (z - base) * inverse_temperature;
+    x = x < kLowestExponent<Real> ? kLowestExponent<Real> : x;  // -inf too; a NaN stays one
+    const Real e = exponential(x);
+    others += e;
+    moment += e * x;
+  }
+};
+
+// 16 bytes of a row.
+template <typename Element>
+union Chunk {
+  static constexpr int kSize = kAccess / sizeof(Element);
+  uint4 bits;
+  Element elements[kSize];
+  __device__ Chunk() {}
+};
+
+// How a row lies in memory: a few elements up to the first 16-byte boundary, chunks, a few elements.
+template <typename Element>
+struct RowLayout {
+  int64_t head, num_chunks, size;
+  __device__ RowLayout(const Element* row, int64_t size) : size(size) {
+    const auto beyond = reinterpret_cast<uintptr_t>(row) % kAccess;
+    const int64_t wanted = beyond ? static_cast<int64_t>((kAccess - beyond) / sizeof(Element)) : 0;
+    head = wanted < size ? wanted : size;
+    num_chunks = (size - head) / Chunk<Element>::kSize;
+  }
+  __device__ int64_t tail() const { return head + num_chunks * Chunk<Element>::kSize; }
+};
+
+// What a block needs of its row's softmax to write the gradient.
+template <typename Element, typename Real>
+struct ResolvedRow {
+  Real base, constant, slope;
+  Element at_target;
+};
+
+// A function of its own, on one thread, so that its double precision takes no registers from the loops.
+template <typename Element, typename Real, typename Work>
+__device__ __noinline__ void resolve(const Work& work, typename Work::State& state, int64_t t, double at_target,
+                                     double inverse_temperature, const PartialSoftmax* of_block,
+                                     ResolvedRow<Element, Real>& resolved) {
+  PartialSoftmax part = *Cluster::of_rank(of_block, 0);
+  for (unsigned r = 1; r < Cluster::size(); ++r) part.add(*Cluster::of_rank(of_block, r), inverse_temperature);
+  const Softmax softmax(part, at_target, inverse_temperature);
+  const RowGradient row = softmax.gradient(work.evaluate(state, t, softmax));
+  resolved.base = static_cast<Real>(softmax.top);
+  resolved.constant = static_cast<Real>(row.constant);
+  resolved.slope = static_cast<Real>(row.slope);
+  resolved.at_target = from_real<Element>(static_cast<Real>(row.at_target));
+}
+
+// Adds up what the threads of a block have seen, always in the same order, into *of_block.
+template <typename Real>
+__device__ __noinline__ void combine(const ThreadSoftmax<Real>& mine, double inverse_temperature, PartialSoftmax* of_warps,
+                                     PartialSoftmax* of_block) {
+  PartialSoftmax part{mine.top, mine.others, mine.moment};
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    part.add({__shfl_down_sync(kAllLanes, part.top, offset), __shfl_down_sync(kAllLanes, part.others, offset),
+              __shfl_down_sync(kAllLanes, part.moment, offset)},
+             inverse_temperature);
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = part;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kRowThreads / kWarp; ++w) part.add(of_warps[w], inverse_temperature);
+  *of_block = part;
+}
+
+template <typename Element, typename Real, bool kOnChip, typename Work>
+__global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
+    softmax_rows(Rows<const Element> logits, TokenRows<Real> in, Rows<Element> gradient, Work work) {
+  extern __shared__ __align__(16) unsigned char storage[];
+  __shared__ PartialSoftmax of_warps[kRowThreads / kWarp];
+  __shared__ PartialSoftmax of_block;  // read by the whole cluster
+  __shared__ ResolvedRow<Element, Real> resolved;
+  __shared__ typename Work::State state;
+  __shared__ bool must_read;
+  constexpr int kSize = Chunk<Element>::kSize;
+  auto* kept = reinterpret_cast<Chunk<Element>*>(storage);
+  const int thread = threadIdx.x, rank = Cluster::rank(), cluster_size = Cluster::size();
+  if (thread == 0) state = {};
+
+  for (int64_t t = blockIdx.x / cluster_size; t < in.num_tokens; t += gridDim.x / cluster_size) {
+    const Element* row = logits.of(t);
+    Element* row_gradient = gradient.of(t);
+    const RowLayout<Element> layout(row, in.vocab_size);
+    // This block's chunks; the first block also has the head, the last the tail.
+    const int64_t first = layout.num_chunks * rank / cluster_size, last = layout.num_chunks * (rank + 1) / cluster_size;
+    const bool has_head = rank == 0, has_tail = rank == cluster_size - 1;
+    const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + layout.head);
+    const bool is_aligned =
+        row_gradient && (reinterpret_cast<uintptr_t>(row_gradient + layout.head) % kAccess == 0 || layout.num_chunks == 0);
+
+    // Calls use(index in the row, value of it to be) on what this thread has of the head and the tail.
+    const auto for_ends = [&](const auto& use) {
+      if (has_head && thread < layout.head) use(thread);
+      if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
+    };
+    const auto write = [&](int64_t chunk, const Chunk<Element>& out) {
+      Element* to = row_gradient + layout.head + chunk * kSize;
+      if (is_aligned)
+        *reinterpret_cast<uint4*>(to) = out.bits;
+      else
+        for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
+    };
+
+    if (thread == 0) must_read = work.plan(state, t);
+    __syncthreads();
+    if (!must_read) {
+      if (row_gradient) {
+        Chunk<Element> zeros;
+        zeros.bits = uint4{0, 0, 0, 0};
+        for_ends([&](int64_t i) { row_gradient[i] = Element{}; });
+        for (int64_t c = first + thread; c < last; c += kRowThreads) write(c, zeros);
+      }
+      __syncthreads();  // must_read is read
+      continue;
+    }
+
+    const int64_t target = in.is_target_valid(t) ? in.targets[t] : -1;
+    const auto inverse_temperature = static_cast<Real>(1.0 / in.temperature_of(t));
+    ThreadSoftmax<Real> mine;
+    const auto add_end = [&](int64_t i) {
+      if (i == target) return;
+      const Real z = to_real(row[i]);
+      if (z > mine.top) mine.raise(z, inverse_temperature);
+      mine.add(z, inverse_temperature);
+    };
+    for_ends(add_end);
+#pragma unroll 2
+    for (int64_t c = first + thread; c < last; c += kRowThreads) {
+      Chunk<Element> chunk;
+      chunk.bits = __ldcs(&chunks[c].bits);
+      if constexpr (kOnChip) kept[c - first].bits = chunk.bits;
+      const int64_t start = layout.head + c * kSize;
+      Real values[kSize], greatest = -static_cast<Real>(INFINITY);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        values[i] = start + i == target ? -static_cast<Real>(INFINITY) : to_real(chunk.elements[i]);
+        greatest = values[i] > greatest ? values[i] : greatest;
+      }
+      if (greatest > mine.top) mine.raise(greatest, inverse_temperature);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) mine.add(values[i], inverse_temperature);
+    }
+
+    combine(mine, inverse_temperature, of_warps, &of_block);
+    Cluster::sync();
+    if (thread == 0) {
+      // A target that is not in the vocabulary makes all of it NaN.
+      const double at_target = target < 0 ? NAN : static_cast<double>(to_real(row[target]));
+      resolve(work, state, t, at_target, inverse_temperature, &of_block, resolved);
+    }
+    Cluster::sync();  // before another row changes of_block, and before the gradient takes the place of the logits
+    if (!row_gradient) continue;
+
+    const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
+    const auto gradient_of = [&](Element z, int64_t index) {
+      if (index == target) return resolved.at_target;
+      Real x = (to_real(z) - base) * inverse_temperature;
+      x = x < kLowestExponent<Real> ? kLowestExponent<Real> : x;
+      return from_real<Element>(exponential(x) * (constant + slope * x));
+    };
+    for_ends([&](int64_t i) { row_gradient[i] = gradient_of(row[i], i); });
+    for (int64_t c = first + thread; c < last; c += kRowThreads) {
+      Chunk<Element> in_chunk, out;
+      in_chunk.bits = kOnChip ? kept[c - first].bits : chunks[c].bits;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) out.elements[i] = gradient_of(in_chunk.elements[i], layout.head + c * kSize + i);
+      write(c, out);
+    }
+  }
+  __syncthreads();
+  work.finish(state);
+}
+
+// The launch for rows of a vocabulary, on the present device.
+struct RowLaunch {
+  int cluster_size;   // blocks of a row
+  int64_t storage;    // bytes of shared memory of a block; 0: the row is read twice
+  bool has_clusters;
+};
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
+  MAXRL_CUDA_CHECK(cudaGetDevice(&device));
+  MAXRL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
+  const bool has_clusters = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  if (!needs_gradient) return {1, 0, has_clusters};  // nothing is read again
+  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // the kernel has some of its own
+  const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
+  int size = 1;
+  if (has_clusters)
+    while (size < kMaxClusterSize && storage_of(size) > kPreferredStorage) size *= 2;
+  if (storage_of(size) > most) return {1, 0, has_clusters};
+  return {size, storage_of(size), has_clusters};
+}
+
+template <typename Element, typename Real, bool kOnChip, typename Work>
+void launch_with(const RowLaunch& plan, Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
+                 Work work, cudaStream_t stream) {
+  auto* kernel = softmax_rows<Element, Real, kOnChip, Work>;
+  if (plan.storage > 0)
+    MAXRL_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.storage)));
+  int per_processor = 0;
+  MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kRowThreads, plan.storage));
+  const int64_t resident = int64_t{std::max(per_processor, 1)} * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t clusters = std::max<int64_t>(1, std::min({in.num_tokens, resident / plan.cluster_size, kMaxSummingBlocks}));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = plan.cluster_size;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * plan.cluster_size));
+  config.blockDim = dim3(kRowThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(plan.storage);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = plan.has_clusters ? 1 : 0;
+  MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, logits, in, gradient, work));
+}
+
+// Runs `work` on all rows; `gradient` may be null, or the logits.
+template <typename Element, typename Real, typename Work>
+void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient, const Work& work,
+                 cudaStream_t stream) {
+  const RowLaunch plan = plan_launch(in.vocab_size * static_cast<int64_t>(sizeof(Element)), gradient.data != nullptr);
+  if (plan.storage > 0)
+    launch_with<Element, Real, true>(plan, logits, in, gradient, work, stream);
+  else
+    launch_with<Element, Real, false>(plan, logits, in, gradient, work, stream);
+}
+
+}  // namespace maxrl::cuda

@@ -1,0 +1,91 @@
+// The loss of PACS on one group, as formulas that the CPU and the CUDA kernel share. Of a group of n rollouts with reward
+// proxies r and labels R in {0, 1}:
+//     score   psi_i = (r_i - c) m          c the mean of r, or 0; m by kind
+//     loss    L = (1/B) sum_i w_i (log(1 + e^psi_i) - R_i psi_i)
+//     slopes  q_i = dL/dpsi_i = w_i (sigmoid(psi_i) - R_i) / B, and back through the score, its mean and deviation included:
+//             dL/dr_i = m (q_i - mean q), and for grpo a term for its standard deviation
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "element_types.h"
+
+namespace maxrl {
+
+enum class Score { kRloo, kGrpo, kDrGrpo, kNaive };
+
+struct PacsOptions {
+  Score score;
+  bool balanced;  // weights by class: n / (2C) and n / (2F) where a group has both
+};
+
+struct PacsSums {
+  enum Name { kLoss, kAccurate, kProxy, kScoreCorrect, kScoreWrong, kCorrect, kSize };
+};
+
+// Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double.
+template <typename Real>
+struct Pacs {
+  int64_t num_groups, group_size;
+  const int64_t* offsets;
+  const Real* proxies;        // [S]
+  const Real* labels;         // [S], 0 or 1
+  const double* denominator;  // [1], B
+  PacsOptions options;
+  Real* losses;               // [S], w times the cross-entropy
+  Real* gradient;             // [S], dL/dr
+
+  MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
+};
+
+// What the proxies of a group have in common.
+struct GroupScore {
+  double centre, multiplier, deviation;  // deviation: sample standard deviation of r, for kGrpo
+};
+
+// mean and squares: the sum of r over n, and of (r - mean)^2.
+MAXRL_HOST_DEVICE inline GroupScore group_score(Score kind, int64_t n, double mean, double squares) {
+  if (kind == Score::kNaive) return {0.0, 1.0, 0.0};
+  if (n < 2) return {mean, 0.0, 0.0};
+  const double others = static_cast<double>(n - 1);
+  if (kind == Score::kRloo) return {mean, n / others, 0.0};
+  if (kind == Score::kDrGrpo) return {mean, 1.0, 0.0};
+  const double deviation = sqrt(squares / others);
+  return {mean, 1.0 / (deviation + 1e-6), deviation};
+}
+
+MAXRL_HOST_DEVICE inline double class_weight(bool balanced, int64_t n, int64_t num_correct, bool is_correct) {
+  if (!balanced || num_correct == 0 || num_correct == n) return 1.0;
+  return static_cast<double>(n) / (2.0 * static_cast<double>(is_correct ? num_correct : n - num_correct));
+}
+
+// Cross-entropy of the label under sigmoid(psi), and its slope.
+MAXRL_HOST_DEVICE inline double cross_entropy(double psi, double label) {
+  return fmax(psi, 0.0) - psi * label + log1p(exp(-fabs(psi)));
+}
+MAXRL_HOST_DEVICE inline double cross_entropy_slope(double psi, double label) {
+  const double tail = exp(-fabs(psi));  // of the less likely class
+  return (psi >= 0.0 ? 1.0 : tail) / (1.0 + tail) - label;
+}
+
+// dL/dr from q, its mean, and the sum over the group of q (r - centre).
+MAXRL_HOST_DEVICE inline double proxy_slope(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
+                                            double moment_q) {
+  if (kind == Score::kNaive) return q;
+  double slope = s.multiplier * (q - mean_q);
+  // The deviation's own slope, (r - mean) / ((n - 1) deviation); 0 where all are equal.
+  if (kind == Score::kGrpo && s.deviation > 0.0)
+    slope -= s.multiplier * s.multiplier * moment_q * (r - s.centre) / (static_cast<double>(n - 1) * s.deviation);
+  return slope;
+}
+
+// Packed sequences whose log-ratios are summed: r_s = beta sum_t (logp_t - ref_t) over the tokens that count.
+template <typename Real>
+struct LogRatio {
+  int64_t num_tokens, num_sequences;
+  const int64_t* cu_seqlens;  // [S+1]
+  const bool* mask;           // [T], or null
+  double beta;
+};
+
+}  // namespace maxrl

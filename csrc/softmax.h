@@ -1,0 +1,81 @@
+// The softmax of a row of logits from sums over its parts, and its gradient, shared by the CPU and the CUDA kernels.
+//
+// The target is kept apart from the other tokens: 1 - p(y) is their sum, and does not cancel where p(y) is near 1.
+// Exponents are x = (z - top) / tau, with top the greatest logit.
+#pragma once
+#include <cmath>
+
+#include "element_types.h"
+
+namespace maxrl {
+
+// What is known of a row, or of a part of it, without its target.
+struct PartialSoftmax {
+  double top;             // greatest logit, -inf where there is none
+  double others, moment;  // sums of e^x and of x e^x
+
+  MAXRL_HOST_DEVICE static PartialSoftmax empty() { return {-static_cast<double>(INFINITY), 0.0, 0.0}; }
+
+  // Exponents are taken under this: the difference of infinities is not a number.
+  MAXRL_HOST_DEVICE double base() const { return top == -static_cast<double>(INFINITY) ? 0.0 : top; }
+
+  MAXRL_HOST_DEVICE void raise(double new_top, double inverse_temperature) {
+    if (others > 0.0) {
+      const double shift = (top - new_top) * inverse_temperature, factor = exp(shift);
+      moment = factor > 0.0 ? factor * (moment + others * shift) : 0.0;
+      others *= factor;
+    }
+    top = new_top;
+  }
+
+  MAXRL_HOST_DEVICE void add(PartialSoftmax other, double inverse_temperature) {
+    if (other.top > top)
+      raise(other.top, inverse_temperature);
+    else if (other.top < top)
+      other.raise(top, inverse_temperature);
+    others += other.others;
+    moment += other.moment;
+  }
+};
+
+// dL/dlogp and dL/dH of a row.
+struct Slopes {
+  double by_logp, by_entropy;
+};
+
+// dL/dz: at the target, and elsewhere e^x (constant + slope x).
+struct RowGradient {
+  double at_target, constant, slope;
+};
+
+struct Softmax {
+  double top, inverse_temperature;
+  double others;  // e^x over all tokens but the target
+  double p;       // of the target
+  double log_total, inverse_total;
+  double logp;     // of the target
+  double entropy;  // nats
+
+  MAXRL_HOST_DEVICE Softmax(PartialSoftmax part, double at_target, double inverse_temperature)
+      : inverse_temperature(inverse_temperature) {
+    if (!(at_target <= part.top)) part.raise(at_target, inverse_temperature);
+    top = part.top;
+    others = part.others;
+    const double x = (at_target - top) * inverse_temperature, target = exp(x), total = others + target;
+    // The target may be nearly all of the softmax.
+    log_total = others < target ? x + log1p(others / target) : log(total);
+    inverse_total = 1.0 / total;
+    p = target * inverse_total;
+    logp = x - log_total;
+    entropy = log_total - part.moment * inverse_total - (p > 0.0 ? p * x : 0.0);
+  }
+
+  // dL/dz = (g / tau) (onehot(y) - p) - (h / tau) p (log p + H).
+  MAXRL_HOST_DEVICE RowGradient gradient(const Slopes& slopes) const {
+    const double g = slopes.by_logp * inverse_temperature, h = slopes.by_entropy * inverse_temperature;
+    const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
+    return {g * others * inverse_total - h * of_entropy, (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
+  }
+};
+
+}  // namespace maxrl

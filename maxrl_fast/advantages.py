@@ -1,0 +1,63 @@
+"""What multiplies each rollout's log-probs in the loss: a group advantage, or PACS's (pacs.py), by the same calls."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.learner import Learner
+from maxrl_fast.objectives import OBJECTIVES, estimator_options
+from maxrl_fast.ops import ESTIMATORS, group_advantage
+from maxrl_fast.options import Config
+from maxrl_fast.pacs import Pacs
+from maxrl_fast.records import Prompts, Rollouts
+
+
+def advantages_of(config: Config) -> "GroupAdvantages | Pacs":
+    """What the objective of a resolved configuration asks for."""
+    objective = OBJECTIVES[config.objective.objective]
+    if objective.estimator is None:
+        return Pacs.of(config)
+    options = {name: getattr(config.objective, name) for name in ("k", "order", "scale_by_k")}
+    return GroupAdvantages(objective.estimator, options | estimator_options(config.objective.estimator_options))
+
+
+@dataclass
+class GroupAdvantages:
+    """Advantages that the step's rewards decide, the same for all its updates.
+
+    Args:
+        estimator: a name in ops.ESTIMATORS.
+        options: the keywords of ops.group_advantage that stay the same over a run.
+    """
+
+    estimator: str
+    options: dict[str, Any]
+    needs_reference: bool = False
+    values: Tensor = field(default_factory=lambda: torch.empty(0))  # [G, N], of the present step
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether `begin` takes whether each prompt's likeliest response is correct."""
+        return "greedy_correct" in ESTIMATORS[self.estimator].inputs
+
+    def begin(
+        self, learner: Learner, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_correct: Tensor | None
+    ) -> None:
+        """Take a step's rollouts and their rewards [G, N], before its first update."""
+        known = {
+            "lengths": rollouts.lengths.view(rewards.shape),
+            "logprobs": rollouts.mean_logprobs.view(rewards.shape),
+            "greedy_correct": greedy_correct,  # [G]
+        }
+        inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
+        self.values = group_advantage(rewards, self.estimator, **inputs, **self.options)
+
+    def for_update(self, sequences: Tensor) -> Tensor:
+        """Advantages [S] for an update on these rollouts."""
+        return self.values.flatten()
+
+    def end(self, step: int) -> dict[str, float]:
+        """After the step's last update: what is to be reported beside the usual."""
+        return {}

@@ -1,0 +1,69 @@
+"""The token loss whose gradient takes the logits' place, and what keeps others from using what is no longer there."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops.token_kernel import scaled
+
+
+def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """Sums [9] of `token_loss_`, differentiable; the logits become their gradient.
+
+    An earlier use that kept the logits for its own gradient meets their new version, which autograd refuses. A later use
+    gets a gradient through `_Spent`, which refuses too.
+    """
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
+    gradient = _Gradient(logits.detach())
+    sums: Tensor = _Loss.apply(logits, gradient, arguments)
+    _Spent.apply(logits)
+    gradient.version = logits._version
+    return sums
+
+
+class _Gradient:
+    """The gradient in the logits' memory, until a backward pass takes it."""
+
+    def __init__(self, values: Tensor):
+        self.values: Tensor | None = values
+        self.version = 0
+
+    def take(self) -> Tensor:
+        values, self.values = self.values, None
+        if values is None:
+            raise RuntimeError("backward ran already, and in_place keeps one gradient: compute the loss again instead")
+        if values._version != self.version:
+            raise RuntimeError("the logits were changed after policy_gradient_loss(in_place=True) left their gradient there")
+        return values
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: tuple[Any, ...]) -> Tensor:
+        ctx.gradient = gradient
+        assert gradient.values is not None
+        sums: Tensor = torch.ops.maxrl_fast.token_loss_(gradient.values, *arguments)
+        torch.autograd.graph.increment_version(logits)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *by_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return scaled(ctx.gradient.take(), by_sums[0][0]), None, None
+
+
+class _Spent(torch.autograd.Function):
+    """The logits as they are after the loss: not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the logits were used after policy_gradient_loss(in_place=True) had put its gradient in their place: "
+            "use them before and without keeping them, or leave in_place out"
+        )

@@ -1,0 +1,124 @@
+"""PACS (implicit actor-critic coupling, RLVR as supervised learning): reward proxies from log-ratios, and their loss."""
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS
+from maxrl_fast.ops.token_batch import check_sequences
+
+SCORES = ("rloo", "grpo", "dr_grpo", "naive")
+WEIGHTS = ("balanced", "none")
+_OPS = torch.ops.maxrl_fast
+
+
+def log_ratio_reward(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, beta: float = 1.0, *, mask: Tensor | None = None
+) -> Tensor:
+    """r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq. 7).
+
+    Args:
+        logprobs: [T] float32 or float64 of the policy, which the result is differentiable in.
+        ref_logprobs: [T] of the reference policy, a constant.
+        cu_seqlens: [S+1] whole numbers, from 0 to T.
+        beta: in the unit of rewards per nat.
+        mask: [T] bool, the tokens that count.
+
+    Returns:
+        [S], of logprobs' dtype, summed in float64.
+
+    Raises:
+        ValueError: on shapes and dtypes that do not fit.
+    """
+    for name, values in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        if values.dim() != 1 or len(values) != len(logprobs) or values.dtype not in DTYPES:
+            wanted = f"float32 or float64 [T] = [{len(logprobs)}]"
+            raise ValueError(f"{name} must be {wanted}, got {values.dtype} {tuple(values.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != logprobs.shape):
+        raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
+    check_sequences(cu_seqlens, len(logprobs), logprobs.device)
+    proxies: Tensor = _OPS.log_ratio_reward(
+        logprobs.contiguous(),
+        ref_logprobs.detach().to(logprobs.dtype).contiguous(),
+        cu_seqlens.to(torch.int64).contiguous(),
+        None if mask is None else mask.contiguous(),
+        float(beta),
+    )
+    return proxies
+
+
+def pacs_loss(
+    reward_proxy: Tensor,
+    labels: Tensor,
+    groups: int | Tensor,
+    *,
+    score: str = "rloo",
+    weight: str = "balanced",
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted cross-entropy of the outcomes R under sigmoid(psi), psi the score of each rollout in its group (PACS, eq. 8).
+
+        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
+
+    The gradient flows through the whole group: a rollout's proxy is in the others' baseline too.
+
+    Args:
+        reward_proxy: [S] float32 or float64, from log_ratio_reward.
+        labels: [S], 0 or 1: whether the rollout is correct.
+        groups: rollouts of each prompt, N, side by side; or offsets [G+1] whole numbers for groups of uneven size. Groups
+            must be whole: a part of one has other scores.
+        score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std + 1e-6), sample standard
+            deviation; "dr_grpo", r_i - mean; "naive", r_i. Where all proxies of a group are equal, as on the first
+            on-policy step, the slope of "grpo" is 1e6 times that of "dr_grpo".
+        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group that has both
+            (King and Zeng 2001); "none", 1.
+        denominator: B, so that micro-batches and ranks add up. Default: S.
+
+    Returns:
+        The loss, a scalar of reward_proxy's dtype, and detached metrics: losses [S], w_i times the cross-entropy; and
+        scalars: accuracy, how often psi > 0 where R = 1 and not where R = 0; reward_proxy, the mean; score_correct and
+        score_wrong, the mean of psi over correct and over wrong rollouts (0 without any).
+
+    Raises:
+        ValueError: on unknown names, shapes that do not fit, and, on a CPU, labels other than 0 and 1. On a GPU, where
+            looking would wait for the device, the loss becomes NaN for such a label.
+    """
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    if weight not in WEIGHTS:
+        raise ValueError(f"weight must be one of {', '.join(WEIGHTS)}, got {weight!r}")
+    size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
+    if size < 0 or reward_proxy.dtype not in DTYPES:
+        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} {tuple(reward_proxy.shape)}")
+    if labels.shape != reward_proxy.shape:
+        raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
+    offsets, group_size = None, 0
+    if isinstance(groups, Tensor):
+        check_sequences(groups, size, reward_proxy.device)
+        offsets = groups.to(torch.int64).contiguous()
+    elif groups < 1 or size % groups:
+        raise ValueError(f"groups must be a number of rollouts that divides S = {size}, or offsets, got {groups}")
+    else:
+        group_size = groups
+    if denominator is None:
+        denominator = max(size, 1)
+    if not isinstance(denominator, Tensor):
+        denominator = torch.full((), denominator, dtype=torch.float64, device=reward_proxy.device)
+    sums, losses, _ = _OPS.pacs_loss(
+        reward_proxy.contiguous(),
+        labels.to(reward_proxy.dtype).contiguous(),
+        offsets,
+        group_size,
+        score,
+        weight == "balanced",
+        denominator.double().reshape(()),
+    )
+    named = dict(zip(PACS_SUMS, sums.detach().unbind(), strict=True))
+    correct = named["correct"]
+    metrics = {
+        "losses": losses.detach(),
+        "accuracy": named["accurate"] / max(size, 1),
+        "reward_proxy": named["proxy"] / max(size, 1),
+        "score_correct": named["score_correct"] / correct.clamp_min(1),
+        "score_wrong": named["score_wrong"] / (size - correct).clamp_min(1),
+    }
+    return sums[0].to(reward_proxy.dtype), metrics

@@ -1,0 +1,224 @@
+"""The operators behind PACS, on the CPU and on CUDA, with their references in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from maxrl_fast import _C
+from maxrl_fast.ops._gate import address, has_cuda_kernels
+
+# Sums of csrc/pacs.h.
+PACS_SUMS = ("loss", "accurate", "proxy", "score_correct", "score_wrong", "correct")
+DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+_SCHEMAS = {
+    # group_size is not read where there are offsets
+    "pacs_loss": "(Tensor proxies, Tensor labels, Tensor? offsets, int group_size, str score, bool balanced, "
+    "Tensor denominator) -> (Tensor sums, Tensor losses, Tensor gradient)",
+    "log_ratio_reward": "(Tensor logprobs, Tensor ref_logprobs, Tensor cu_seqlens, Tensor? mask, float beta) -> Tensor",
+    "log_ratio_reward_backward": "(Tensor by_proxies, Tensor cu_seqlens, Tensor? mask, float beta, int num_tokens) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"maxrl_fast::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _run(name: str, device: torch.device, **arguments: Any) -> Any:
+    """The kernel of this device; CUDA's on the current stream."""
+    if device.type == "cpu":
+        return getattr(_C, f"{name}_cpu")(**arguments, num_threads=torch.get_num_threads())
+    with torch.cuda.device(device):
+        return getattr(_C, f"{name}_cuda")(**arguments, stream=torch.cuda.current_stream().cuda_stream)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cpu" or has_cuda_kernels(device)
+
+
+def _pacs_loss(
+    proxies: Tensor,
+    labels: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    score: str,
+    balanced: bool,
+    denominator: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
+    if not _has_kernels(device):
+        return pacs_loss_reference(proxies, labels, offsets, group_size, score, balanced, denominator)
+    num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
+    losses, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
+    size = len(PACS_SUMS) if device.type == "cpu" else _C.PACS_WORKSPACE
+    sums = torch.zeros(size, dtype=torch.float64, device=device)
+    pacs = _C.Pacs(
+        num_groups=num_groups,
+        group_size=group_size,
+        offsets=0 if offsets is None else address("offsets", offsets, torch.int64, (num_groups + 1,), device),
+        proxies=address("reward_proxy", proxies, dtype, shape, device),
+        labels=address("labels", labels, dtype, shape, device),
+        denominator=address("denominator", denominator, torch.float64, (), device),
+        score=score,
+        balanced=balanced,
+        losses=losses.data_ptr(),
+        gradient=gradient.data_ptr(),
+    )
+    unusable = _run("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
+    if unusable is not None and unusable >= 0:
+        raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
+    return sums[: len(PACS_SUMS)], losses, gradient
+
+
+def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
+    device = cu_seqlens.device
+    return _C.LogRatio(
+        num_tokens=num_tokens,
+        num_sequences=len(cu_seqlens) - 1,
+        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
+        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
+        beta=beta,
+    )
+
+
+def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+    device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
+    if not _has_kernels(device):
+        return log_ratio_reward_reference(logprobs, ref_logprobs, cu_seqlens, mask, beta)
+    proxies = logprobs.new_empty(len(cu_seqlens) - 1)
+    _run(
+        "log_ratio_reward",
+        device,
+        dtype=DTYPES[dtype],
+        sequences=_log_ratio(cu_seqlens, mask, beta, len(logprobs)),
+        logprobs=address("logprobs", logprobs, dtype, shape, device),
+        ref_logprobs=address("ref_logprobs", ref_logprobs, dtype, shape, device),
+        proxies=proxies.data_ptr(),
+    )
+    return proxies
+
+
+def _log_ratio_reward_backward(
+    by_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
+) -> Tensor:
+    device, dtype = by_proxies.device, by_proxies.dtype
+    if not _has_kernels(device):
+        gradient = torch.repeat_interleave(beta * by_proxies, cu_seqlens.diff(), output_size=num_tokens)
+        return gradient if mask is None else torch.where(mask, gradient, 0.0)
+    gradient = by_proxies.new_empty(num_tokens)
+    _run(
+        "log_ratio_reward_backward",
+        device,
+        dtype=DTYPES[dtype],
+        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
+        by_proxies=address("by_proxies", by_proxies, dtype, (len(cu_seqlens) - 1,), device),
+        gradient=gradient.data_ptr(),
+    )
+    return gradient
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "pacs_loss": (
+        _pacs_loss,
+        lambda proxies, *_: (
+            proxies.new_empty(len(PACS_SUMS), dtype=torch.float64),
+            torch.empty_like(proxies),
+            torch.empty_like(proxies),
+        ),
+    ),
+    "log_ratio_reward": (
+        _log_ratio_reward,
+        lambda logprobs, ref_logprobs, cu_seqlens, *_: logprobs.new_empty(cu_seqlens.shape[0] - 1),
+    ),
+    "log_ratio_reward_backward": (
+        _log_ratio_reward_backward,
+        lambda by_proxies, cu_seqlens, mask, beta, num_tokens: by_proxies.new_empty(num_tokens),
+    ),
+}
+for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
+    for _device in ("CPU", "CUDA"):
+        torch.library.impl(f"maxrl_fast::{_name}", _device, _implementation)
+    torch.library.register_fake(f"maxrl_fast::{_name}", _fake)
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[2])
+
+
+def _pacs_backward(ctx: Any, by_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (gradient,) = ctx.saved_tensors
+    return gradient * by_sums[0].to(gradient.dtype), *(None,) * 6
+
+
+def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logprobs, _, cu_seqlens, mask, ctx.beta = inputs
+    ctx.save_for_backward(cu_seqlens, mask)
+    ctx.num_tokens = logprobs.shape[0]
+
+
+def _log_ratio_backward(ctx: Any, by_proxies: Tensor) -> tuple[Tensor | None, ...]:
+    backward = torch.ops.maxrl_fast.log_ratio_reward_backward
+    return backward(by_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens), None, None, None, None
+
+
+torch.library.register_autograd("maxrl_fast::pacs_loss", _pacs_backward, setup_context=_save_gradient)
+torch.library.register_autograd("maxrl_fast::log_ratio_reward", _log_ratio_backward, setup_context=_save_sequences)
+
+
+def log_ratio_reward_reference(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+) -> Tensor:
+    """The operator in plain PyTorch, differentiable."""
+    log_ratio = logprobs - ref_logprobs
+    if mask is not None:
+        log_ratio = torch.where(mask, log_ratio, 0.0)
+    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=len(logprobs))
+    return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
+
+
+def pacs_loss_reference(
+    proxies: Tensor,
+    labels: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    score: str,
+    balanced: bool,
+    denominator: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator in plain PyTorch, float64, its gradient by autograd."""
+    with torch.enable_grad():
+        r = proxies.detach().double().requires_grad_()
+        y = labels.double()
+        sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
+        group = torch.repeat_interleave(sizes, output_size=len(r))
+        n = sizes[group].double()
+
+        def group_sum(x: Tensor) -> Tensor:
+            return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
+
+        centred = r - group_sum(r) / n
+        if score == "naive":
+            psi = r
+        elif score == "rloo":
+            psi = centred * torch.where(n > 1, n / (n - 1).clamp_min(1), 0.0)
+        elif score == "dr_grpo":
+            psi = centred
+        else:
+            squares = group_sum(centred.square())
+            # Where all are equal, the square root has no slope: it must not meet one of 0 times infinity.
+            deviation = torch.where(squares > 0, squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1), 0.0)
+            deviation = torch.where(squares > 0, deviation.where(squares > 0, 1.0).sqrt(), 0.0)
+            psi = centred / (deviation + 1e-6)
+        correct = group_sum(y)
+        both = (correct > 0) & (correct < n) & balanced
+        weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
+        losses = weight * (softplus(psi) - y * psi)
+        losses = torch.where((y == 0) | (y == 1), losses, torch.nan)
+        loss = losses.sum() / denominator
+        (gradient,) = torch.autograd.grad(loss, r)
+    psi = psi.detach()
+    sums = [loss.detach(), ((psi > 0) == (y > 0)).double().sum(), proxies.double().sum()]
+    sums += [(psi * y).sum(), (psi * (1 - y)).sum(), y.sum()]
+    return torch.stack(sums), losses.detach().to(proxies.dtype), gradient.to(proxies.dtype)

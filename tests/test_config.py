@@ -27,6 +27,13 @@ def test_defaults_are_worked_out():
     assert resolved("--objective", "maxrl")["order"] == 15
     assert resolved("--objective", "dr_grpo")["aggregation"] == "seq_sum_constant"
     assert resolved("--objective", "dr_grpo", "--aggregation", "token_mean")["aggregation"] == "token_mean"
+    assert (options["loss"], options["beta"], options["score"]) == ("ppo", None, None)
+    pacs = resolved("--objective", "pacs")
+    assert (pacs["loss"], pacs["aggregation"], pacs["k"]) == ("reinforce", "seq_mean_token_sum", None)
+    assert (pacs["beta"], pacs["score"], pacs["class_weight"]) == (1.0, "rloo", "balanced")
+    assert pacs["ref_reset_interval"] is None
+    assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
+    assert resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"] == 0
     assert resolved("--model", "x")["sft_steps"] == 0
     assert resolved("--model", "x", "--sft-steps", "3")["sft_steps"] == 3
 
@@ -99,6 +106,16 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
         ("--objective grpo --estimator-options eps=tiny", "estimator_options must be name=number, .* got 'eps=tiny'"),
         ("--objective grpo --estimator-options tau=1", "grpo takes no tau; it takes eps, ddof"),
         ("--objective noisy_verifier_forward", "noisy_verifier_forward needs false_negative_rate"),
+        ("--objective maxpo --beta 1", "maxpo takes no beta"),
+        ("--objective grpo --score rloo", "grpo takes no score"),
+        ("--objective pacs --k 4", "pacs takes no k"),
+        ("--objective pacs --estimator-options eps=1", "pacs takes no estimator_options"),
+        ("--objective pacs --ref-reset-interval 5", "pacs takes no ref_reset_interval"),
+        ("--objective pacs --beta 0", "beta must be a finite number above 0, got 0"),
+        ("--objective pacs_paper --ref-reset-interval -1", "ref_reset_interval must be at least 0, got -1"),
+        ("--objective pacs --rollouts 1", "pacs needs at least 2 rollouts per prompt, but with --score naive, got 1"),
+        ("--objective pacs --loss ppo", "loss must be reinforce for pacs, whose loss it is a part of, got ppo"),
+        ("--objective pacs --aggregation token_mean", "aggregation must be seq_mean_token_sum for pacs"),
         ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
         ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),

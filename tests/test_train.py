@@ -129,11 +129,14 @@ def test_progress_on_a_terminal(tmp_path, monkeypatch):
         "--objective reinforce --loss reinforce --temperature 0.8",
         "--objective pkpo --k 2 --dual-clip 3 --token-budget 50",
         "--objective maxpo --k 2 --dtype bfloat16",
+        "--objective pacs --updates-per-step 2",
+        "--objective pacs_paper --score grpo --ref-reset-interval 2",
     ],
 )
 def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
     assert train.main([*base(), "--out", str(tmp_path / "run"), *flags.split()]) == 0
     assert max(record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")) > 0
+    assert all(("pacs_accuracy" in record) == ("pacs" in flags) for record in read(tmp_path / "run" / "metrics.jsonl"))
     before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3))
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
 

@@ -14,6 +14,11 @@ def has_cuda_kernels(device: torch.device) -> bool:
     return _C.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether the extension's kernels run on this device; else the references in plain PyTorch do."""
+    return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
+
+
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
     """The address of `tensor`, which must be contiguous and of this dtype, shape and device."""
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
@@ -28,4 +33,4 @@ def kernels_for(device: torch.device) -> str:
     """Which implementation the ops run on this device, for the report at the start of a run."""
     if device.type == "cpu":
         return "C++"
-    return "CUDA" if device.type == "cuda" and has_cuda_kernels(device) else "PyTorch reference"
+    return "CUDA" if has_kernels(device) else "PyTorch reference"

@@ -50,7 +50,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *by_sums: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled(ctx.gradient.take(), by_sums[0][0]), None, None
+        return scaled(ctx.gradient.take(), by_sums[0][0], in_place=True), None, None
 
 
 class _Spent(torch.autograd.Function):

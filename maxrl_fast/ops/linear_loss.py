@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, check_rows, prepare
-from maxrl_fast.ops.token_kernel import SUMS, has_kernels, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_kernel import SUMS, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
 from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
 
@@ -83,7 +84,7 @@ def linear_policy_gradient_loss(
         mask=mask,
         denominator=denominator,
     )
-    if not has_kernels(hidden):
+    if not has_kernels(hidden.device):
         return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, options), hidden)
     counted = torch.tensor(len(batch)) if mask is None else mask.sum()
     index = batch.can_teach(options).nonzero()[:, 0]
@@ -92,7 +93,8 @@ def linear_policy_gradient_loss(
     if options.loss == "gspo" and batch.old_logprobs is not None:
         logprobs, _ = _logprobs(hidden.detach(), weight.detach(), batch.targets, batch.temperature, chunk)
         batch = with_sequence_ratios(batch, logprobs)
-    sums: Tensor = _LinearLoss.apply(hidden, weight, batch, options, chunk)
+    # Inside the function it cannot be seen whether gradients are wanted at all.
+    sums: Tensor = _LinearLoss.apply(hidden, weight, batch, options, chunk, torch.is_grad_enabled())
     total, metrics = loss_and_metrics(sums, hidden)
     # The kernel saw only what can teach.
     tokens = counted.to(metrics["tokens"])
@@ -115,7 +117,7 @@ def linear_token_logprobs(
     size, chunk = _check(hidden, weight, chunk_tokens)
     check_rows((len(hidden), size), targets, temperature, hidden.device)
     targets = targets.long().contiguous()
-    if not has_kernels(hidden):
+    if not has_kernels(hidden.device):
         return token_logprobs_reference(hidden @ weight.to(hidden.dtype).T, targets, temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
@@ -172,8 +174,10 @@ class _LinearLoss(torch.autograd.Function):
     """Sums [9] of the loss; the gradients are ready with them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, batch: TokenBatch, options: LossOptions, chunk: int) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, batch: TokenBatch, options: LossOptions, chunk: int, is_training: bool
+    ) -> Tensor:
+        needs_hidden, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
         chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=hidden.device)
         for start, stop, logits in chunks:
@@ -195,7 +199,7 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
         ctx.is_spent = True
         by_loss = by_sums[0][0]
-        return *(None if x is None else scaled(x, by_loss) for x in gradients), None, None, None
+        return *(None if x is None else scaled(x, by_loss) for x in gradients), None, None, None, None
 
 
 def _logprobs(

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS
+from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS, log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import check_sequences
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
@@ -36,7 +37,8 @@ def log_ratio_reward(
     if mask is not None and (mask.dtype != torch.bool or mask.shape != logprobs.shape):
         raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    proxies: Tensor = _OPS.log_ratio_reward(
+    operator = _OPS.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
+    proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
@@ -103,7 +105,8 @@ def pacs_loss(
         denominator = max(size, 1)
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=torch.float64, device=reward_proxy.device)
-    sums, losses, _ = _OPS.pacs_loss(
+    operator = _OPS.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
+    sums, losses, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
         offsets,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from maxrl_fast import _C
-from maxrl_fast.ops._gate import address, has_cuda_kernels
+from maxrl_fast.ops._gate import address
 
 # Sums of csrc/pacs.h.
 PACS_SUMS = ("loss", "accurate", "proxy", "score_correct", "score_wrong", "correct")
@@ -33,10 +33,6 @@ def _run(name: str, device: torch.device, **arguments: Any) -> Any:
         return getattr(_C, f"{name}_cuda")(**arguments, stream=torch.cuda.current_stream().cuda_stream)
 
 
-def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cpu" or has_cuda_kernels(device)
-
-
 def _pacs_loss(
     proxies: Tensor,
     labels: Tensor,
@@ -47,8 +43,6 @@ def _pacs_loss(
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
-    if not _has_kernels(device):
-        return pacs_loss_reference(proxies, labels, offsets, group_size, score, balanced, denominator)
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     losses, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
     size = len(PACS_SUMS) if device.type == "cpu" else _C.PACS_WORKSPACE
@@ -84,8 +78,6 @@ def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens:
 
 def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
     device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
-    if not _has_kernels(device):
-        return log_ratio_reward_reference(logprobs, ref_logprobs, cu_seqlens, mask, beta)
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
     _run(
         "log_ratio_reward",
@@ -103,9 +95,6 @@ def _log_ratio_reward_backward(
     by_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
     device, dtype = by_proxies.device, by_proxies.dtype
-    if not _has_kernels(device):
-        gradient = torch.repeat_interleave(beta * by_proxies, cu_seqlens.diff(), output_size=num_tokens)
-        return gradient if mask is None else torch.where(mask, gradient, 0.0)
     gradient = by_proxies.new_empty(num_tokens)
     _run(
         "log_ratio_reward_backward",
@@ -186,39 +175,34 @@ def pacs_loss_reference(
     score: str,
     balanced: bool,
     denominator: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator in plain PyTorch, float64, its gradient by autograd."""
-    with torch.enable_grad():
-        r = proxies.detach().double().requires_grad_()
-        y = labels.double()
-        sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
-        group = torch.repeat_interleave(sizes, output_size=len(r))
-        n = sizes[group].double()
+) -> tuple[Tensor, Tensor]:
+    """Sums and losses of the operator in plain PyTorch, float64; the first sum, the loss, is differentiable by autograd."""
+    r, y = proxies.double(), labels.double()
+    sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
+    group = torch.repeat_interleave(sizes, output_size=len(r))
+    n = sizes[group].double()
 
-        def group_sum(x: Tensor) -> Tensor:
-            return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
+    def group_sum(x: Tensor) -> Tensor:
+        return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
 
-        centred = r - group_sum(r) / n
-        if score == "naive":
-            psi = r
-        elif score == "rloo":
-            psi = centred * torch.where(n > 1, n / (n - 1).clamp_min(1), 0.0)
-        elif score == "dr_grpo":
-            psi = centred
-        else:
-            squares = group_sum(centred.square())
-            # Where all are equal, the square root has no slope: it must not meet one of 0 times infinity.
-            deviation = torch.where(squares > 0, squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1), 0.0)
-            deviation = torch.where(squares > 0, deviation.where(squares > 0, 1.0).sqrt(), 0.0)
-            psi = centred / (deviation + 1e-6)
-        correct = group_sum(y)
-        both = (correct > 0) & (correct < n) & balanced
-        weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
-        losses = weight * (softplus(psi) - y * psi)
-        losses = torch.where((y == 0) | (y == 1), losses, torch.nan)
-        loss = losses.sum() / denominator
-        (gradient,) = torch.autograd.grad(loss, r)
-    psi = psi.detach()
-    sums = [loss.detach(), ((psi > 0) == (y > 0)).double().sum(), proxies.double().sum()]
+    centred = r - group_sum(r) / n
+    if score == "naive":
+        psi = r
+    elif score == "rloo":
+        psi = centred * torch.where(n > 1, n / (n - 1).clamp_min(1), 0.0)
+    elif score == "dr_grpo":
+        psi = centred
+    else:
+        squares = group_sum(centred.square())
+        # Where all are equal, the square root has no slope: it must not meet one of 0 times infinity.
+        variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
+        psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
+    correct = group_sum(y)
+    both = (correct > 0) & (correct < n) & balanced
+    weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
+    losses = weight * (softplus(psi) - y * psi)
+    losses = torch.where((y == 0) | (y == 1), losses, torch.nan)
+    loss, psi = losses.sum() / denominator, psi.detach()
+    sums = [loss, ((psi > 0) == (y > 0)).double().sum(), r.detach().sum()]
     sums += [(psi * y).sum(), (psi * (1 - y)).sum(), y.sum()]
-    return torch.stack(sums), losses.detach().to(proxies.dtype), gradient.to(proxies.dtype)
+    return torch.stack(sums), losses.detach().to(proxies.dtype)

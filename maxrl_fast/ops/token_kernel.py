@@ -42,11 +42,6 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"maxrl_fast::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def has_kernels(logits: Tensor) -> bool:
-    """Whether the operators below run on the device of these logits; else the reference does."""
-    return logits.device.type == "cpu" or (logits.device.type == "cuda" and has_cuda_kernels(logits.device))
-
-
 def loss_arguments(batch: TokenBatch, options: LossOptions) -> tuple[Any, ...]:
     """The operators' arguments behind the logits."""
     temperatures, temperature = split_temperature(batch.temperature)
@@ -249,10 +244,10 @@ for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
     torch.library.register_fake(f"maxrl_fast::{_name}", _fake)
 
 
-def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     """gradient times scale []. Where scale is 1, as it nearly always is, the gradient itself, and without a pass over it.
 
-    On a GPU the device looks at the scale, so that the host need not wait, and the gradient is changed in place.
+    On a GPU the device looks at the scale, so that the host need not wait, and the gradient is changed in place always.
     """
     if torch.compiler.is_compiling() or type(scale) is not Tensor:  # traced: the scale has no value yet
         return gradient * scale.to(gradient.dtype)
@@ -268,7 +263,10 @@ def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
                 stream=torch.cuda.current_stream().cuda_stream,
             )
         return gradient
-    return gradient if float(scale) == 1 else gradient * scale.to(gradient.dtype)
+    if float(scale) == 1:
+        return gradient
+    scale = scale.to(gradient.dtype)
+    return gradient.mul_(scale) if in_place else gradient * scale
 
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_kernel import SUMS, has_kernels, loss_arguments, split_temperature
+from maxrl_fast.ops.token_kernel import SUMS, loss_arguments, split_temperature
 from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
 
 _OPS = torch.ops.maxrl_fast
@@ -32,7 +33,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tens
             looking would wait for the device, its numbers become NaN.
     """
     check_rows(_shape(logits), targets, temperature, logits.device)
-    if not has_kernels(logits):
+    if not has_kernels(logits.device):
         return token_logprobs_reference(logits, targets.long(), temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
@@ -137,7 +138,7 @@ def policy_gradient_loss(
     needs_gradient = logits.requires_grad and torch.is_grad_enabled()
     if in_place and needs_gradient and logits.is_leaf:
         raise ValueError("in_place needs logits that were computed, got a leaf, whose value is a parameter's own")
-    if not has_kernels(logits):
+    if not has_kernels(logits.device):
         return loss_and_metrics(token_loss_reference(logits, batch, options), logits)
     if options.loss == "gspo" and batch.old_logprobs is not None:
         batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))

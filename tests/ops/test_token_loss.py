@@ -1,4 +1,4 @@
-"""The token loss against its formulas, one token at a time in Python floats."""
+"""The token loss against its formulas, one token at a time in Python floats, and at its edges."""
 
 import math
 
@@ -99,6 +99,41 @@ def test_gradients(example, loss, kl):
     assert torch.autograd.grad(value(logits), logits)[0].abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 4.0])
+@pytest.mark.parametrize("advantage", [1.3, -1.3])
+@pytest.mark.parametrize(
+    ("loss", "dual"), [("reinforce", None), ("ppo", None), ("ppo", 3.0), ("cispo", None), ("gspo", None), ("gspo", 3.0)]
+)
+def test_gradient_on_both_sides_of_each_clip(loss, dual, advantage, ratio):
+    """One response of three tokens, all of one ratio: the slope by each log-prob is known."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets, cu_seqlens = torch.tensor([2, 0, 5]), torch.tensor([0, 3])
+    logp = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+    def value(x):
+        return policy_gradient_loss(
+            x,
+            targets,
+            torch.tensor([advantage], dtype=torch.float64),
+            cu_seqlens,
+            old_logprobs=logp.detach() - math.log(ratio),
+            loss=loss,
+            dual_clip=dual,
+        )[0]
+
+    is_free = ratio <= 1.2 if advantage > 0 else ratio >= 0.8 and (dual is None or ratio < dual)
+    slope = {
+        "reinforce": -advantage,
+        "cispo": -advantage * min(max(ratio, 0.8), 1.2),
+    }.get(loss, -advantage * ratio * is_free)
+    (expected,) = torch.autograd.grad(slope * logp.mean(), logits)
+    (actual,) = torch.autograd.grad(value(logits), logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    if loss != "cispo":  # whose value is not what it is the slope of
+        assert torch.autograd.gradcheck(value, (logits,))
+
+
 def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(example):
     logits = example.pop("logits").requires_grad_()
     example["advantages"] = torch.zeros(3, dtype=torch.float64)
@@ -116,7 +151,8 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(exa
     del example["old_logprobs"]
     loss, metrics = policy_gradient_loss(logits, **example, loss="ppo")
     reinforce, _ = policy_gradient_loss(logits, **example, loss="reinforce")
-    assert metrics["ratio"].item() == T
+    assert metrics["ratio"].item() == 1
+    assert metrics["mismatch"].item() == 0
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(reinforce, logits)[0])
 
 
@@ -150,9 +186,82 @@ def test_entropy_of_impossible_tokens():
     torch.testing.assert_close(logp, torch.tensor([-math.log(2)]))
 
 
+def test_importance_weights_multiply_the_advantage_alone(example):
+    per_sequence = torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64)
+    options = {"kl_coef": 0.3, "entropy_coef": 0.1}
+    weighted = policy_gradient_loss(**example, **options, importance_weights=per_sequence)[0]
+    scaled = policy_gradient_loss(**(example | {"advantages": example["advantages"] * per_sequence}), **options)[0]
+    assert weighted.item() == scaled.item()
+    assert abs(weighted.item() - policy_gradient_loss(**example, **options)[0].item()) > 1e-3
+    per_token = per_sequence.repeat_interleave(torch.tensor(LENGTHS))
+    assert policy_gradient_loss(**example, **options, importance_weights=per_token)[0].item() == weighted.item()
+
+
+def test_a_temperature_per_token(example):
+    temperatures = torch.linspace(0.5, 2.0, T, dtype=torch.float64)
+    logits = example.pop("logits")
+    whole = policy_gradient_loss(logits, **(example | {"temperature": temperatures}), entropy_coef=0.1)[0]
+    scaled = policy_gradient_loss(logits / temperatures[:, None], **(example | {"temperature": 1.0}), entropy_coef=0.1)[0]
+    assert whole.item() == pytest.approx(scaled.item(), rel=1e-14)
+
+
+def test_metrics(example):
+    """Means over the tokens that can teach, in closed form from log-ratios that are known."""
+    logits = example.pop("logits")
+    logp, entropy = token_logprobs(logits, example["targets"], temperature=0.7)
+    log_ratio = torch.tensor([0.5, -0.1, 0.0, -0.5, 0.3, -0.4, 0.1, 9.0], dtype=torch.float64)
+    example |= {"old_logprobs": logp - log_ratio, "ref_logprobs": logp - 0.25}
+    mask = torch.tensor([True] * 7 + [False])
+    example["advantages"] = torch.tensor([1.5, -2.0, -0.7], dtype=torch.float64)
+    _, metrics = policy_gradient_loss(logits, **example, kl="k2", mask=mask)
+    ratio = log_ratio[:7].exp()
+    expected = {
+        "tokens": 7,
+        "dropped_tokens": 0,
+        "ratio": ratio.mean(),
+        "clipped_low": 2 / 7,  # tokens 3 (A = -2) and 5 (A = -.7)
+        "clipped_high": 1 / 7,  # token 0 (A = 1.5), not token 4 (A = -.7)
+        "kl": 0.25**2 / 2,
+        "entropy": entropy[:7].mean(),
+        "mismatch": log_ratio[:7].abs().mean(),
+    }
+    assert set(metrics) == set(expected)
+    for name, value in expected.items():
+        assert metrics[name].item() == pytest.approx(float(value), rel=1e-12), name
+    assert policy_gradient_loss(logits, **example, loss="cispo", mask=mask)[1]["clipped_high"].item() == pytest.approx(2 / 7)
+    example["advantages"] = torch.tensor([0.0, -2.0, 0.0], dtype=torch.float64)
+    _, metrics = policy_gradient_loss(logits, **example, mask=mask)
+    assert (metrics["tokens"].item(), metrics["dropped_tokens"].item()) == (7, 6)
+    assert metrics["ratio"].item() == pytest.approx(float(ratio[3]), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
+    """It runs on devices without a kernel."""
+    logits = example.pop("logits").requires_grad_()
+    mask = torch.tensor([True, False, True, True, True, True, False, True])
+    advantages = torch.tensor([1.5, 0.0, -0.7], dtype=torch.float64)
+    options = example | {"advantages": advantages, "mask": mask, "loss": loss, "importance_weights": torch.rand(T).double()}
+    results = []
+    for entropy_coef in (0.0, 0.2):
+        for has_kernels in (True, False):
+            monkeypatch.setattr("maxrl_fast.ops.token_loss.has_kernels", lambda _, has=has_kernels: has)
+            value, metrics = policy_gradient_loss(logits, **options, kl_coef=entropy_coef, entropy_coef=entropy_coef)
+            results.append((value, torch.autograd.grad(value, logits)[0], metrics))
+    for kernel, reference in (results[:2], results[2:]):
+        torch.testing.assert_close(kernel, reference, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"targets": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])}, r"targets must be in \[0, 7\), got 7 at token 7"),
+        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be whole numbers \[T\] = \[8\]"),
+        ({"cu_seqlens": torch.tensor([0, 3, 4, 9])}, "cu_seqlens must rise from 0 to T = 8"),
+        ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, "cu_seqlens must rise from 0 to T = 8"),
+        ({"advantages": torch.zeros(5)}, r"advantages must be \[S\] = \[3\] or \[T\] = \[8\], got the shape \(5,\)"),
+        ({"mask": torch.ones(8)}, "mask must be bool"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
         ({"loss": "ppoo"}, "loss must be one of reinforce, ppo, cispo, gspo, got 'ppoo'"),
         ({"kl": "k4"}, "kl must be one of"),
         ({"aggregation": "mean"}, "aggregation must be one of"),

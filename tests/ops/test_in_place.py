@@ -1,0 +1,172 @@
+"""The gradient in the logits' place: the same numbers, no more memory, and errors for whoever else needs the logits."""
+
+import pytest
+import torch
+
+from maxrl_fast.ops import policy_gradient_loss
+from maxrl_fast.ops.token_batch import prepare
+from maxrl_fast.ops.token_kernel import loss_arguments
+
+T, H, V = 12, 8, 50
+GENERATOR = torch.Generator().manual_seed(0)
+HIDDEN, WEIGHT = torch.randn(T, H, generator=GENERATOR), torch.randn(V, H, generator=GENERATOR)
+BATCH = (torch.arange(T), torch.tensor([1.0, -2.0]), torch.tensor([0, 5, 12]))
+
+
+def loss_of(logits, **options):
+    return policy_gradient_loss(logits, *BATCH, **options)[0]
+
+
+def computed_logits():
+    return HIDDEN @ WEIGHT.clone().requires_grad_().T
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_the_same_gradient_where_the_logits_were(loss, scale):
+    options = {"loss": loss, "old_logprobs": -3 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "clip_high": 9.0}
+    results = []
+    for in_place in (False, True):
+        weight = WEIGHT.clone().requires_grad_()
+        logits = HIDDEN @ weight.T
+        loss_value = loss_of(logits, **options, in_place=in_place)
+        (scale * loss_value).backward()
+        results.append((loss_value.detach(), weight.grad))
+    assert results[0][1].abs().max() > 1e-3
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    logits = computed_logits()
+    kept = logits.detach()
+    value = loss_of(logits, **options, in_place=True)
+    expected = HIDDEN.matmul(WEIGHT.T).requires_grad_()
+    torch.testing.assert_close(kept, torch.autograd.grad(loss_of(expected, **options), expected)[0], rtol=0, atol=0)
+    assert value.requires_grad
+
+
+def test_a_view_of_the_logits_may_be_given():
+    weight = WEIGHT.clone().requires_grad_()
+    padded = (HIDDEN @ weight.T).view(3, 4, V)
+    loss_of(padded.view(T, V), in_place=True).backward()
+    (expected,) = torch.autograd.grad(loss_of(HIDDEN @ weight.T), weight)
+    torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
+
+
+def later_use(logits):
+    return loss_of(logits, in_place=True) + logits.logsumexp(-1).sum()
+
+
+def another_loss(logits):
+    return loss_of(logits, in_place=True) + loss_of(logits)
+
+
+def twice_in_place(logits):
+    return loss_of(logits, in_place=True) + loss_of(logits, in_place=True)
+
+
+def use_of_what_it_is_a_view_of(logits):
+    padded = logits.view(3, 4, V)
+    return loss_of(padded.view(T, V), in_place=True) + padded.sum()
+
+
+def earlier_use_that_kept_them(logits):
+    return logits.square().sum() + loss_of(logits, in_place=True)
+
+
+def changed_afterwards(logits):
+    loss = loss_of(logits, in_place=True)
+    logits.detach().zero_()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (later_use, "the logits were used after"),
+        (another_loss, "the logits were used after"),
+        (twice_in_place, "the logits were used after"),
+        (use_of_what_it_is_a_view_of, "the logits were used after"),
+        (earlier_use_that_kept_them, "modified by an inplace operation"),
+        (changed_afterwards, "the logits were changed after"),
+    ],
+)
+def test_whoever_else_needs_the_logits_is_refused(use, message):
+    value = use(computed_logits())
+    with pytest.raises(RuntimeError, match=message):
+        value.backward()
+
+
+def test_an_earlier_use_that_kept_nothing_of_them_is_fine():
+    weight = WEIGHT.clone().requires_grad_()
+    logits = HIDDEN @ weight.T
+    (logits.sum() + loss_of(logits, in_place=True)).backward()
+    other = HIDDEN @ weight.T
+    (expected,) = torch.autograd.grad(other.sum() + loss_of(other), weight)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_what_cannot_be_overwritten():
+    with pytest.raises(ValueError, match="in_place needs logits that were computed, got a leaf"):
+        loss_of(torch.randn(T, V, requires_grad=True), in_place=True)
+    with pytest.raises(ValueError, match="in_place needs logits whose rows are contiguous"):
+        loss_of((WEIGHT.clone().requires_grad_() @ HIDDEN.T).T, in_place=True)
+    loss = loss_of(computed_logits(), in_place=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran already"):
+        loss.backward()
+
+
+def test_without_a_gradient_the_logits_stay():
+    logits = HIDDEN @ WEIGHT.T
+    before = logits.clone()
+    loss_of(logits, in_place=True)
+    assert torch.equal(logits, before)
+    with torch.no_grad():
+        loss_of(computed_logits(), in_place=True)
+
+
+def test_backward_may_run_again_otherwise():
+    weight = WEIGHT.clone().requires_grad_()
+    loss = loss_of(HIDDEN @ weight.T)
+    first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first / 2)
+
+
+def test_the_operators_are_what_their_schemas_say():
+    batch, options = prepare(
+        torch.float32,
+        HIDDEN.device,
+        (T, V),
+        *BATCH,
+        old_logprobs=-torch.rand(T),
+        ref_logprobs=None,
+        importance_weights=None,
+        loss="ppo",
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=None,
+        kl="k3",
+        kl_coef=0.0,
+        entropy_coef=0.0,
+        temperature=1.0,
+        aggregation="seq_mean_token_mean",
+        mask=None,
+        denominator=None,
+    )
+    logits, ops = HIDDEN @ WEIGHT.T, torch.ops.maxrl_fast
+    arguments = loss_arguments(batch, options)
+    rows = (logits.clone().requires_grad_(), batch.targets, None, 0.7)
+    torch.library.opcheck(ops.token_loss.default, (logits.clone().requires_grad_(), *arguments, True))
+    torch.library.opcheck(ops.token_loss.default, (logits, *arguments, False))
+    torch.library.opcheck(ops.token_loss_.default, (logits.clone(), *arguments))
+    torch.library.opcheck(ops.token_logprobs.default, rows)
+    slopes = (torch.rand(T), torch.rand(T))
+    torch.library.opcheck(ops.token_logprobs_backward.default, (logits, batch.targets, None, 0.7, *slopes))
+    torch.library.opcheck(ops.token_logprobs_backward_.default, (logits.clone(), batch.targets, None, 0.7, *slopes))
+
+
+def test_it_compiles_whole():
+    compiled = torch.compile(lambda z: loss_of(2 * z, temperature=0.5), fullgraph=True, backend="aot_eager")
+    logits = (HIDDEN @ WEIGHT.T).requires_grad_()
+    eager = loss_of(2 * logits, temperature=0.5)
+    value = compiled(logits)
+    assert value.item() == eager.item()
+    torch.testing.assert_close(torch.autograd.grad(value, logits), torch.autograd.grad(eager, logits))

@@ -1,0 +1,165 @@
+"""The losses from hidden states and the output matrix against the same from logits."""
+
+import pytest
+import torch
+
+from maxrl_fast.ops import (
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+    policy_gradient_loss,
+    token_logprobs,
+)
+from maxrl_fast.ops.linear_loss import _Chunks
+
+T, H, V = 50, 16, 70
+
+
+def make(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, H, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).to(dtype).requires_grad_()
+    batch = {
+        "targets": torch.randint(V, (T,), generator=generator),
+        "advantages": torch.tensor([1.0, 0.0, -2.0, 0.5]),
+        "cu_seqlens": torch.tensor([0, 10, 10, 30, 50]),
+        "old_logprobs": -5 * torch.rand(T, generator=generator),
+        "mask": torch.rand(T, generator=generator) < 0.8,
+        "temperature": 0.5 + torch.rand(T, generator=generator),
+    }
+    return hidden, weight, batch
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
+
+
+def assert_close(actual, expected, dtype):
+    for ours, theirs in zip(actual, expected, strict=True):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error <= TOLERANCE[dtype], float(error)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
+    hidden, weight, batch = make(dtype)
+    ref = -5 * torch.rand(T)
+    for kl_coef in (0.0, 0.1):  # with and without rows that teach nothing
+        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
+        expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
+        actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
+        assert actual.item() == pytest.approx(expected.item(), rel=2e-6)
+        assert set(metrics) == set(linear_metrics)
+        for name, value in metrics.items():
+            assert linear_metrics[name].item() == pytest.approx(value.item(), rel=2e-6), name
+        gradients = [torch.autograd.grad(3 * value, (hidden, weight)) for value in (actual, expected)]
+        assert_close(*gradients, dtype)
+
+
+def test_rows_that_cannot_teach_are_left_out_of_the_products(monkeypatch):
+    hidden, weight, batch = make(torch.float32)
+    rows = []
+    original = _Chunks.__iter__
+
+    def counted(self):
+        rows.append(len(self.hidden))
+        return original(self)
+
+    monkeypatch.setattr(_Chunks, "__iter__", counted)
+    batch["advantages"] = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    kept = int(batch["mask"][:10].sum() + batch["mask"][30:].sum())
+    _, metrics = linear_policy_gradient_loss(hidden, weight, **batch)
+    assert rows == [kept]
+    assert metrics["tokens"].item() == int(batch["mask"].sum())
+    assert metrics["dropped_tokens"].item() == int(batch["mask"].sum()) - kept
+    with torch.no_grad():
+        hidden[10:30] = torch.nan  # not looked at
+    loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
+    gradient = torch.autograd.grad(loss, (hidden, weight))
+    assert (gradient[0][10:30] == 0).all()
+    assert all(x.isfinite().all() for x in gradient)
+
+
+def test_what_is_frozen_gets_no_gradient_and_no_memory(monkeypatch):
+    hidden, weight, batch = make(torch.float32)
+    made = []
+    original = _Chunks.__init__
+
+    def remembered(self, *arguments):
+        original(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(_Chunks, "__init__", remembered)
+    loss, _ = linear_policy_gradient_loss(hidden, weight.detach(), **batch)
+    assert made[-1].by_weight is None
+    expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
+    assert_close(torch.autograd.grad(loss, [hidden]), torch.autograd.grad(expected, [hidden]), torch.float32)
+    loss, _ = linear_policy_gradient_loss(hidden.detach(), weight, **batch)
+    assert made[-1].by_hidden is None
+    expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
+    assert_close(torch.autograd.grad(loss, [weight]), torch.autograd.grad(expected, [weight]), torch.float32)
+    with torch.no_grad():
+        loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
+    assert (made[-1].by_hidden, made[-1].by_weight) == (None, None)
+    assert loss.item() == expected.item()
+
+
+def test_a_master_weight_gets_its_gradient_in_float32():
+    """In bfloat16, chunk after chunk, small contributions would be lost."""
+    hidden, weight, batch = make(torch.bfloat16)
+    master = weight.detach().float().requires_grad_()
+    loss, _ = linear_policy_gradient_loss(hidden, master, **batch, chunk_tokens=1)
+    (gradient,) = torch.autograd.grad(loss, master)
+    assert gradient.dtype == torch.float32
+    wide, wide_weight = hidden.detach().double(), weight.detach().double().requires_grad_()
+    logits = (hidden @ weight.T).detach().double() + (wide @ wide_weight.T) - (wide @ wide_weight.T).detach()
+    expected, _ = policy_gradient_loss(logits, **batch)
+    assert_close([gradient], torch.autograd.grad(expected, [wide_weight]), torch.bfloat16)
+
+
+def test_logits_exist_for_one_chunk_only():
+    hidden, weight, _ = make(torch.float32)
+    chunks = _Chunks(hidden.detach(), weight.detach(), 8, True, True)
+    addresses = {logits.data_ptr() for _, _, logits in chunks}
+    assert len(addresses) == 1
+    assert chunks.buffer.shape == (8, V)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_logprobs_are_those_of_the_logits(dtype):
+    hidden, weight, batch = make(dtype)
+    for temperature in (0.7, batch["temperature"]):
+        expected = token_logprobs(hidden @ weight.T, batch["targets"], temperature=temperature)
+        actual = linear_token_logprobs(hidden, weight, batch["targets"], temperature=temperature, chunk_tokens=7)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        slopes = (torch.randn(T).to(actual[0].dtype), torch.randn(T).to(actual[0].dtype))
+        gradients = [torch.autograd.grad(values, (hidden, weight), slopes) for values in (actual, expected)]
+        assert_close(*gradients, dtype)
+    with torch.no_grad():
+        assert not linear_token_logprobs(hidden, weight, batch["targets"])[0].requires_grad
+
+
+def test_no_tokens():
+    weight = torch.randn(V, H, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    hidden = torch.zeros(0, H, requires_grad=True)
+    loss, _ = linear_policy_gradient_loss(hidden, weight, none, torch.zeros(1), torch.tensor([0, 0]))
+    loss.backward()
+    assert loss.item() == 0
+    assert (weight.grad == 0).all()
+    assert linear_token_logprobs(hidden, weight, none)[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.randn(V, H + 1)}, r"hidden \[T, H\] and weight \[V, H\] must have one H and device"),
+        ({"weight": torch.randn(V, H).half()}, "weight must be torch.float32 as hidden is, or float32, got torch.float16"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
+        ({"targets": torch.full((T,), V)}, rf"targets must be in \[0, {V}\), got {V} at token 0"),
+    ],
+)
+def test_bad_input(change, message):
+    hidden, weight, batch = make(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        linear_policy_gradient_loss(**({"hidden": hidden, "weight": weight} | batch | {"mask": None} | change))

@@ -1,0 +1,339 @@
+"""The token kernels row by row against float64: vocabularies, element types, strides, extremes, splits."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+
+VOCABULARIES = [1, 2, 127, 32000, 50257, 151936, 262144]
+# Normwise, of a row: rounding of the result, and of float32 arithmetic.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3, torch.float64: 1e-12}
+
+
+def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
+    """Loss sum_t -w_t logp_t - c H_t and its gradient, in float64 by autograd."""
+    z = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(z / temperature, -1)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
+    loss = (-weights.double() * log_p.gather(1, targets[:, None])[:, 0] - entropy_coef * entropy).sum()
+    return loss.detach(), torch.autograd.grad(loss, z)[0]
+
+
+def ours(logits, targets, weights, **options):
+    """The same through the kernel: one response a token."""
+    z = logits.detach().requires_grad_()
+    cu_seqlens = torch.arange(len(targets) + 1)
+    options = {"loss": "reinforce", "aggregation": "seq_sum_constant", "denominator": 1.0} | options
+    loss, _ = policy_gradient_loss(z, targets, weights, cu_seqlens, **options)
+    return loss.detach(), torch.autograd.grad(loss, z)[0]
+
+
+def assert_rows_close(actual, expected, targets, tolerance):
+    """Of every row the target's column, and all others together, each within its own relative error."""
+    at_target = torch.zeros_like(expected, dtype=torch.bool).scatter(1, targets[:, None], True)
+    for part in (at_target, ~at_target):
+        error = torch.where(part, actual.double() - expected, 0.0).norm(dim=1)
+        size = torch.where(part, expected, 0.0).norm(dim=1)
+        assert (error <= tolerance * size).all(), float((error / size.clamp_min(1e-300)).max())
+
+
+def make_rows(vocab, dtype, rows=5, scale=3.0):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (scale * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    targets[0], targets[1] = 0, vocab - 1
+    return logits, targets, torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_every_row_is_close_to_float64(vocab, dtype):
+    logits, targets, weights = make_rows(vocab, dtype)
+    for entropy_coef, temperature in ((0.0, 1.0), (0.5, 0.7)):
+        options = {"entropy_coef": entropy_coef, "temperature": temperature}
+        loss, gradient = ours(logits, targets, weights, **options)
+        expected_loss, expected = exact(logits, targets, weights, **options)
+        assert gradient.dtype == dtype
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=2e-6)
+        # At the target the terms of loss and entropy nearly cancel in places.
+        tolerance = TOLERANCE[dtype] * (4 if entropy_coef else 1)
+        assert_rows_close(gradient, expected, targets, tolerance)
+        assert gradient.double().sum(1).abs().max() <= 4 * TOLERANCE[dtype] * expected.abs().sum(1).max()
+
+
+@pytest.mark.parametrize("spoil", [lambda x: 0 * x, lambda x: -x, lambda x: 1.01 * x, lambda x: x.roll(1, 1)])
+def test_the_comparison_would_see_a_wrong_gradient(spoil):
+    logits, targets, weights = make_rows(127, torch.float32)
+    _, expected = exact(logits, targets, weights)
+    with pytest.raises(AssertionError):
+        assert_rows_close(spoil(expected), expected, targets, max(TOLERANCE.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [1, 3])
+def test_rows_at_any_address(dtype, offset):
+    wide = torch.full((5, 1000 + 7), float("nan"), dtype=dtype)
+    logits, targets, weights = make_rows(1000, dtype)
+    wide[:, offset : offset + 1000] = logits
+    _, expected = ours(logits, targets, weights)
+    _, actual = ours(wide[:, offset : offset + 1000], targets, weights)
+    assert torch.equal(actual, expected)
+    _, transposed = ours(logits.T.contiguous().T, targets, weights)
+    assert torch.equal(transposed, expected)
+
+
+@pytest.mark.parametrize("vocab", [50, 32000])
+def test_bfloat16_is_at_most_twice_as_far_from_float64_as_pytorch(vocab):
+    logits, targets, weights = make_rows(vocab, torch.bfloat16)
+    _, expected = exact(logits, targets, weights)
+    _, actual = ours(logits, targets, weights)
+    z = logits.detach().requires_grad_()
+    log_p = torch.log_softmax(z.float(), -1).gather(1, targets[:, None])[:, 0]
+    (pytorch,) = torch.autograd.grad(-(weights * log_p).sum(), z)
+    errors = [float((x.double() - expected).norm()) for x in (actual, pytorch)]
+    assert errors[0] <= 2 * errors[1]
+
+
+EXTREMES = {
+    "all -100": torch.full((5, 40), -100.0),
+    "all 1e4": torch.full((5, 40), 1e4),
+    "one-hot 1e4": torch.zeros(5, 40).index_fill(1, torch.tensor([7]), 1e4),
+    "some -inf": torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).index_fill(
+        1, torch.arange(4, 40, 5), -torch.inf
+    ),
+    "nearly certain": torch.zeros(5, 40).index_fill(1, torch.tensor([7]), 25.0),
+    "rising": torch.linspace(-80, 80, 40).expand(5, 40),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_logits(name, dtype):
+    logits = EXTREMES[name].to(dtype)
+    targets = torch.tensor([7, 7, 0, 8, 2])
+    weights = torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0]) * 64  # far from where half precision ends
+    for options in ({}, {"entropy_coef": 0.5}):
+        loss, gradient = ours(logits, targets, weights, **options)
+        expected_loss, expected = exact(logits, targets, weights, **options)
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+        assert gradient.isfinite().all()
+        if not options:
+            # Half precision has no numbers below 6e-8, and no float32 exponential is below 1e-38. Of exponents near -100
+            # the seventh digit is the exponential's fifth.
+            smallest = 6e-8 if dtype == torch.float16 else 1e-35
+            error = (gradient.double() - expected).abs()
+            assert (error <= max(TOLERANCE[dtype], 2e-5) * expected.abs() + smallest).all()
+        impossible = logits == -torch.inf
+        assert (gradient[impossible] == 0).all()
+
+
+def test_a_nearly_certain_target_keeps_its_gradient():
+    """1 - p is 1e-9: in float32 p is 1, and in bfloat16 it is 1 already at .998."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([[0.0, -21.0, -23.0]], dtype=dtype)
+        _, expected = exact(logits, torch.tensor([0]), torch.ones(1))
+        _, actual = ours(logits, torch.tensor([0]), torch.ones(1))
+        assert expected[0, 0] < -1e-10
+        torch.testing.assert_close(actual.double(), expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5, atol=0)
+        logp, entropy = token_logprobs(logits, torch.tensor([0]))
+        exact_logp = torch.log_softmax(logits.double(), -1)
+        assert logp.item() == pytest.approx(exact_logp[0, 0].item(), rel=1e-5)
+        assert entropy.item() == pytest.approx(-(exact_logp.exp() * exact_logp).sum().item(), rel=1e-4)
+
+
+def test_a_nan_stays_in_its_row_and_shows():
+    logits, targets, weights = make_rows(1000, torch.float32)
+    for value in (torch.nan, torch.inf):
+        poisoned = logits.clone()
+        poisoned[2, 345] = value
+        loss, gradient = ours(poisoned, targets, weights)
+        assert loss.isnan()
+        assert gradient[2].isnan().any()
+        assert gradient[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_logprobs_and_entropy_and_their_gradients():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        logits, targets, weights = make_rows(3001, dtype)
+        z = logits.detach().requires_grad_()
+        logp, entropy = token_logprobs(z, targets, temperature=0.7)
+        assert logp.dtype == entropy.dtype == torch.promote_types(dtype, torch.float32)
+        wide = logits.double().requires_grad_()
+        log_p = torch.log_softmax(wide / 0.7, -1)
+        expected_logp = log_p.gather(1, targets[:, None])[:, 0]
+        expected_entropy = -(log_p.exp() * log_p).sum(-1)
+        torch.testing.assert_close(logp.double(), expected_logp, rtol=1e-6, atol=0)
+        torch.testing.assert_close(entropy.double(), expected_entropy, rtol=2e-6, atol=0)
+        by = weights.to(logp.dtype)
+        by_entropy = torch.tensor([0.0, 1.0, -2.0, 0.5, 0.0], dtype=logp.dtype)
+        (gradient,) = torch.autograd.grad((logp, entropy), z, (by, by_entropy))
+        (expected,) = torch.autograd.grad((expected_logp, expected_entropy), wide, (by.double(), by_entropy.double()))
+        assert_rows_close(gradient, expected, targets, 4 * TOLERANCE[dtype])
+    z = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([4, 0, 2])
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, y, temperature=torch.tensor([0.5, 1.0, 2.0])), (z,))
+    with torch.no_grad():
+        assert not token_logprobs(z, y)[0].requires_grad
+    with pytest.raises(ValueError, match=r"targets must be in \[0, 5\), got 5 at token 1"):
+        token_logprobs(z, torch.tensor([0, 5, 1]))
+
+
+def packed(dtype=torch.float32, vocab=64):
+    """Seven responses, of 0 and of 1 token among them, and every option at once."""
+    lengths = torch.tensor([3, 0, 1, 9, 4, 0, 6])
+    generator = torch.Generator().manual_seed(9)
+    total = int(lengths.sum())
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    logits = (2 * torch.randn(total, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(vocab, (total,), generator=generator)
+    logp, _ = token_logprobs(logits, targets)
+    return logits, {
+        "targets": targets,
+        "advantages": torch.randn(7, generator=generator),
+        "cu_seqlens": cu_seqlens,
+        "old_logprobs": logp + 0.3 * torch.randn(total, generator=generator),
+        "ref_logprobs": logp + 0.3 * torch.randn(total, generator=generator),
+        "mask": torch.rand(total, generator=generator) < 0.8,
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
+    }
+
+
+def gradient_of(logits, batch, scale=1.0, **options):
+    z = logits.detach().requires_grad_()
+    loss, metrics = policy_gradient_loss(z, **(batch | options))
+    return loss.detach(), torch.autograd.grad(scale * loss, z)[0], metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"])
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_any_split_adds_up_to_the_whole(loss, aggregation):
+    logits, batch = packed()
+    denominator = {"token_mean": float(batch["mask"].sum()), "seq_sum_constant": 50.0}.get(aggregation, 7.0)
+    options = {"loss": loss, "aggregation": aggregation, "denominator": denominator}
+    whole, gradient, metrics = gradient_of(logits, batch, **options)
+    cu_seqlens = batch["cu_seqlens"].tolist()
+    for cuts in ([0, 7], [0, 1, 2, 7], [0, 4, 5, 7], list(range(8))):
+        losses, gradients, tokens = [], [], 0
+        for first, last in pairwise(cuts):
+            start, stop = cu_seqlens[first], cu_seqlens[last]
+            part = {
+                name: value[start:stop] if isinstance(value, torch.Tensor) and len(value) == len(logits) else value
+                for name, value in batch.items()
+            }
+            part["advantages"] = batch["advantages"][first:last]
+            part["cu_seqlens"] = batch["cu_seqlens"][first : last + 1] - start
+            loss_of_part, gradient_of_part, metrics_of_part = gradient_of(logits[start:stop], part, **options)
+            losses.append(loss_of_part.double())
+            gradients.append(gradient_of_part)
+            tokens += int(metrics_of_part["tokens"])
+        assert torch.equal(torch.cat(gradients), gradient)  # bitwise
+        assert float(sum(losses)) == pytest.approx(whole.item(), rel=1e-6)
+        assert tokens == int(metrics["tokens"]) == int(batch["mask"].sum())
+
+
+def test_packed_equals_padded():
+    """A padded [7, 9] batch, in plain PyTorch."""
+    logits, batch = packed(torch.float64)
+    lengths = batch["cu_seqlens"].diff()
+    slots = torch.cat([9 * i + torch.arange(n) for i, n in enumerate(lengths.tolist())])
+    z = torch.zeros(63, 64, dtype=torch.float64).index_copy(0, slots, logits).view(7, 9, 64).requires_grad_()
+
+    def pad(values):
+        return torch.zeros(63, dtype=values.dtype).index_copy(0, slots, values).view(7, 9)
+
+    log_p = torch.log_softmax(z, -1)
+    logp = log_p.gather(-1, pad(batch["targets"])[..., None])[..., 0]
+    ratio = (logp - pad(batch["old_logprobs"].double())).exp()
+    a = batch["advantages"].double()[:, None]
+    value = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+    d = pad(batch["ref_logprobs"].double()) - logp
+    value = value + 0.1 * (d.exp() - d - 1) + 0.05 * (log_p.exp() * log_p).sum(-1)
+    mask = pad(batch["mask"])
+    loss = (value * mask).sum() / mask.sum()
+    actual, gradient, _ = gradient_of(logits, batch)
+    assert actual.item() == pytest.approx(loss.item(), rel=1e-6)  # log-probs are float32
+    (expected,) = torch.autograd.grad(loss, z)
+    torch.testing.assert_close(gradient, expected.view(63, 64)[slots], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_nothing_to_learn_from(loss):
+    empty = torch.zeros(0, 5, requires_grad=True)
+    none = torch.zeros(0)
+    value, metrics = policy_gradient_loss(
+        empty, none.long(), none, torch.tensor([0]), loss=loss, old_logprobs=none, ref_logprobs=none, kl_coef=0.1
+    )
+    value.backward()
+    assert (value.item(), tuple(empty.grad.shape)) == (0.0, (0, 5))
+    logits, batch = packed()
+    z = logits.requires_grad_()
+    nothing = torch.zeros_like(batch["mask"])
+    for denominator in (None, 5.0):
+        value, metrics = policy_gradient_loss(z, **(batch | {"mask": nothing}), loss=loss, denominator=denominator)
+        assert value.item() == 0.0
+        assert (torch.autograd.grad(value, z)[0] == 0).all()
+        assert all(metric.item() == 0 for metric in metrics.values())
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_what_is_masked_may_be_anything(loss):
+    logits, batch = packed()
+    _, clean, _ = gradient_of(logits, batch, loss=loss)
+    masked = ~batch["mask"]
+    poisoned = {name: batch[name].clone() for name in ("targets", "old_logprobs", "ref_logprobs")}
+    logits[masked] = torch.nan
+    poisoned["targets"][masked] = -100
+    poisoned["old_logprobs"][masked] = torch.inf
+    poisoned["ref_logprobs"][masked] = torch.nan
+    value, gradient, metrics = gradient_of(logits, batch | poisoned, loss=loss)
+    assert value.isfinite()
+    assert torch.equal(gradient, clean)
+    assert (gradient[masked] == 0).all()
+    assert all(metric.isfinite() for metric in metrics.values())
+
+
+def test_rows_that_cannot_teach_are_not_read():
+    logits, targets, weights = make_rows(100, torch.float32)
+    weights[[1, 3]] = 0.0
+    _, expected = exact(logits, targets, weights)
+    logits[[1, 3]] = torch.nan
+    loss, gradient = ours(logits, targets, weights)
+    assert loss.isfinite()
+    assert (gradient[[1, 3]] == 0).all()
+    assert_rows_close(gradient, expected, targets, 2e-6)
+
+
+def test_other_upstream_gradients():
+    logits, batch = packed()
+    _, gradient, _ = gradient_of(logits, batch)
+    for scale in (2.5, -1.0, 0.0):
+        torch.testing.assert_close(gradient_of(logits, batch, scale)[1], scale * gradient, rtol=1e-6, atol=0)
+
+
+def test_the_same_bits_again_and_on_any_number_of_threads():
+    logits, batch = packed(vocab=40_000)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            results.append(gradient_of(logits, batch, loss="gspo"))
+    finally:
+        torch.set_num_threads(threads)
+    for loss, gradient, metrics in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+        assert all(torch.equal(metrics[name], results[0][2][name]) for name in metrics)
+
+
+def test_half_precision_round_trip():
+    """All finite halves through the gradient's rounding: reinforce at V = 2 with p = 1/2 gives A/2."""
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    halves = halves[halves.isfinite() & (halves.float().abs() < 30000)]
+    logits = torch.zeros(len(halves), 2, dtype=torch.float16)
+    _, gradient = ours(logits, torch.zeros(len(halves), dtype=torch.int64), 2 * halves.float())
+    torch.testing.assert_close(gradient[:, 1], halves, rtol=0, atol=0)
+    torch.testing.assert_close(gradient[:, 0], -halves, rtol=0, atol=0)

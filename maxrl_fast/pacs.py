@@ -100,6 +100,7 @@ class Pacs:
         )
         (slope,) = torch.autograd.grad(loss, proxies)
         losses = metrics.pop("losses")
+        metrics["loss"] = losses.mean()
         self.values.view(-1)[sequences] = -self.beta * slope - (losses if self.is_paper else 0.0)
         step.metrics.append(metrics)
         return self.values.flatten()

@@ -76,7 +76,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
         elif score != "naive":
             assert (advantages[sequences] == 0).all()  # the group in which none is correct, met first
     metrics = pacs.end(1)
-    assert set(metrics) == {"pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
+    assert set(metrics) == {"pacs_loss", "pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
     assert pacs.values.shape == (3, N)
 
 

@@ -1,6 +1,7 @@
 // Log-probabilities and entropies of rows of logits on a CPU, and the gradient back to the logits.
 #include "../kernels.h"
 #include "dispatch.h"
+#include "huge_pages.h"
 #include "softmax_row.h"
 
 namespace maxrl::cpu {
@@ -58,6 +59,8 @@ int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Re
 template <typename Element, typename Real>
 void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
                              const Real* by_entropy, Rows<Element> gradient, int num_threads) {
+  if (gradient.data != logits.data)
+    advise_huge_pages(gradient.data, in.num_tokens * gradient.stride * static_cast<int64_t>(sizeof(Element)));
   for_rows<Real>(in.num_tokens, rows_per_piece(in.vocab_size), scratch_size(in.vocab_size), num_threads,
                  BackwardWork<Element, Real>{logits, in, by_logprobs, by_entropy, gradient});
 }

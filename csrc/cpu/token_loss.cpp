@@ -5,6 +5,7 @@
 
 #include "../kernels.h"
 #include "dispatch.h"
+#include "huge_pages.h"
 #include "softmax_row.h"
 
 namespace maxrl::cpu {
@@ -48,6 +49,8 @@ int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, 
                    Rows<Element> gradient, double* sums, int num_threads) {
   for (int64_t t = 0; t < in.rows.num_tokens; ++t)
     if (!in.rows.is_target_valid(t) && (!in.mask || in.mask[t])) return t;
+  if (gradient.data && gradient.data != logits.data)
+    advise_huge_pages(gradient.data, in.rows.num_tokens * gradient.stride * static_cast<int64_t>(sizeof(Element)));
   const int64_t grain = rows_per_piece(in.rows.vocab_size);
   std::vector<Sums> partial((in.rows.num_tokens + grain - 1) / grain);
   for_rows<Real>(in.rows.num_tokens, grain, gradient.data ? scratch_size(in.rows.vocab_size) : 0, num_threads,

@@ -58,11 +58,9 @@ class TokenBatch:
 
     def by_token(self, values: Tensor) -> Tensor:
         """`values` [S] or [T] as [T]."""
-        return values if self.is_per_token(values) else values[self.sequence()]
-
-    def sequence(self) -> Tensor:
-        """Each token's sequence, [T] int64."""
-        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=len(self))
+        if self.is_per_token(values):
+            return values
+        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=len(self))
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
         """Tokens `start` to `stop - 1`, of all sequences: those that lie elsewhere become empty."""
@@ -88,10 +86,10 @@ class TokenBatch:
         keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
         if options.needs_every_row:
             return keep
-        advantages = self.by_token(self.advantages)
-        if self.importance_weights is not None:
-            advantages = advantages * self.by_token(self.importance_weights)
-        return keep & (advantages != 0)
+        for factor in (self.advantages, self.importance_weights):
+            if factor is not None:
+                keep = keep & self.by_token(factor != 0)
+        return keep
 
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
         """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""

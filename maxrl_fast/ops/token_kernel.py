@@ -271,13 +271,16 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # as zeros [T, V], for the output that has no gradient
     ctx.save_for_backward(output[1])
     ctx.num_inputs, ctx.is_spent = len(inputs), False
 
 
-def _loss_backward(ctx: Any, by_sums: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _loss_backward(ctx: Any, by_sums: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
     nothing = (None,) * (ctx.num_inputs - 1)
+    if by_sums is None:
+        return None, *nothing
     if ctx.is_spent and gradient.device.type == "cuda":
         raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
     ctx.is_spent = True

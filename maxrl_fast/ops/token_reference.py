@@ -30,7 +30,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, options: LossOptions
     log_ratio = logp - (logp.detach() if old is None else old)
     mismatch = log_ratio.abs()
     if options.loss == "gspo" and batch.old_logprobs is not None:
-        by_sequence = batch.mean_log_ratio(logp.detach())[batch.sequence()]
+        by_sequence = batch.by_token(batch.mean_log_ratio(logp.detach()))
         log_ratio = by_sequence + (log_ratio - log_ratio.detach())
     ratio = log_ratio.exp()
     value = _surrogate(options, advantage, ratio, logp)
@@ -41,7 +41,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, options: LossOptions
     if options.entropy_coef:
         value = value - options.entropy_coef * entropy
     if batch.sequence_tokens is not None:
-        value = value / batch.sequence_tokens.clamp_min(1)[batch.sequence()]
+        value = value / batch.by_token(batch.sequence_tokens.clamp_min(1))
 
     low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
     if options.loss != "cispo":

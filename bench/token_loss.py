@@ -1,0 +1,399 @@
+"""`python -m bench.token_loss`: the token losses, forward and backward, beside how others compute theirs and beside a copy.
+
+Sides are timed in turn, in one process, after their gradients were compared. The floor is one read and one write of the
+logits at the bandwidth that a copy of as many bytes measures. Peers: eager PyTorch, torch.compile, and, where installed,
+TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. The last line is one JSON document.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
+from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SEQUENCES = 16
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Median over rounds of the time of a call, the functions in turn within a round, after one call of each; what is to be
+    done before a call is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(rounds + 1):
+        for name, function in functions.items():
+            before()
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if repeat:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory in use during a call, above what was in use before it; None where the system does not say."""
+    if device.type == "cuda":
+        synchronize(device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
+        before = status_bytes("VmRSS")
+        function()
+        return max(status_bytes("VmHWM") - before, 0)
+    except OSError:
+        return None
+
+
+def status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def eager_ppo(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
+    """PPO's clipped loss by log_softmax and gather; advantages [T]."""
+    return clipped(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0], advantages, old)
+
+
+def clipped(logp: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
+    ratio = (logp - old).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+class Computed(torch.autograd.Function):
+    """Logits as a model computes them, made before the clock starts; backward keeps their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, case: "Case", logits: Tensor) -> Tensor:
+        ctx.case = case
+        same = logits.new_empty(0)  # no view, which in_place could not change
+        same.set_(logits.untyped_storage(), 0, logits.shape, logits.stride())  # type: ignore[arg-type, unused-ignore]
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.case.gradient = gradient
+        return gradient.new_zeros(()), None, None
+
+
+class Case:
+    """Logits [T, V] of one dtype and what goes with them; every side leaves its gradient in `gradient`."""
+
+    def __init__(self, dtype: torch.dtype, num_tokens: int, vocab_size: int, device: torch.device):
+        generator = torch.Generator().manual_seed(0)
+        bounds = torch.linspace(0, num_tokens, SEQUENCES + 1).long()
+        self.cu_seqlens = bounds.to(device)
+        self.source = torch.randn(num_tokens, vocab_size, device=device).to(dtype)
+        self.working = self.source.clone()  # what in_place overwrites
+        self.anchor = torch.zeros((), device=device, dtype=dtype, requires_grad=True)
+        self.gradient = torch.empty(0)
+        self.targets = torch.randint(vocab_size, (num_tokens,), generator=generator).to(device)
+        self.advantages = torch.randn(SEQUENCES, generator=generator).to(device)
+        self.per_token = self.advantages.repeat_interleave(bounds.diff().to(device))
+        noise = 0.1 * torch.randn(num_tokens, generator=generator).to(device)
+        self.old = token_logprobs(self.source, self.targets)[0] + noise
+
+    def computed(self) -> Tensor:
+        return Computed.apply(self.anchor, self, self.working)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        loss.backward()
+        return self.gradient
+
+    def ours(self, **options: Any) -> Tensor:
+        arguments = (self.computed(), self.targets, self.advantages, self.cu_seqlens)
+        return self.backward(policy_gradient_loss(*arguments, old_logprobs=self.old, **options)[0])
+
+    def of_logprobs(self) -> Tensor:
+        return self.backward(clipped(token_logprobs(self.computed(), self.targets)[0], self.per_token, self.old))
+
+    def by(self, loss: Callable[..., Tensor]) -> Tensor:
+        return self.backward(loss(self.computed(), self.targets, self.per_token, self.old))
+
+    def refill(self) -> None:
+        """Before every side: the logits as they were, and the last side's gradient gone."""
+        self.gradient = torch.empty(0)
+        self.working.copy_(self.source)
+
+
+def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
+    """Losses of other libraries, and the names of those that are not there."""
+    peers: dict[str, Callable[[], Tensor]] = {}
+    absent = []
+    try:
+        from trl.trainer.utils import selective_log_softmax
+
+        def by_trl() -> Tensor:
+            logp = selective_log_softmax(case.computed()[None], case.targets[None])[0]
+            return case.backward(clipped(logp.float(), case.per_token, case.old))
+
+        peers["TRL selective_log_softmax"] = by_trl
+    except ImportError as error:
+        absent.append(f"TRL ({error})")
+    try:
+        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+        if case.source.device.type != "cuda":
+            raise ImportError("it needs a GPU")
+
+        # Its logits are [B, L + 1, V], the last of each sequence unused: one sequence with a row more.
+        longer = torch.cat([case.source, case.source[:1]])[None].requires_grad_()
+
+        def by_liger() -> Tensor:
+            longer.grad = None
+            loss, _ = triton_grpo_loss(
+                longer,
+                case.old[None],
+                None,
+                case.targets[None],
+                case.advantages[:1],
+                temperature=1.0,
+                beta=0.0,
+                eps_low=0.2,
+                eps_high=0.2,
+                inplace=False,
+                reduce=True,
+            )[:2]
+            loss.backward()
+            assert longer.grad is not None
+            return longer.grad[0, :-1]
+
+        peers["liger-kernel GRPO"] = by_liger
+    except ImportError as error:
+        absent.append(f"liger-kernel ({error})")
+    return peers, absent
+
+
+def check_agreement(
+    expected: Tensor, sides: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype, before: Callable[[], object]
+) -> dict[str, float]:
+    """Relative differences of the gradients; an error where there is nothing to compare."""
+    differences = {}
+    for name, side in sides.items():
+        before()
+        actual = side()
+        error = size = 0.0
+        for a, e in zip(actual.split(256), expected.split(256), strict=True):
+            error += float((a.float() - e.float()).square().sum())
+            size += float(e.float().square().sum())
+        differences[name] = (error / size) ** 0.5
+        # In bfloat16 TRL rounds log-probs, which turns some clips around.
+        limit = 1e-5 if dtype == torch.float32 else 0.2 if name.startswith("TRL") else 1e-2
+        if not size > 0 or not differences[name] < limit:
+            raise RuntimeError(f"{name}: its gradient differs by {differences[name]}, relatively")
+    return differences
+
+
+def measure_logits(
+    dtype: torch.dtype,
+    num_tokens: int,
+    vocab_size: int,
+    rounds: int,
+    compiled: Callable[..., Tensor] | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """All sides on logits of one dtype."""
+    case = Case(dtype, num_tokens, vocab_size, device)
+    source, target = case.source, torch.zeros_like(case.source)
+    peers, absent = installed_peers(case)
+    comparable: dict[str, Callable[[], Tensor]] = {
+        "ours": case.ours,
+        "ours, token_logprobs": case.of_logprobs,
+        "eager": lambda: case.by(eager_ppo),
+    }
+    if compiled is not None:
+        comparable["torch.compile"] = lambda: case.by(compiled)
+    comparable |= {name: peer for name, peer in peers.items() if not name.startswith("liger")}  # one advantage for all
+    expected = case.by(eager_ppo).clone()
+    sides = comparable | {"ours, in place": lambda: case.ours(in_place=True)}
+    differences = check_agreement(expected, sides, dtype, case.refill)
+    del expected
+    # What allocates most comes last: the next to allocate pays for it, and a copy does not.
+    functions: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "ours, in place": lambda: case.ours(in_place=True),
+        "ours, no gradient": lambda: token_logprobs(source, case.targets),
+        "ours, gspo": lambda: case.ours(loss="gspo"),
+        "ours, with entropy and KL": lambda: case.ours(entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old),
+        **comparable,
+        **peers,
+    }
+    times = milliseconds(functions, rounds, device, case.refill)
+    moved = 2 * source.numel() * source.element_size()
+    memory = {}
+    for name, function in functions.items():
+        case.refill()
+        memory[name] = peak_bytes(function, device)
+    return {
+        "tokens": num_tokens,
+        "vocabulary": vocab_size,
+        "milliseconds": times,
+        "copy_gb_per_second": moved / times["copy"] / 1e6,
+        "of_copy_bandwidth": {name: times["copy"] / t for name, t in times.items() if name != "copy"},
+        "times_ours": {name: t / times["ours"] for name, t in times.items()},
+        "peak_bytes_per_element": {name: None if peak is None else peak / source.numel() for name, peak in memory.items()},
+        "gradient_relative_difference": differences,
+        "not_installed": absent,
+    }
+
+
+def measure_linear(
+    dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """From hidden states and the output matrix."""
+    case = Case(dtype, num_tokens, vocab_size, device)
+    hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
+    case.source = case.working = torch.empty(0)  # not needed, and their memory is
+    batch = (case.targets, case.advantages, case.cu_seqlens)
+
+    def ours() -> object:
+        loss, _ = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=case.old)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    def eager() -> object:
+        loss = eager_ppo(hidden @ weight.T, case.targets, case.per_token, case.old)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    functions: dict[str, Callable[[], object]] = {"ours": ours, "eager": eager}
+    absent = []
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        if device.type != "cuda":
+            raise ImportError("it needs a GPU")
+        functions["cut-cross-entropy, no policy gradient"] = lambda: torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, case.targets), (hidden, weight)
+        )
+    except ImportError as error:
+        absent.append(f"cut-cross-entropy ({error})")
+    times = milliseconds(functions, rounds, device)
+    work = 6 * num_tokens * hidden_size * vocab_size
+    memory = {name: peak_bytes(function, device) for name, function in functions.items()}
+    left = torch.randn(1024, hidden_size, device=device).to(dtype)
+    product = milliseconds({"product": lambda: left @ weight.detach().T}, rounds, device)["product"]
+    return {
+        "tokens": num_tokens,
+        "vocabulary": vocab_size,
+        "hidden_size": hidden_size,
+        "milliseconds": times,
+        "useful_tflops": {name: work / t / 1e9 for name, t in times.items()},
+        "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / product / 1e9,
+        "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in memory.items()},
+        "times_ours": {name: t / times["ours"] for name, t in times.items()},
+        "not_installed": absent,
+    }
+
+
+def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of PACS at 1024 prompts x 16 rollouts of 64 tokens, forward and backward."""
+    logp = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
+    cu_seqlens = torch.arange(0, logp.numel() + 1, 64, device=device)
+    labels = (torch.rand(1024 * 16, device=device) < 0.3).float()
+    proxies = torch.randn(1024 * 16, device=device, requires_grad=True)
+    ref = torch.randn_like(logp)
+    slopes = torch.randn_like(proxies)
+    return milliseconds(
+        {
+            "log_ratio_reward": lambda: torch.autograd.grad(log_ratio_reward(logp, ref, cu_seqlens), logp, slopes),
+            "pacs_loss": lambda: torch.autograd.grad(pacs_loss(proxies, labels, 16)[0], proxies),
+        },
+        rounds,
+        device,
+    )
+
+
+def report(result: dict[str, Any]) -> None:
+    """The figures for people."""
+    machine = result["machine"]
+    where = f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}"
+    print(f"{where}, {machine['device']}")
+    for dtype, case in result["logits"].items():
+        size = f"{case['tokens']} x {case['vocabulary']}"
+        print(f"\nlogits {size} {dtype}: a copy moves {case['copy_gb_per_second']:.1f} GB/s")
+        print(f"  {'':<44}{'ms':>9}{'of copy bandwidth':>20}{'x ours':>9}{'peak bytes/element':>20}")
+        for name, ms in case["milliseconds"].items():
+            of_copy, peak = case["of_copy_bandwidth"].get(name), case["peak_bytes_per_element"].get(name)
+            print(
+                f"  {name:<44}{ms:9.1f}{'' if of_copy is None else f'{of_copy:.0%}':>20}"
+                f"{case['times_ours'][name]:9.2f}{'' if peak is None else f'{peak:.1f}':>20}"
+            )
+        print(f"  not here: {'; '.join(case['not_installed']) or 'nothing'}")
+    for dtype, case in result["linear"].items():
+        size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
+        print(f"\nfrom hidden states, {size}, {dtype}: a product makes {case['matrix_product_tflops']:.3f} TFLOP/s")
+        for name, ms in case["milliseconds"].items():
+            peak = case["peak_mib"][name]
+            print(
+                f"  {name:<44}{ms:9.1f} ms, {case['useful_tflops'][name]:.3f} useful TFLOP/s, {case['times_ours'][name]:.2f} x "
+                f"ours, peak {'unknown' if peak is None else f'{peak:.0f} MiB'}"
+            )
+    print("\n1024 prompts x 16 rollouts x 64 tokens: " + ", ".join(f"{k} {v:.2f} ms" for k, v in result["pacs"].items()))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.token_loss", description=__doc__)
+    parser.add_argument("--tokens", type=int, help="T (default: 2048, 16384 on a GPU)")
+    parser.add_argument("--vocab", type=int, help="V (default: 32768, 151936 on a GPU)")
+    parser.add_argument("--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    options = parser.parse_args()
+    try:
+        device = torch.device(resolve_device(options.device))
+        on_gpu = device.type == "cuda"
+        tokens, vocab = options.tokens or (16384 if on_gpu else 2048), options.vocab or (151936 if on_gpu else 32768)
+        hidden = options.hidden or (4096 if on_gpu else 512)
+        if min(tokens // SEQUENCES, vocab, hidden, options.rounds, options.threads or 1) < 1:
+            raise InputError(f"--tokens must be at least {SEQUENCES}, the other numbers at least 1")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    compiled = None if options.no_compile else torch.compile(eager_ppo)
+    names = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
+    # A CPU without bfloat16 units takes minutes for one product.
+    fast = [name for name in names if on_gpu or DTYPES[name] in (torch.float32, resolve_dtype("auto", device))]
+    result = {
+        "benchmark": "token_loss",
+        "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
+        "logits": {name: measure_logits(DTYPES[name], tokens, vocab, options.rounds, compiled, device) for name in names},
+        "linear": {name: measure_linear(DTYPES[name], tokens, vocab, hidden, options.rounds, device) for name in fast},
+        "pacs": measure_pacs(options.rounds, device),
+    }
+    report(result)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
-# make bench   set up, then the benchmarks of advantages and of a training step
+# make bench   set up, then the benchmarks of advantages, of the token losses and of a training step
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
@@ -27,6 +27,7 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) -m bench.advantages
+	$(RUN) -m bench.token_loss
 	$(RUN) -m bench.train_step
 
 format: $(STAMP)
@@ -37,6 +38,7 @@ gpu:
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
 	$(PYTHON) -m bench.advantages --device cuda
+	$(PYTHON) -m bench.token_loss --device cuda
 
 clean:
 	rm -rf $(VENV) build *.egg-info maxrl_fast/*.so

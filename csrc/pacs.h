@@ -32,7 +32,7 @@ struct Pacs {
   const Real* labels;         // [S], 0 or 1
   const double* denominator;  // [1], B
   PacsOptions options;
-  Real* losses;               // [S], w times the cross-entropy
+  Real* cross_entropy;        // [S], of each rollout, without its weight
   Real* gradient;             // [S], dL/dr
 
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }

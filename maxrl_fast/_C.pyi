@@ -99,7 +99,7 @@ class Pacs:
         denominator: int,
         score: str,
         balanced: bool,
-        losses: int,
+        cross_entropy: int,
         gradient: int,
     ) -> None: ...
 

@@ -99,9 +99,12 @@ class Pacs:
             denominator=1.0,  # the learner divides by B
         )
         (slope,) = torch.autograd.grad(loss, proxies)
-        losses = metrics.pop("losses")
-        metrics["loss"] = losses.mean()
-        self.values.view(-1)[sequences] = -self.beta * slope - (losses if self.is_paper else 0.0)
+        cross_entropy = metrics.pop("cross_entropy")
+        metrics["loss"] = loss.detach() / len(sequences)
+        # The actor's is the log-likelihood without class weights: with them it would push rare correct rollouts down by more
+        # than the critic's term pushes them up.
+        actor = -cross_entropy if self.is_paper else 0.0
+        self.values.view(-1)[sequences] = actor - self.beta * slope
         step.metrics.append(metrics)
         return self.values.flatten()
 

@@ -19,6 +19,15 @@ def test_advantages():
     assert lines[2] == ["MaxRL", *["-1.00"] * 2, "5.00", *["-1.00"] * 3, *["0.20"] * 3, "-1.00", *["0.20"] * 2]
 
 
+def test_token_loss():
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / "token_loss.py"], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+    )
+    names, rates = zip(*((words[0], float(words[5])) for words in map(str.split, run.stdout.splitlines())), strict=True)
+    assert names == ("MaxRL", "PACS")
+    assert min(rates) > 0.5  # from 1/64
+
+
 def test_every_option_file_is_good():
     files = list(EXAMPLES.glob("*.toml"))
     assert files

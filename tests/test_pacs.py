@@ -44,7 +44,7 @@ def whole_gradient(model, rollouts, reference, sequences, score, class_weight, a
     loss, metrics = pacs_loss(proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight)
     if actor:
         sums = log_ratio_reward(logp, torch.zeros_like(logp), rollouts.cu_seqlens)[sequences]
-        loss = loss + (metrics["losses"] * sums).mean()
+        loss = loss + (metrics["cross_entropy"] * sums).mean()
     parameters = dict(model.named_parameters())
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 

@@ -18,7 +18,7 @@ struct PacsArguments {
   std::int64_t num_groups, group_size;
   Address offsets, proxies, labels, denominator;
   PacsOptions options;
-  Address losses, gradient;
+  Address cross_entropy, gradient;
   template <typename Real>
   Pacs<Real> typed() const {
     return {num_groups,
@@ -28,7 +28,7 @@ struct PacsArguments {
             pointer<const Real>(labels),
             pointer<const double>(denominator),
             options,
-            pointer<Real>(losses),
+            pointer<Real>(cross_entropy),
             pointer<Real>(gradient)};
   }
 };
@@ -55,12 +55,12 @@ auto with_real(std::string_view dtype, const Use& use) {
 void bind_pacs(py::module_& m) {
   py::class_<PacsArguments>(m, "Pacs").def(
       py::init([](std::int64_t num_groups, std::int64_t group_size, Address offsets, Address proxies, Address labels,
-                  Address denominator, std::string_view score, bool balanced, Address losses, Address gradient) {
+                  Address denominator, std::string_view score, bool balanced, Address cross_entropy, Address gradient) {
         return PacsArguments{num_groups,  group_size, offsets, proxies, labels, denominator, pacs_options(score, balanced),
-                             losses, gradient};
+                             cross_entropy, gradient};
       }),
       py::kw_only(), "num_groups"_a, "group_size"_a, "offsets"_a, "proxies"_a, "labels"_a, "denominator"_a, "score"_a,
-      "balanced"_a, "losses"_a, "gradient"_a);
+      "balanced"_a, "cross_entropy"_a, "gradient"_a);
   py::class_<LogRatioArguments>(m, "LogRatio")
       .def(py::init([](std::int64_t num_tokens, std::int64_t num_sequences, Address cu_seqlens, Address mask, double beta) {
              return LogRatioArguments{num_tokens, num_sequences, cu_seqlens, mask, beta};

@@ -34,9 +34,10 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
   const double first_q = n > 0 ? slope_at(begin) : 0.0;
   for (int64_t i = begin; i < end; ++i) {
     const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
-    const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy(psi, label);
+    const double entropy = cross_entropy(psi, label);
+    const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * entropy;
     const double q = slope_at(i);
-    in.losses[i] = static_cast<Real>(loss);
+    in.cross_entropy[i] = static_cast<Real>(entropy);
     mean_q += (q - first_q) / static_cast<double>(n);
     moment_q += q * (r - score.centre);
     sums[PacsSums::kLoss] += loss / *in.denominator;

@@ -41,9 +41,10 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     double mean_q = 0.0, moment_q = 0.0;
     for (int64_t i = begin + lane; i < end; i += kWarp) {
       const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
-      const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy(psi, label) + poison;
+      const double entropy = cross_entropy(psi, label) + poison;
+      const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * entropy;
       const double q = slope_at(i);
-      in.losses[i] = static_cast<Real>(loss);
+      in.cross_entropy[i] = static_cast<Real>(entropy);
       mean_q += q - first_q;
       moment_q += q * (r - score.centre);
       sums[PacsSums::kLoss] += loss / *in.denominator;

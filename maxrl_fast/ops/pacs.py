@@ -76,9 +76,9 @@ def pacs_loss(
         denominator: B, so that micro-batches and ranks add up. Default: S.
 
     Returns:
-        The loss, a scalar of reward_proxy's dtype, and detached metrics: losses [S], w_i times the cross-entropy; and
-        scalars: accuracy, how often psi > 0 where R = 1 and not where R = 0; reward_proxy, the mean; score_correct and
-        score_wrong, the mean of psi over correct and over wrong rollouts (0 without any).
+        The loss, a scalar of reward_proxy's dtype, and detached metrics: cross_entropy [S] of each rollout, without its
+        weight; and scalars: accuracy, how often psi > 0 where R = 1 and not where R = 0; reward_proxy, the mean;
+        score_correct and score_wrong, the mean of psi over correct and over wrong rollouts (0 without any).
 
     Raises:
         ValueError: on unknown names, shapes that do not fit, and, on a CPU, labels other than 0 and 1. On a GPU, where
@@ -106,7 +106,7 @@ def pacs_loss(
     if not isinstance(denominator, Tensor):
         denominator = torch.full((), denominator, dtype=torch.float64, device=reward_proxy.device)
     operator = _OPS.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
-    sums, losses, *_ = operator(
+    sums, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
         offsets,
@@ -118,7 +118,7 @@ def pacs_loss(
     named = dict(zip(PACS_SUMS, sums.detach().unbind(), strict=True))
     correct = named["correct"]
     metrics = {
-        "losses": losses.detach(),
+        "cross_entropy": cross_entropy.detach(),
         "accuracy": named["accurate"] / max(size, 1),
         "reward_proxy": named["proxy"] / max(size, 1),
         "score_correct": named["score_correct"] / correct.clamp_min(1),

@@ -17,7 +17,7 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 _SCHEMAS = {
     # group_size is not read where there are offsets
     "pacs_loss": "(Tensor proxies, Tensor labels, Tensor? offsets, int group_size, str score, bool balanced, "
-    "Tensor denominator) -> (Tensor sums, Tensor losses, Tensor gradient)",
+    "Tensor denominator) -> (Tensor sums, Tensor cross_entropy, Tensor gradient)",
     "log_ratio_reward": "(Tensor logprobs, Tensor ref_logprobs, Tensor cu_seqlens, Tensor? mask, float beta) -> Tensor",
     "log_ratio_reward_backward": "(Tensor by_proxies, Tensor cu_seqlens, Tensor? mask, float beta, int num_tokens) -> Tensor",
 }
@@ -44,7 +44,7 @@ def _pacs_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
-    losses, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
+    cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
     size = len(PACS_SUMS) if device.type == "cpu" else _C.PACS_WORKSPACE
     sums = torch.zeros(size, dtype=torch.float64, device=device)
     pacs = _C.Pacs(
@@ -56,13 +56,13 @@ def _pacs_loss(
         denominator=address("denominator", denominator, torch.float64, (), device),
         score=score,
         balanced=balanced,
-        losses=losses.data_ptr(),
+        cross_entropy=cross_entropy.data_ptr(),
         gradient=gradient.data_ptr(),
     )
     unusable = _run("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
-    return sums[: len(PACS_SUMS)], losses, gradient
+    return sums[: len(PACS_SUMS)], cross_entropy, gradient
 
 
 def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
@@ -176,7 +176,7 @@ def pacs_loss_reference(
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sums and losses of the operator in plain PyTorch, float64; the first sum, the loss, is differentiable by autograd."""
+    """Sums and cross-entropies of the operator in plain PyTorch; the first sum, the loss, is differentiable by autograd."""
     r, y = proxies.double(), labels.double()
     sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
     group = torch.repeat_interleave(sizes, output_size=len(r))
@@ -200,9 +200,8 @@ def pacs_loss_reference(
     correct = group_sum(y)
     both = (correct > 0) & (correct < n) & balanced
     weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
-    losses = weight * (softplus(psi) - y * psi)
-    losses = torch.where((y == 0) | (y == 1), losses, torch.nan)
-    loss, psi = losses.sum() / denominator, psi.detach()
+    cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
+    loss, psi = (weight * cross_entropy).sum() / denominator, psi.detach()
     sums = [loss, ((psi > 0) == (y > 0)).double().sum(), r.detach().sum()]
     sums += [(psi * y).sum(), (psi * (1 - y)).sum(), y.sum()]
-    return torch.stack(sums), losses.detach().to(proxies.dtype)
+    return torch.stack(sums), cross_entropy.detach().to(proxies.dtype)

@@ -43,15 +43,16 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
-    ref = -5 * torch.rand(T)
+    ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
+    rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # logits of other products, rounded otherwise
     for kl_coef in (0.0, 0.1):  # with and without rows that teach nothing
         options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
-        assert actual.item() == pytest.approx(expected.item(), rel=2e-6)
+        assert actual.item() == pytest.approx(expected.item(), rel=rel)
         assert set(metrics) == set(linear_metrics)
         for name, value in metrics.items():
-            assert linear_metrics[name].item() == pytest.approx(value.item(), rel=2e-6), name
+            assert linear_metrics[name].item() == pytest.approx(value.item(), rel=rel), name
         gradients = [torch.autograd.grad(3 * value, (hidden, weight)) for value in (actual, expected)]
         assert_close(*gradients, dtype)
 
@@ -132,7 +133,8 @@ def test_logprobs_are_those_of_the_logits(dtype):
         expected = token_logprobs(hidden @ weight.T, batch["targets"], temperature=temperature)
         actual = linear_token_logprobs(hidden, weight, batch["targets"], temperature=temperature, chunk_tokens=7)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-        slopes = (torch.randn(T).to(actual[0].dtype), torch.randn(T).to(actual[0].dtype))
+        generator = torch.Generator().manual_seed(2)
+        slopes = [torch.randn(T, generator=generator).to(actual[0].dtype) for _ in range(2)]
         gradients = [torch.autograd.grad(values, (hidden, weight), slopes) for values in (actual, expected)]
         assert_close(*gradients, dtype)
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_large_proxies_do_not_overflow():
     (gradient,) = torch.autograd.grad(loss, r)
     assert loss.item() == pytest.approx(250.0)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, 0.25, -0.25]))
-    torch.testing.assert_close(metrics["losses"], torch.tensor([0.0, 0.0, 500.0, 500.0]))
+    torch.testing.assert_close(metrics["cross_entropy"], torch.tensor([0.0, 0.0, 500.0, 500.0]))
 
 
 def test_metrics_and_parts():
@@ -113,7 +113,9 @@ def test_metrics_and_parts():
     assert metrics["reward_proxy"].item() == pytest.approx(float(proxies.mean()))
     assert metrics["score_correct"].item() == pytest.approx(float(psi[labels > 0].mean()))
     assert metrics["score_wrong"].item() == pytest.approx(float(psi[labels == 0].mean()))
-    assert metrics["losses"].sum().item() == pytest.approx(24 * whole.item())
+    plain, same = pacs_loss(proxies, labels, 6, weight="none")
+    assert metrics["cross_entropy"].mean().item() == pytest.approx(plain.item())
+    assert torch.equal(same["cross_entropy"], metrics["cross_entropy"])
     parts = [pacs_loss(proxies[a : a + 12], labels[a : a + 12], 6, denominator=24.0)[0].item() for a in (0, 12)]
     assert sum(parts) == pytest.approx(whole.item(), rel=1e-12)
     none = torch.zeros(0, requires_grad=True)

@@ -1,0 +1,47 @@
+"""The losses alone, for a trainer of your own: `python examples/token_loss.py`.
+
+A policy of one matrix answers eight prompts with one token each; one token of 64 is right. It learns by MaxRL with PPO's loss,
+then, from the start again, by PACS.
+"""
+
+import torch
+
+from maxrl_fast import ops
+
+G, N, H, V, STEPS = 8, 16, 32, 64, 200
+generator = torch.Generator().manual_seed(0)
+hidden = torch.randn(G, H, generator=generator)  # a model's last hidden states, [prompts, H]
+answers = torch.randint(V, (G,), generator=generator)
+cu_seqlens = torch.arange(G * N + 1)  # responses end to end, of one token each
+
+
+def pass_rate(weight: torch.Tensor) -> float:
+    return (hidden @ weight.T).softmax(-1)[torch.arange(G), answers].mean().item()
+
+
+def by_maxrl(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    advantages = ops.maxrl_advantage(rewards).flatten()  # [S]
+    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # no logits kept
+    return loss
+
+
+def by_pacs(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    logprobs, _ = ops.linear_token_logprobs(states, weight, tokens)
+    proxies = ops.log_ratio_reward(logprobs, logprobs.detach(), cu_seqlens)  # the policy that sampled is the reference
+    loss, _ = ops.pacs_loss(proxies, rewards.flatten(), N)
+    return loss
+
+
+for name, loss_of in (("MaxRL", by_maxrl), ("PACS", by_pacs)):
+    weight = torch.zeros(V, H, requires_grad=True)  # a uniform policy
+    optimizer = torch.optim.Adam([weight], lr=0.02)
+    before = pass_rate(weight)
+    for _ in range(STEPS):
+        probabilities = (hidden @ weight.detach().T).softmax(-1)
+        samples = torch.multinomial(probabilities, N, replacement=True, generator=generator)  # [G, N]
+        rewards = (samples == answers[:, None]).float()
+        loss = loss_of(hidden.repeat_interleave(N, 0), weight, samples.flatten(), rewards)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"{name:<6} pass rate {before:.3f} before, {pass_rate(weight):.3f} after {STEPS} steps")

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
 #pragma unroll 2
     for (int64_t c = first + thread; c < last; c += kRowThreads) {
       Chunk<Element> chunk;
-      chunk.bits = __ldcs(&chunks[c].bits);
+      chunk.bits = kOnChip ? __ldcs(&chunks[c].bits) : chunks[c].bits;  // not to be read again, or soon
       if constexpr (kOnChip) kept[c - first].bits = chunk.bits;
       const int64_t start = layout.head + c * kSize;
       Real values[kSize], greatest = -static_cast<Real>(INFINITY);

@@ -86,8 +86,8 @@ def linear_policy_gradient_loss(
     )
     if not has_kernels(hidden.device):
         return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, options), hidden)
-    counted = torch.tensor(len(batch)) if mask is None else mask.sum()
-    index = batch.can_teach(options).nonzero()[:, 0]
+    index = batch.needed_rows(options).nonzero()[:, 0]
+    counted = torch.full((), len(batch), device=hidden.device) if mask is None else mask.sum()
     if len(index) < len(batch):
         hidden, batch = hidden.index_select(0, index), batch.take(index)
     if options.loss == "gspo" and batch.old_logprobs is not None:
@@ -96,9 +96,12 @@ def linear_policy_gradient_loss(
     # Inside the function it cannot be seen whether gradients are wanted at all.
     sums: Tensor = _LinearLoss.apply(hidden, weight, batch, options, chunk, torch.is_grad_enabled())
     total, metrics = loss_and_metrics(sums, hidden)
-    # The kernel saw only what can teach.
-    tokens = counted.to(metrics["tokens"])
-    return total, metrics | {"tokens": tokens, "dropped_tokens": tokens - metrics["tokens"]}
+    # The kernel has counted only the rows it was given.
+    left_out = counted - metrics["tokens"]
+    return total, metrics | {
+        "tokens": metrics["tokens"] + left_out,
+        "dropped_tokens": metrics["dropped_tokens"] + left_out,
+    }
 
 
 def linear_token_logprobs(

@@ -91,6 +91,13 @@ class TokenBatch:
                 keep = keep & self.by_token(factor != 0)
         return keep
 
+    def needed_rows(self, options: LossOptions) -> Tensor:
+        """Which tokens [T] the loss needs: those that can teach, and for gspo the rest of their sequences that counts."""
+        factors = [self.advantages] + ([] if self.importance_weights is None else [self.importance_weights])
+        if options.loss == "gspo" and any(self.is_per_token(factor) for factor in factors):
+            return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+        return self.can_teach(options)
+
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
         """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""
         assert self.old_logprobs is not None

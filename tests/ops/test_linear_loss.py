@@ -57,6 +57,18 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
         assert_close(*gradients, dtype)
 
 
+def test_gspo_counts_the_tokens_of_a_sequence_that_teach_nothing_themselves():
+    hidden, weight, batch = make(torch.float64)
+    batch["advantages"] = torch.randn(T, generator=torch.Generator().manual_seed(3)) * (torch.arange(T) % 3 > 0)
+    expected, metrics = policy_gradient_loss(hidden @ weight.T, **batch, loss="gspo", clip_high=9.0)
+    actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **batch, loss="gspo", clip_high=9.0)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert linear_metrics["dropped_tokens"].item() == metrics["dropped_tokens"].item() > 0
+    assert linear_metrics["tokens"].item() == metrics["tokens"].item()
+    gradients = [torch.autograd.grad(value, (hidden, weight)) for value in (actual, expected)]
+    assert_close(*gradients, torch.float64)
+
+
 def test_rows_that_cannot_teach_are_left_out_of_the_products(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     rows = []

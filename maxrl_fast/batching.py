@@ -1,12 +1,17 @@
-"""From rollouts to packed micro-batches in which every prompt stands once."""
+"""From rollouts to packed micro-batches in which a prompt stands once for all its responses.
 
-from collections.abc import Iterator
+All indices are worked out on the host, where the lengths are brought once a step; only the finished ones go to the device.
+"""
+
+import heapq
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout
+from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 
 
@@ -14,82 +19,169 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative
 class Batch:
     """The stream a model reads and the targets it is judged on.
 
-    The stream is all prompts, then all responses without their last token, which predicts nothing. A response's first
+    The stream is prompts, each followed at the end of the stream by its responses without their last token, which predicts
+    nothing; where sharing would not pay, a prompt and its response stand together in the first part. A response's first
     token is predicted by its prompt's last position, every other by the token before it.
     """
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64
     layout: SharedPromptLayout
-    rows: Tensor  # [R] int64, the stream positions that predict something: each prompt's last, every response token
+    rows: Tensor  # [R] int64, the stream positions that predict something
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
     sequences: Tensor  # [S] int64, each response's index in the rollouts
+    target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Whole numbers from each start on, `lengths` of them, end to end: [sum of lengths] int64."""
+    shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Packed positions [T'] of the chosen sequences, end to end, and their own cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
-    chosen = cumulative(lengths)
-    shift = torch.repeat_interleave(cu_seqlens[:-1][sequences] - chosen[:-1], lengths)
-    return torch.arange(len(shift), device=shift.device) + shift, chosen
+    return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
 
-def pack_batch(prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor) -> Batch:
-    """The chosen rollouts, `sequences` [S] in ascending order, of len(rollouts) / len(prompts) to a prompt."""
-    num_rollouts = len(rollouts.lengths) // len(prompts)
-    groups, group = torch.unique(sequences // num_rollouts, return_inverse=True)
-    prompt_index, prompt_cu = gather_sequences(prompts.cu_seqlens, groups)
-    target_index, target_cu = gather_sequences(rollouts.cu_seqlens, sequences)
-    prompt_lengths, lengths = prompt_cu.diff(), target_cu.diff()
-    targets = rollouts.tokens[target_index]
-
-    is_last = torch.zeros_like(targets, dtype=torch.bool)
-    is_last[target_cu[1:] - 1] = True
-    place = torch.arange(len(targets), device=targets.device) - torch.repeat_interleave(target_cu[:-1], lengths)
-    # Target t of a sequence follows stream token t - 1 of its response; the rows are G prompt ends, then those tokens.
-    input_start = len(groups) + target_cu[:-1] - torch.arange(len(lengths), device=targets.device)
-    target_rows = torch.where(
-        place == 0, torch.repeat_interleave(group, lengths), torch.repeat_interleave(input_start, lengths) + place - 1
-    )
-    num_prompt_tokens, num_response_tokens = len(prompt_index), int((~is_last).sum())
-    prompt_positions = torch.arange(num_prompt_tokens, device=targets.device) - torch.repeat_interleave(
-        prompt_cu[:-1], prompt_lengths
-    )
-    response_positions = (torch.repeat_interleave(prompt_lengths[group], lengths) + place)[~is_last]
-    return Batch(
-        tokens=torch.cat([prompts.tokens[prompt_index], targets[~is_last]]),
-        positions=torch.cat([prompt_positions, response_positions]),
-        layout=SharedPromptLayout.build(prompt_lengths, lengths - 1, group),
-        rows=torch.cat([prompt_cu[1:] - 1, torch.arange(num_response_tokens, device=targets.device) + num_prompt_tokens]),
-        target_rows=target_rows,
-        targets=targets,
-        cu_seqlens=target_cu,
-        advantages=advantages[sequences],
-        old_logprobs=rollouts.logprobs[target_index],
-        sequences=sequences,
-    )
+_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # products a machine does in the time in which it moves one number
 
 
-def micro_batches(
-    prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, token_budget: int
-) -> Iterator[Batch]:
-    """The chosen sequences as batches of at most `token_budget` stream tokens, or of one response that alone has more."""
-    num_rollouts = len(rollouts.lengths) // len(prompts)
-    prompt_lengths, lengths = prompts.lengths.tolist(), rollouts.lengths.tolist()
-    chosen: list[int] = []
-    tokens, group = 0, -1
-    for sequence in sequences.tolist():
-        prompt = sequence // num_rollouts
-        cost = lengths[sequence] - 1 + (prompt_lengths[prompt] if prompt != group else 0)
-        if chosen and tokens + cost > token_budget:
-            yield pack_batch(prompts, rollouts, advantages, torch.tensor(chosen, device=sequences.device))
-            chosen, tokens = [], 0
-            cost = lengths[sequence] - 1 + prompt_lengths[prompt]
-        chosen.append(sequence)
-        tokens, group = tokens + cost, prompt
-    if chosen:
-        yield pack_batch(prompts, rollouts, advantages, torch.tensor(chosen, device=sequences.device))
+def merge_cost(config: DecoderConfig, device: torch.device) -> float:
+    """What merging costs a response's token, in passes of a token through the model, forward and backward.
+
+    Counted: about 12 numbers moved for every number of a query (the second call's query, output and gradients, the merge of
+    outputs and the sum of gradients), against 6 operations for every weight of a layer.
+    """
+    heads = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    weights = config.hidden_size * (2 * heads + 2 * keys + 3 * config.intermediate_size)
+    return 12 * heads * _FLOPS_PER_ELEMENT.get(device.type, 20) / (6 * weights)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs micro-batches of a step's rollouts.
+
+    Args:
+        advantages: [S] of all rollouts.
+        merge_cost: of `merge_cost`; 0: every prompt is shared that more than one response has.
+    """
+
+    prompts: Prompts
+    rollouts: Rollouts
+    advantages: Tensor
+    merge_cost: float = 0.0
+
+    @property
+    def num_rollouts(self) -> int:
+        """N."""
+        return len(self.rollouts.lengths) // len(self.prompts)
+
+    @cached_property
+    def _cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Of prompts and responses, on the host."""
+        return self.prompts.cu_seqlens.cpu(), self.rollouts.cu_seqlens.cpu()
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """Of all prompts, then of all responses."""
+        return torch.cat([self.prompts.tokens, self.rollouts.tokens])
+
+    def pack(self, sequences: Tensor) -> Batch:
+        """The chosen rollouts, `sequences` [S] in ascending order, on the host."""
+        device = self.rollouts.tokens.device
+        prompt_cu, response_cu = self._cu_seqlens
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
+        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
+        inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
+        is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
+
+        # The first part's runs: a whole sequence each, or a prompt for all responses that share it.
+        is_first = torch.ones_like(group, dtype=torch.bool)
+        is_first[1:] = group[1:] != group[:-1]
+        starts_run = is_whole | is_first
+        run = starts_run.cumsum(0) - 1  # [S] that each response is in or answers
+        beside = torch.where(is_whole, inputs, 0)[starts_run]  # response tokens in each run
+        run_lengths = prompt_lengths[group][starts_run] + beside
+        shared = inputs[~is_whole]
+
+        # The stream in pieces: of each run the prompt and the response beside it, then the responses that share.
+        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
+        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
+
+        def pieces(of_prompts: Tensor, of_responses: Tensor) -> Tensor:
+            return torch.cat([torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(), of_responses[~is_whole]])
+
+        piece_lengths = torch.cat([torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared])
+        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)
+        positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
+
+        # Target t of a response follows its token t - 1, the first one its prompt's last.
+        run_starts = cumulative(run_lengths)
+        input_starts = run_starts[run] + prompt_ends
+        input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
+        predicted_from = ranges(input_starts - 1, lengths)
+        target_cu = cumulative(lengths)
+        begins = target_cu[:-1][lengths > 0]
+        predicted_from[begins] = (run_starts[run] + prompt_ends - 1)[lengths > 0]
+        predicts = torch.zeros(len(index), dtype=torch.bool)
+        predicts[predicted_from] = True
+        target_index = ranges(response_cu[:-1][sequences], lengths).to(device)
+        return Batch(
+            tokens=self._tokens[index.to(device)],
+            positions=positions.to(device),
+            layout=SharedPromptLayout.build(run_lengths, shared, run[~is_whole], device),
+            rows=predicts.nonzero()[:, 0].to(device),
+            target_rows=(predicts.cumsum(0) - 1)[predicted_from].to(device),
+            targets=self.rollouts.tokens[target_index],
+            cu_seqlens=target_cu.to(device),
+            advantages=self.advantages[sequences.to(device)],
+            old_logprobs=self.rollouts.logprobs[target_index],
+            sequences=sequences,
+            target_index=target_index,
+        )
+
+    def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
+        """Whether a group's prompt [G] had better be read again with each response than merged into their attention."""
+        num_responses, num_inputs = (
+            torch.zeros_like(prompt_lengths).index_add(0, group, x) for x in (torch.ones_like(group), inputs)
+        )
+        return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
+
+    def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
+        """The chosen sequences, ascending, as micro-batches of at most `token_budget` tokens, or of one response with more.
+
+        Counted with every prompt shared.
+        """
+        prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
+        parts: list[list[int]] = []
+        tokens, group = 0, -1
+        for sequence in sequences.tolist():
+            prompt = sequence // self.num_rollouts
+            cost = max(lengths[sequence] - 1, 0)
+            tokens += cost + (prompt_lengths[prompt] if prompt != group else 0)
+            if not parts or tokens > token_budget:
+                parts.append([])
+                tokens = cost + prompt_lengths[prompt]
+            parts[-1].append(sequence)
+            group = prompt
+        return [torch.tensor(part) for part in parts]
+
+    def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
+        """The chosen sequences dealt out to ranks, group by group, so that all have about as many tokens to compute."""
+        prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
+        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])
+        loads = [(0, rank) for rank in range(num_ranks)]  # a heap: the least loaded comes first
+        rank_of = torch.zeros_like(groups)
+        for g in tokens.argsort(descending=True, stable=True).tolist():
+            load, rank = heapq.heappop(loads)
+            rank_of[g] = rank
+            heapq.heappush(loads, (load + int(tokens[g]), rank))
+        return [sequences[rank_of[group] == rank] for rank in range(num_ranks)]

@@ -17,6 +17,7 @@ from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.objectives import OBJECTIVES, estimator_options
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks
 from maxrl_fast.tasks import Task
 
 if sys.version_info >= (3, 11):
@@ -93,9 +94,11 @@ def check(config: Config) -> None:
         "kv_heads eval_prompts eval_samples threads"
     )
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
-    _require(options, "sft_steps steps warmup_steps eval_every save_every", "at least 0", lambda x: x >= 0)
+    _require(options, "sft_steps steps warmup_steps eval_every save_every lora_rank", "at least 0", lambda x: x >= 0)
     _require(options, "seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63)
-    _require(options, "temperature sft_lr lr clip_grad rope_theta", "a finite number above 0", lambda x: 0 < x < math.inf)
+    _require(
+        options, "temperature sft_lr lr clip_grad rope_theta lora_alpha", "a finite number above 0", lambda x: 0 < x < math.inf
+    )
     _require(options, "clip_high weight_decay entropy_coef kl_coef", "finite and at least 0", lambda x: 0 <= x < math.inf)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
@@ -168,15 +171,7 @@ def _takes_size(config: Config, name: str) -> bool:
     return row is not None and row.size is not None and row.size.name == name
 
 
-def resolve(config: Config, task: Task) -> Config:
-    """The checked configuration with every default worked out.
-
-    Raises:
-        InputError: where the device is absent or OUT holds something.
-    """
-    objective = OBJECTIVES[config.objective.objective]
-    device = resolve_device(config.run.device)
-    out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _refuse_used(out: Path) -> None:
     try:
         is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     except OSError as error:
@@ -184,6 +179,21 @@ def resolve(config: Config, task: Task) -> Config:
     if not is_free:
         what = "another run" if (out / "config.json").exists() else "something else"
         raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+
+
+def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
+    """The checked configuration with every default worked out.
+
+    Raises:
+        InputError: where the device is absent, OUT holds something, or there are more processes than prompts.
+    """
+    objective, ranks = OBJECTIVES[config.objective.objective], ranks or Ranks()
+    if config.rollout.prompts < ranks.size:
+        raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
+    device = resolve_device(config.run.device)
+    out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if ranks.is_first:  # which alone writes; the others may come when it has begun
+        _refuse_used(out)
     order = config.objective.order
     pacs: dict[str, Any] = {}
     if objective.row is None:

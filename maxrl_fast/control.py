@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
+from maxrl_fast.parallel import Ranks
+
 
 class Interrupted(Exception):
     """Ctrl-C was pressed and the run is at a point where it can stop."""
 
 
 class StopSignal:
-    """Turns the first Ctrl-C into a stop at the next safe point; a second one stops at once."""
+    """Turns the first Ctrl-C into a stop at the next safe point, of all ranks at the same; a second one stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked = False
+        self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
 
     def __enter__(self) -> "StopSignal":
         self._before: Any = signal.signal(signal.SIGINT, self._handle)
@@ -35,11 +40,12 @@ class StopSignal:
         self._asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not print: the signal may have come in the middle of one, and a buffered stream must not be entered twice.
-        os.write(2, b"\nCtrl-C: stopping after this step; press it again to stop at once, without saving\n")
+        if self._ranks.is_first:
+            os.write(2, b"\nCtrl-C: stopping after this step; press it again to stop at once, without saving\n")
 
     def check(self) -> None:
         """Raise Interrupted if Ctrl-C was pressed: called where the weights are whole."""
-        if self._asked:
+        if self._ranks.any(self._asked, self._device):
             raise Interrupted
 
 

@@ -3,29 +3,39 @@
 import torch
 
 import maxrl_fast
-from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks, is_sharded
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks import Task
 
 
-def describe_run(config: Config, model: Decoder) -> list[str]:
+def describe_run(config: Config, model: Decoder, ranks: Ranks) -> list[str]:
     """What runs on what, said once at the start."""
-    device = torch.device(config.run.device)
+    device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]
     start = "new" if config.model.model is None else f"from {config.model.model}"
+    if ranks.size > 1:
+        sharded = is_sharded(config.run.sharding, _parameters(model), ranks, device)
+        where += f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} weights "
+        where += "(FSDP2)" if sharded else "(DDP)"
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapters = "" if trained == _parameters(model) else f", {trained:,} of them trained (LoRA)"
+    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + ["torch.compile"] * config.run.compile
+    attention = kernel_for(device, dtype, model.config.head_dim).name
+    engine = "; ".join([f"rollout engine: {config.rollout.rollout}", *switches])
+    policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"
     return [
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {config.task.task} "
         f"{config.task.maze_size}x{config.task.maze_size}, seed {config.run.seed}",
-        f"on {where} in {config.run.dtype}; ops: {kernels_for(device)}; attention: {kernel_name(device)}; "
-        f"rollout engine: {config.rollout.rollout}",
-        f"policy: {model.config.num_hidden_layers}-layer Qwen2 decoder, {_parameters(model):,} parameters, {start}; "
-        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
+        f"on {where} in {config.run.dtype}; ops: {kernels_for(device)}; attention: {attention}; {engine}",
+        f"policy: {policy}{adapters}, {start}; {config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; "
+        f"results in {config.run.out}",
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from maxrl_fast.parallel import Ranks
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks import Task
@@ -48,26 +49,35 @@ def evaluate(
     ks: Iterable[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
     check_stop: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """pass@k over the first `num_prompts` test prompts, `num_samples` responses to each.
 
-    The random numbers depend on the seed, the prompt and the sample alone, so that two policies meet the same luck.
+    The ranks divide the prompts. The random numbers depend on the seed, the prompt and the sample alone, so that two
+    policies meet the same luck.
     `progress` is called with the number of prompts done, then `check_stop`, which may raise.
     """
-    chunk = 32
+    ranks = ranks or Ranks()
+    chunk = 32 * ranks.size
     correct, lengths, truncated = [], [], []
     for start in range(0, num_prompts, chunk):
-        prompts = task.prompts("test", start, min(chunk, num_prompts - start)).to(device)
-        rollouts = engine.generate(prompts, num_samples, sampling, seed=seed, step=0)
-        correct.append(task.score(prompts, rollouts).view(-1, num_samples).gt(0.5).sum(1))
-        lengths.append(rollouts.lengths)
-        truncated.append(rollouts.truncated)
-        progress(start + len(prompts))
+        count = min(chunk, num_prompts - start)
+        own_start, own_count = ranks.part(count)
+        if own_count:
+            prompts = task.prompts("test", start + own_start, own_count).to(device)
+            rollouts = engine.generate(prompts, num_samples, sampling, seed=seed, step=0)
+            correct.append(task.score(prompts, rollouts).view(-1, num_samples).gt(0.5).sum(1))
+            lengths.append(rollouts.lengths)
+            truncated.append(rollouts.truncated)
+        progress(start + count)
         check_stop()
-    num_correct = torch.cat(correct)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    num_correct, num_tokens, num_truncated = (
+        ranks.concatenate(torch.cat([none, *(x.long() for x in parts)])) for parts in (correct, lengths, truncated)
+    )
     return Evaluation(
         pass_at_k={k: float(pass_at_k(num_samples, num_correct, k).mean()) for k in (ks or powers_of_two(num_samples))},
-        response_length_mean=float(torch.cat(lengths).double().mean()),
-        truncated=float(torch.cat(truncated).double().mean()),
-        num_tokens=int(torch.cat(lengths).sum()),
+        response_length_mean=float(num_tokens.double().mean()),
+        truncated=float(num_truncated.double().mean()),
+        num_tokens=int(num_tokens.sum()),
     )

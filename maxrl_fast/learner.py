@@ -1,18 +1,23 @@
 """The learner: rollouts and advantages in, one optimizer step on the loss of the whole batch."""
 
+import contextlib
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.batching import Batch, micro_batches
+from maxrl_fast.batching import Batch, Packer, gather_sequences, merge_cost
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.linear import whole
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.options import Config, OptimizerOptions
+from maxrl_fast.parallel import Ranks, gradients_stay
 from maxrl_fast.records import Prompts, Rollouts
 
 
@@ -68,14 +73,45 @@ class UpdateMetrics:
     clipped_high: float
     kl: float
     mismatch: float  # |logp - sampled logp|
+    moment_variance: float = 0.0  # after the step
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only, in one fused kernel; `Learner.update` sets the learning rate."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    """AdamW with decay on matrices only, in one fused kernel; `Learner.update` sets the learning rate.
+
+    Weights, gradients and moments are float32, whatever the dtype of the computation: changes too small for bfloat16 add up.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), fused=True)
+
+
+@torch.no_grad()
+def moment_variance(optimizer: torch.optim.Optimizer) -> Tensor:
+    """What Adam's moments say of the gradient's variance (MaxPO paper): the sum over parameters of v_hat - m_hat^2.
+
+    A scalar; where ranks share the weights, of this rank's part.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for group in optimizer.param_groups:
+        states = [optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]]
+        if not states:
+            continue
+        beta1, beta2 = group["betas"]
+        step = float(states[0]["step"])
+        first, second = ([_local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
+        sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
+        total = total.to(sums.device) + sums / (1 - beta2**step) - squares / (1 - beta1**step) ** 2
+    return total
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor that ranks may share."""
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
 
 
 def learning_rate(step: int, options: OptimizerOptions) -> float:
@@ -88,14 +124,20 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def response_hidden(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Hidden states [T, H] that predict the batch's targets, in `dtype`."""
+def run_batch(
+    module: nn.Module, batch: Batch, dtype: torch.dtype, finish: Callable[[Tensor, Tensor], Any] | None = None
+) -> Any:
+    """Hidden states [T, H] that predict the batch's targets, in `dtype`, or what `finish` makes of them and the output
+    matrix [V, H]."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return shared_prompt_attention(q, k, v, batch.layout)
 
-    hidden = model(batch.tokens, batch.positions, attention, batch.rows, dtype)
-    return hidden.index_select(0, batch.target_rows)
+    def of_targets(hidden: Tensor, weight: Tensor) -> Any:
+        hidden = hidden.index_select(0, batch.target_rows)
+        return hidden if finish is None else finish(hidden, weight)
+
+    return module(batch.tokens, batch.positions, attention, batch.rows, dtype, of_targets)
 
 
 @dataclass
@@ -108,6 +150,7 @@ class Learner:
         token_budget: most tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
         reference: the policy that settings.kl_coef holds this one close to, and that PACS may refer to.
+        module: what runs the policy's passes, of parallel.distribute; the model itself with one process.
     """
 
     model: Decoder
@@ -117,10 +160,23 @@ class Learner:
     token_budget: int
     dtype: torch.dtype
     reference: Decoder | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    module: nn.Module | None = None
 
     @classmethod
-    def of(cls, config: Config, model: Decoder, settings: LossSettings, needs_reference: bool = False) -> "Learner":
-        """A learner with a new optimizer; the model as it is now becomes the reference policy where one is needed."""
+    def of(
+        cls,
+        config: Config,
+        model: Decoder,
+        settings: LossSettings,
+        *,
+        ranks: Ranks | None = None,
+        module: nn.Module | None = None,
+        reference: Decoder | None = None,
+    ) -> "Learner":
+        """A learner with a new optimizer; the model as it is now becomes the reference policy, in `reference`, of its kind."""
+        if reference is not None:
+            reference.load_state_dict(model.state_dict())
         return cls(
             model,
             make_optimizer(model, config.optimizer),
@@ -128,13 +184,19 @@ class Learner:
             config.optimizer.clip_grad,
             config.optimizer.token_budget,
             getattr(torch, config.run.dtype),
-            copy.deepcopy(model).requires_grad_(False) if settings.kl_coef or needs_reference else None,
+            reference,
+            ranks or Ranks(),
+            module,
         )
+
+    def __post_init__(self) -> None:
+        self._module = self.model if self.module is None else self.module
+        self._merge_cost = merge_cost(self.model.config, _local(self.model.lm_head.weight).device)
 
     def update(
         self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, *, when: str, lr: float
     ) -> UpdateMetrics:
-        """One optimizer step on some of the rollouts.
+        """One optimizer step on some of the rollouts, the same on all ranks.
 
         Args:
             advantages: [S] of all rollouts.
@@ -148,34 +210,57 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for parameter in self.model.parameters():
+        for parameter in (p for p in self.model.parameters() if p.requires_grad):
             # Zeros, not None: when no rollout can teach, the step is still that of a zero gradient.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-        learning = sequences[self.settings.can_teach(advantages[sequences])]
-        denominator = self.settings.denominator(rollouts.lengths[sequences])
-        loss, num_tokens = torch.zeros((), device=advantages.device), 0
-        sums: dict[str, Tensor] = {}
-        for batch in micro_batches(prompts, rollouts, advantages, learning, self.token_budget):
-            part, metrics = self.loss(batch, denominator)
-            part.backward()
-            loss += part.detach()
-            num_tokens += len(batch.tokens)
-            num_read = metrics["tokens"] - metrics["dropped_tokens"]
-            totals = {name: metrics[name] * num_read for name in TOKEN_METRICS} | {"tokens": num_read}
-            sums = {name: sums[name] + value if sums else value for name, value in totals.items()}
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
+        lengths = rollouts.lengths[sequences]
+        denominator = self.settings.denominator(lengths)
+        learning = sequences[self.settings.can_teach(advantages[sequences]) & (lengths > 0)]
+        packer = self._packer(prompts, rollouts, advantages)
+        # In float64, so that sums of whole numbers stay exact: loss, tokens computed, then sums over the trained tokens.
+        sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
+        for batch, is_own, is_last in self._passes(packer, learning):
+            with contextlib.nullcontext() if is_last else gradients_stay(self._module):
+                part, metrics = self.loss(batch, denominator)
+                # Gradients become means over the ranks; a pass that only keeps step with the others adds nothing.
+                (part * (self.ranks.size if is_own else 0)).backward()
+            if is_own:
+                num_read = metrics["tokens"] - metrics["dropped_tokens"]
+                totals = [metrics[name] * num_read for name in TOKEN_METRICS]
+                sums += torch.stack([part.detach(), num_read.new_tensor(len(batch.tokens)), num_read, *totals])
+        loss, num_tokens, num_targets, *totals = self.ranks.sum(sums)
+        grad_norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         if not (loss.isfinite() and grad_norm.isfinite()):
-            raise NonFiniteError(f"{when}: {self._find_non_finite(prompts, rollouts, advantages, learning, denominator)}")
+            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, learning, denominator)}")
         self.optimizer.step()
-
+        variance = moment_variance(self.optimizer)
+        is_sharded = _local(self.model.lm_head.weight) is not self.model.lm_head.weight
         return UpdateMetrics(
             loss=float(loss),
             grad_norm=float(grad_norm),
             num_sequences=len(learning),
-            num_tokens=num_tokens,
-            num_targets=int(sums.get("tokens", 0)),
-            **{name: float(sums.get(name, 0.0)) for name in TOKEN_METRICS},
+            num_tokens=int(num_tokens),
+            num_targets=int(num_targets),
+            **{name: float(total) for name, total in zip(TOKEN_METRICS, totals, strict=True)},
+            moment_variance=float(self.ranks.sum(variance) if is_sharded else variance),
         )
+
+    def _packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:
+        none = torch.zeros(len(rollouts.lengths), device=rollouts.tokens.device)
+        return Packer(prompts, rollouts, none if advantages is None else advantages, self._merge_cost)
+
+    def _passes(self, packer: Packer, sequences: Tensor) -> Iterator[tuple[Batch, bool, bool]]:
+        """This rank's micro-batches of the chosen sequences: (batch, whether it is its own, whether it is the last).
+
+        All ranks make as many passes, since gradients, and sharded weights, are exchanged in them; one with less to do
+        repeats a short response.
+        """
+        sequences = sequences.cpu()
+        parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
+        own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
+        for i in range(num_passes):
+            is_own = i < len(own)
+            yield packer.pack(own[i] if is_own else sequences[:1]), is_own, i == num_passes - 1
 
     def loss(self, batch: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss, and its metrics: means over its tokens."""
@@ -183,37 +268,49 @@ class Learner:
         if settings.kl_coef:
             assert self.reference is not None
             ref_logprobs = self._batch_logprobs(self.reference, batch)
-        return linear_policy_gradient_loss(
-            response_hidden(self.model, batch, self.dtype),
-            self.model.lm_head.weight,
-            batch.targets,
-            batch.advantages,
-            batch.cu_seqlens,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=ref_logprobs,
-            loss=settings.loss,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            kl=settings.kl,
-            kl_coef=settings.kl_coef,
-            entropy_coef=settings.entropy_coef,
-            temperature=settings.temperature,
-            aggregation=settings.aggregation,
-            denominator=denominator,
-        )
+
+        def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return linear_policy_gradient_loss(
+                hidden,
+                weight,
+                batch.targets,
+                batch.advantages,
+                batch.cu_seqlens,
+                old_logprobs=batch.old_logprobs,
+                ref_logprobs=ref_logprobs,
+                loss=settings.loss,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+                dual_clip=settings.dual_clip,
+                kl=settings.kl,
+                kl_coef=settings.kl_coef,
+                entropy_coef=settings.entropy_coef,
+                temperature=settings.temperature,
+                aggregation=settings.aggregation,
+                denominator=denominator,
+            )
+
+        loss, metrics = run_batch(self._module, batch, self.dtype, finish)
+        return loss, metrics
 
     def logprobs(self, model: Decoder, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
-        none = torch.zeros_like(rollouts.lengths, dtype=torch.float32)
-        batches = micro_batches(prompts, rollouts, none, sequences, self.token_budget)
-        return torch.cat([none[:0], *(self._batch_logprobs(model, batch) for batch in batches)])
+        logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
+        for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
+            values = self._batch_logprobs(model, batch)
+            if is_own:
+                logprobs[batch.target_index] = values
+        return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]
 
     @torch.no_grad()
     def _batch_logprobs(self, model: Decoder, batch: Batch) -> Tensor:
-        hidden = response_hidden(model, batch, self.dtype)
         temperature = self.settings.temperature
-        return linear_token_logprobs(hidden, model.lm_head.weight, batch.targets, temperature=temperature)[0]
+
+        def finish(hidden: Tensor, weight: Tensor) -> Tensor:
+            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature)[0]
+
+        values: Tensor = run_batch(model, batch, self.dtype, finish)
+        return values
 
     def reset_reference(self) -> None:
         """Make the policy as it is now the reference, and forget the optimizer's moments."""
@@ -221,25 +318,33 @@ class Learner:
         self.reference.load_state_dict(self.model.state_dict())
         self.optimizer.state.clear()
 
-    def _find_non_finite(
-        self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor, sequences: Tensor, denominator: float
-    ) -> str:
-        """What became non-finite, and for which prompt: every prompt again, alone."""
+    def _find_non_finite(self, packer: Packer, sequences: Tensor, denominator: float) -> str:
+        """What became non-finite, and for which prompt: every prompt again, alone, on all ranks alike."""
         for name, parameter in self.model.named_parameters():
-            if not parameter.isfinite().all():
+            if not whole(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
-        group = sequences // (len(rollouts.lengths) // len(prompts))
+        sequences = sequences.cpu()
+        group = sequences // packer.num_rollouts
         for g in group.unique().tolist():
-            where = f"for prompt {int(prompts.ids[g])}"
-            if not advantages[sequences[group == g]].isfinite().all():
+            where = f"for prompt {int(packer.prompts.ids[g])}"
+            own = sequences[group == g]
+            if not packer.advantages[own.to(packer.advantages.device)].isfinite().all():
                 return f"an advantage is not finite {where}"
-            self.model.zero_grad()
-            for batch in micro_batches(prompts, rollouts, advantages, sequences[group == g], self.token_budget):
-                loss, _ = self.loss(batch, denominator)
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+            for part in packer.split(own, self.token_budget):
+                loss, _ = self.loss(packer.pack(part), denominator)
                 if not loss.isfinite():
                     return f"the loss is {float(loss.detach())} {where}"
                 loss.backward()
             for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not parameter.grad.isfinite().all():
+                if parameter.grad is not None and not whole(parameter.grad).isfinite().all():
                     return f"the gradient of {name} is not finite {where}"
         return "the gradient summed over the prompts is not finite, though each prompt's own is"
+
+
+def frozen_copy(model: Decoder) -> Decoder:
+    """The policy as it is now, for reference. Weights that are never trained, as under adapters, are not copied."""
+    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    return copy.deepcopy(model, shared).requires_grad_(False)

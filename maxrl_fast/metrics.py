@@ -17,8 +17,8 @@ def step_metrics(
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Means over all rollouts of the step, from rewards and advantages [G, N]; of the loss and the gradient's norm over the
-    updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
+    """Means over all rollouts of the step, from rewards and advantages [G, N]; of the loss, and of the gradient's norm and
+    moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
     solved = rewards > 0.5
 
     num_targets = sum(update.num_targets for update in updates)
@@ -39,7 +39,7 @@ def step_metrics(
         "entropy": float(-rollouts.logprobs.mean()),
         "response_length_mean": float(rollouts.lengths.float().mean()),
         "truncated": float(rollouts.truncated.float().mean()),
-        **{name: over_updates(name) for name in ("loss", "grad_norm")},
+        **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
         **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "mismatch")},
         "lr": lr,

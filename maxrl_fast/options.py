@@ -101,6 +101,8 @@ class OptimizerOptions:
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: int = 4096
     """Most tokens, prompts included, in one forward and backward pass; gradients of several passes add up."""
+    checkpoint_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again there: less memory, a third more work."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint."""
+    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of Qwen2, Qwen3, Llama 3 or SmolLM2."""
 
     model: Annotated[Path | None, _unset("DIR", "none, a new model")] = None
     """Hugging Face checkpoint directory to start from; the sizes below are then its own."""
@@ -145,6 +147,12 @@ class ModelOptions:
     """Key/value heads."""
     rope_theta: float = 100.0
     """Base of the rotary embedding. Short prompts learn faster with a small one; the MaxRL paper has 1e6."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the checkpoints; 0: off."""
+    lora_alpha: float = 32.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    """Linear layers that get adapters."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,11 @@ class RunOptions:
     """Device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation; auto: bfloat16 where the machine multiplies it fast. Weights and moments are float32 always."""
+    compile: bool = False
+    """Fuse each layer's operations before and after attention by torch.compile, which takes a while at the first steps."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """Between processes of torchrun: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full where the
+    training state would take more than half of a GPU's memory."""
     threads: Annotated[int | None, _unset("INT", "those this process may use")] = None
     """CPU threads."""
     save_every: int = 0
@@ -185,7 +198,8 @@ class RunOptions:
 class Config:
     """Reinforcement learning with verifiable rewards.
 
-    Example: python -m maxrl_fast.train --objective maxpo --k 4
+    Examples: python -m maxrl_fast.train --objective maxpo --k 4
+    torchrun --nproc-per-node 8 -m maxrl_fast.train --objective maxrl --model DIR
     """
 
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)

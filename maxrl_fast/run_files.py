@@ -20,9 +20,14 @@ from maxrl_fast.tasks import Task
 class RunFiles:
     """Writes the files of one run into a folder that it makes; each JSON line is on disk once it is written."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, is_writer: bool = True):
+        """Only one rank is the writer; on the others nothing is written."""
         assert config.run.out is not None
-        self.out = config.run.out
+        self.out, self._is_writer = config.run.out, is_writer
+        self._history: dict[str, list[dict[str, Any]]] = {"metrics": [], "eval": []}
+        self.checkpoint: Path | None = None  # the last one
+        if not is_writer:
+            return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             # Exclusively: of two runs started at once in one folder the second stops here.
@@ -31,12 +36,12 @@ class RunFiles:
         except OSError as error:
             raise InputError(f"cannot write to --out {self.out}: {error}") from error
         self._streams = {name: open(self.out / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "eval")}  # noqa: SIM115
-        self._history: dict[str, list[dict[str, Any]]] = {"metrics": [], "eval": []}
         self._board = SummaryWriter(str(self.out / "tensorboard"))
-        self.checkpoint: Path | None = None  # the last one
 
     def write(self, stream: str, record: dict[str, Any]) -> None:
         """Append to metrics.jsonl or eval.jsonl, and to the TensorBoard events."""
+        if not self._is_writer:
+            return
         self._streams[stream].write(json.dumps(record) + "\n")
         self._history[stream].append(record)
         for name, value in record.items():
@@ -49,13 +54,18 @@ class RunFiles:
     def save(self, step: int, model: Decoder, task: Task) -> Path:
         """checkpoints/step-NNNNNN, a Hugging Face directory, and `checkpoint`, a link to the newest."""
         directory = self.out / "checkpoints" / f"step-{step:06d}"
-        if directory != self.checkpoint:
-            save_checkpoint(directory, model, task.tokenizer_files(), task.stop_ids)
-            link = self.out / ".checkpoint-link"
-            link.unlink(missing_ok=True)
-            link.symlink_to(directory.relative_to(self.out))
-            os.replace(link, self.out / "checkpoint")
-            self.checkpoint = directory
+        if directory == self.checkpoint:
+            return directory
+        self.checkpoint = directory
+        if not self._is_writer:
+            for _ in model.weights():  # gathered from all ranks together
+                pass
+            return directory
+        save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+        link = self.out / ".checkpoint-link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory.relative_to(self.out))
+        os.replace(link, self.out / "checkpoint")
         return directory
 
     def listing(self) -> dict[str, str]:
@@ -70,6 +80,8 @@ class RunFiles:
 
     def close(self) -> None:
         """Draw curves.png and close the files."""
+        if not self._is_writer:
+            return
         self._board.close()
         for stream in self._streams.values():
             stream.close()

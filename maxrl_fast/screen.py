@@ -50,10 +50,10 @@ class Stage:
 
 
 class Screen:
-    """Standard output."""
+    """Standard output, or nothing where another rank speaks."""
 
-    def __init__(self, console: Console | None = None):
-        self.console = console or Console()
+    def __init__(self, console: Console | None = None, is_quiet: bool = False):
+        self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
 
     def say(self, text: str) -> None:
         """One plain line."""
@@ -65,7 +65,8 @@ class Screen:
 
     def complain(self, sentence: str) -> None:
         """One line on standard error."""
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        if not self._is_quiet:
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
 
     def closing_tables(
         self,

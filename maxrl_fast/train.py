@@ -5,6 +5,7 @@ task --prompts--> rollout engine --tokens, logprobs--> reward --[G, N]--> advant
 """
 
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +16,13 @@ from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.estimates import describe_run, estimate
 from maxrl_fast.evaluate import Evaluation, evaluate
-from maxrl_fast.learner import Learner, LossSettings, learning_rate
+from maxrl_fast.hardware import resolve_device
+from maxrl_fast.learner import Learner, LossSettings, frozen_copy, learning_rate
 from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks, distribute
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
@@ -29,13 +32,16 @@ from maxrl_fast.tasks.registry import build_task
 from maxrl_fast.warm_start import warm_start
 
 
-def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: Screen, stop: StopSignal) -> int:
+def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: Screen, stop: StopSignal, ranks: Ranks) -> int:
     """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
     engine = NativeEngine(model.to(device), dtype)
+    reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
+    module = distribute(model, reference, ranks, dtype, config.run.sharding)
+    first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
     clock = Stopwatch()
     evaluations: dict[int, Evaluation] = {}
     step = num_sampled = num_trained = code = 0
@@ -52,32 +58,35 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                 device=device,
                 progress=stage.advance,
                 check_stop=stop.check,
+                ranks=ranks,
             )
         files.write("eval", {"step": step, **vars(evaluations[step])})
         screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluations[step].pass_at_k.items()))
 
     try:
         with clock("warm start"):
-            next_prompt = warm_start(config, task, model, screen, stop)
+            next_prompt = warm_start(config, task, model, screen, stop, ranks, module)
         engine.load_weights(model)
         files.save(step, model, task)
         evaluate_now()
 
-        learner = Learner.of(config, model, LossSettings.of(config), needs_reference=advantages.needs_reference)
+        learner = Learner.of(config, model, LossSettings.of(config), ranks=ranks, module=module, reference=reference)
         with screen.stage("train", config.optimizer.steps) as stage:
             for step in range(1, config.optimizer.steps + 1):
                 with clock("rollout") as rollout_time:
                     prompts = task.prompts("train", next_prompt, num_prompts).to(device)
-                    rollouts = engine.generate(prompts, num_rollouts, sampling, seed=seed, step=step)
+                    part = prompts.take(first, own)
+                    sampled = engine.generate(part, num_rollouts, sampling, seed=seed, step=step)
+                    rollouts = ranks.concatenate_rollouts(sampled)
                     check_finite(rollouts, prompts, step)
                     next_prompt += num_prompts
                 with clock("reward"):
-                    rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)  # [G, N]
+                    rewards = ranks.concatenate(task.score(part, sampled)).view(num_prompts, num_rollouts)  # [G, N]
                 greedy_correct = None
                 if advantages.needs_greedy:
                     with clock("rollout"):
-                        greedy = engine.generate(prompts, 1, sampling.greedy, seed=seed, step=step)
-                    greedy_correct = task.score(prompts, greedy) > 0.5  # [G]
+                        greedy = engine.generate(part, 1, sampling.greedy, seed=seed, step=step)
+                    greedy_correct = ranks.concatenate(task.score(part, greedy)) > 0.5  # [G]
                 with clock("advantage") as begin_time:
                     advantages.begin(learner, prompts, rollouts, rewards, greedy_correct)
                 lr = learning_rate(step, config.optimizer)
@@ -122,26 +131,40 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, 1 on non-finite values, 2 on bad input, 130 on Ctrl-C."""
-    screen = Screen()
+    ranks = Ranks.of_environment()
+    screen = Screen(is_quiet=not ranks.is_first)
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         check(config)
-        task = build_task(config.task, config.run.seed)
-        config = resolve(config, task)
-        torch.set_num_threads(config.run.threads or 1)
-        model = build_policy(config, task)
-        if config.run.dry_run:
-            screen.say(estimate(config, task, model))
-            return 0
-        files = RunFiles(config)
+        device = resolve_device(config.run.device)
+        with ranks.connected(device):
+            return run(config, ranks, screen, device)
     except InputError as error:
-        screen.complain(str(error))
+        # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
+        time.sleep(0 if ranks.is_first else 5)
+        Screen().complain(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
         return 2
-    for line in describe_run(config, model):
+
+
+def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> int:
+    """Build what a checked configuration asks for, and train.
+
+    Raises:
+        InputError: where that shows the configuration to be wrong.
+    """
+    task = build_task(config.task, config.run.seed)
+    config = resolve(config, task, ranks)
+    torch.set_num_threads(config.run.threads or 1)
+    model = build_policy(config, task)
+    if config.run.dry_run:
+        screen.say(estimate(config, task, model))
+        return 0
+    files = RunFiles(config, is_writer=ranks.is_first)
+    for line in describe_run(config, model, ranks):
         screen.say(line)
     try:
-        with StopSignal() as stop:
-            return train(config, task, model, files, screen, stop)
+        with StopSignal(ranks, device) as stop:
+            return train(config, task, model, files, screen, stop, ranks)
     except KeyboardInterrupt:
         screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")
         return 130

@@ -3,22 +3,32 @@
 import dataclasses
 
 import torch
+from torch import nn
 
 from maxrl_fast.control import StopSignal
 from maxrl_fast.learner import Learner, LossSettings, learning_rate
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 
 
-def warm_start(config: Config, task: Task, model: Decoder, screen: Screen, stop: StopSignal) -> int:
+def warm_start(
+    config: Config,
+    task: Task,
+    model: Decoder,
+    screen: Screen,
+    stop: StopSignal,
+    ranks: Ranks | None = None,
+    module: nn.Module | None = None,
+) -> int:
     """Train the policy on one solution per prompt. Returns the index of the first training prompt not used."""
     steps, batch = config.warm_start.sft_steps or 0, config.warm_start.sft_batch
     if not steps:
         return 0
     # With advantage 1, "reinforce" is the mean negative log-likelihood of the solutions' tokens.
-    learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation="token_mean"))
+    learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation="token_mean"), ranks=ranks, module=module)
     schedule = dataclasses.replace(
         config.optimizer, steps=steps, lr=config.warm_start.sft_lr, lr_schedule="cosine", warmup_steps=10
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from maxrl_fast.batching import Batch, pack_batch
+from maxrl_fast.batching import Batch, Packer
 from maxrl_fast.records import Prompts, Rollouts, pack
 
 
@@ -11,8 +11,8 @@ def make_prompts(token_lists: list[list[int]]) -> Prompts:
     return Prompts(tokens, cu_seqlens, torch.arange(len(token_lists)))
 
 
-def one_batch(prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None) -> Batch:
-    """All rollouts as one micro-batch."""
+def one_batch(prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0) -> Batch:
+    """All rollouts as one micro-batch, every prompt shared that can be where merge_cost is 0."""
     num_sequences = len(rollouts.lengths)
     advantages = torch.ones(num_sequences) if advantages is None else advantages
-    return pack_batch(prompts, rollouts, advantages, torch.arange(num_sequences))
+    return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.batching import Batch
-from maxrl_fast.learner import response_hidden
+from maxrl_fast.learner import run_batch
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 
 TINY = DecoderConfig(
@@ -35,4 +35,4 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
 
 def response_logits(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
     """Logits [T, V] float32 that predict the batch's targets."""
-    return model.logits(response_hidden(model, batch, dtype))
+    return model.logits(run_batch(model, batch, dtype))

@@ -1,19 +1,39 @@
-"""The decoder (Qwen2 architecture). Modules carry the names of Hugging Face checkpoints, so that state dicts are theirs.
+"""The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2. Modules carry the names of Hugging Face checkpoints, so that state
+dicts are theirs.
 
 Parameters are the float32 masters. A forward pass computes in the dtype it is asked for: each layer casts its weights,
 and their gradients come back, and add up, in float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from maxrl_fast.model.linear import Linear, LoraLinear, whole
 
 # What a layer asks for: attention of layer i's q [U, Hq, D], k and v [U, Hkv, D] -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rotary = tuple[Tensor, Tensor]  # cos and sin [U, 1, D/2]
+
+# What tells the families apart, by the model_type of their configurations: biases of q, k and v, and norms of q and k.
+FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretch of the rotary embedding to contexts longer than it was trained on at first."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -31,8 +51,13 @@ class DecoderConfig:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
+    model_type: str = "qwen2"
+    rope_scaling: RopeScaling | None = None
+    dtype: str = "float32"  # of the weights in checkpoints
 
     def __post_init__(self) -> None:
+        if self.model_type not in FAMILIES:
+            raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}")
         for field in dataclasses.fields(self)[:8]:
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
@@ -45,11 +70,13 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
+    @property
+    def has_qkv_bias(self) -> bool:
+        return FAMILIES[self.model_type][0]
 
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+    @property
+    def has_qk_norm(self) -> bool:
+        return FAMILIES[self.model_type][1]
 
 
 class RMSNorm(nn.Module):
@@ -62,14 +89,24 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_table(config: DecoderConfig, positions: Tensor) -> Rotary:
     """cos and sin [U, 1, D/2] float32 of positions [U]."""
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    angles = positions[:, None].float() * config.rope_theta**-exponents
+    frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
+    if config.rope_scaling is not None:
+        frequencies = _stretched(frequencies, config.rope_scaling)
+    angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Low frequencies divided by the factor, high ones kept, and a linear blend between."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotary position embedding of x [U, heads, D]: dimension i is paired with i + D/2."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     x1, x2 = x.chunk(2, -1)
@@ -82,15 +119,17 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size)
-        self.k_proj = Linear(config.hidden_size, key_size)
-        self.v_proj = Linear(config.hidden_size, key_size)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.has_qkv_bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def qkv(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """q [U, Hq, D] and k [U, Hkv, D], rotated, and v [U, Hkv, D] of x [U, H]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return rotate(q, rotary), rotate(k, rotary), v
+        return rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary), v
 
 
 class MLP(nn.Module):
@@ -111,6 +150,28 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        # Held here for compile_layers to replace.
+        self.before: Callable[[Layer, Tensor, Rotary], tuple[Tensor, Tensor, Tensor]] = before_attention
+        self.after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
+
+    def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None) -> Tensor:
+        """x [U, H] -> [U, H], or of the asked rows [R] only: [R, H]."""
+        attended = attention(i, *self.before(self, x, rotary)).flatten(1)  # [U, Hq * D]
+        if rows is not None:
+            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+        return self.after(self, x, attended)
+
+
+def before_attention(layer: Layer, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of x [U, H]."""
+    return layer.self_attn.qkv(layer.input_layernorm(x), rotary)
+
+
+def after_attention(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    """The layer's output [U, H] from its input and what attention made of it [U, Hq * D]."""
+    x = x + layer.self_attn.o_proj(attended)
+    output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return output
 
 
 class Body(nn.Module):
@@ -122,7 +183,12 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder over a packed stream of tokens; how tokens attend to one another is the caller's."""
+    """Decoder over a packed stream of tokens; how tokens attend to one another is the caller's.
+
+    Set `checkpoint_activations` to keep only each layer's input for the backward pass, which computes the layer again.
+    """
+
+    checkpoint_activations = False
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -143,9 +209,23 @@ class Decoder(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what stands before and after attention in every layer; one compilation serves all."""
+        before = torch.compile(before_attention, dynamic=True)
+        after = torch.compile(after_attention, dynamic=True)
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.before, layer.after = before, after
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        rows: Tensor,
+        dtype: torch.dtype = torch.float32,
+        finish: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
         """Final hidden states of the asked rows of a packed stream.
 
         Args:
@@ -153,21 +233,39 @@ class Decoder(nn.Module):
             attention: called once a layer.
             rows: int64 [R]; after the last attention only these rows are computed, since no other is read.
             dtype: of the computation.
+            finish: called with the hidden states and the output matrix [V, H]. What reads the matrix must do so here: sharded
+                over ranks, it is whole only during the forward pass.
 
         Returns:
-            hidden states [R, H] after the last norm, in `dtype`.
+            hidden states [R, H] after the last norm, in `dtype`, or what `finish` makes of them.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         rotary = rotary_table(self.config, positions)
+        last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
-            assert isinstance(layer, Layer)
-            attended = attention(i, *layer.self_attn.qkv(layer.input_layernorm(x), rotary)).flatten(1)  # [U, Hq * D]
-            if i == len(self.model.layers) - 1:
-                x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-            x = x + layer.self_attn.o_proj(attended)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.model.norm(x)
+            arguments = (x, rotary, i, attention, rows if i == last else None)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(*arguments)
+        hidden = self.model.norm(x)
+        return hidden if finish is None else finish(hidden, self.lm_head.weight)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its name in checkpoints, adapters merged in, whole where ranks share it, tied ones once.
+
+        Ranks that share weights must all go through it together.
+        """
+        for name, module in self.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                full = f"{name}.{own}"
+                is_tied = full == "lm_head.weight" and self.config.tie_word_embeddings
+                if is_tied or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+                    continue
+                is_adapted = isinstance(module, LoraLinear) and own == "weight"
+                yield full, module.merged() if is_adapted else whole(parameter.detach())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] in float32 from hidden [R, H]."""
-        return self.lm_head(hidden).float()
+        logits: Tensor = self.lm_head(hidden).float()
+        return logits

@@ -3,16 +3,27 @@
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
 
 
 def build_policy(config: Config, task: Task) -> Decoder:
-    """The policy on the CPU, in float32.
+    """The policy on the CPU, in float32, with adapters where asked.
 
     Raises:
         InputError: where a checkpoint cannot be read or does not fit the task.
     """
+    model, options = _base(config, task), config.model
+    if options.lora_rank:
+        add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
+    model.checkpoint_activations = config.optimizer.checkpoint_activations
+    if config.run.compile:
+        model.compile_layers()
+    return model
+
+
+def _base(config: Config, task: Task) -> Decoder:
     options = config.model
     assert config.rollout.max_new_tokens is not None
     longest = task.prompt_length + config.rollout.max_new_tokens

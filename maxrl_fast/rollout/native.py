@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import SharedPromptLayout, attend, merge, shared_prompt_attention, tile
+from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.flash import attend
+from maxrl_fast.model.tiling import padding_mask, tile
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.random import sample_keys, uniforms
@@ -14,13 +16,14 @@ class _PromptCache:
     """Keys and values of G prompts [G, P, Hkv, D], a pair a layer."""
 
     def __init__(self, lengths: Tensor):
-        groups = torch.arange(len(lengths), device=lengths.device)
-        self.layout = SharedPromptLayout.build(lengths, torch.zeros_like(lengths), groups)
+        none = torch.zeros(0, dtype=torch.int64)
+        self.layout = SharedPromptLayout.build(lengths.cpu(), none, none, lengths.device)
+        self.tiling, self.mask = tile(lengths), padding_mask(lengths)
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the prompts, for the decoder to call; keeps k and v."""
-        self.layers.append((self.layout.prompts.pad(k), self.layout.prompts.pad(v)))
+        self.layers.append((self.tiling.pad(k), self.tiling.pad(v)))
         return shared_prompt_attention(q, k, v, self.layout)
 
 
@@ -31,7 +34,7 @@ class _Suffixes:
         k, _ = cache.layers[0]
         self.groups = torch.arange(len(k), device=k.device).repeat_interleave(num_samples)  # [A]
         self.prompts = cache.layers
-        self.prompt_mask = cache.layout.prompt_mask
+        self.prompt_mask = cache.mask
         self.grid = tile(torch.bincount(self.groups))  # samples by prompt: those of a prompt read its keys in one product
         shape = (len(self.groups), max_new_tokens, *k.shape[2:])
         self.layers = [(k.new_empty(shape), k.new_empty(shape)) for _ in cache.layers]
@@ -83,9 +86,9 @@ class NativeEngine:
 
     def load_weights(self, model: Decoder) -> None:
         """Take over the policy's weights, rounded to the compute dtype once instead of at every token."""
-        with torch.no_grad():
-            for own, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-                own.copy_(theirs)
+        own = dict(self.model.weights())
+        for name, weight in model.weights():
+            own[name].copy_(weight)
 
     @torch.no_grad()
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:

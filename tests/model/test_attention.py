@@ -1,18 +1,18 @@
 """Shared-prompt attention against ordinary causal attention over [prompt, response], sequence by sequence, in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from maxrl_fast.model.attention import (
-    SharedPromptLayout,
-    attend,
-    attend_backward,
-    attend_backward_reference,
-    attend_reference,
-    merge,
-    shared_prompt_attention,
-)
+from maxrl_fast.errors import InputError
+from maxrl_fast.model import flash
+from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
+from maxrl_fast.model.flash import Spans, attend, attend_backward, attend_backward_reference, attend_reference
 
+CPU = torch.device("cpu")
+# Lengths of the first part's sequences, of the responses, and which sequence each answers.
 CASES = {
     "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
     "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),
@@ -20,6 +20,8 @@ CASES = {
     "responses without tokens": ([3, 4], [0, 5, 0, 1], [0, 0, 1, 1]),
     "no response tokens at all": ([3, 2], [0, 0], [0, 1]),
     "equal lengths": ([4, 4], [3, 3, 3, 3], [0, 0, 1, 1]),
+    "sequences without responses": ([9, 3, 12, 40], [2, 5], [1, 1]),
+    "only sequences": ([9, 3, 1], [], []),
 }
 
 
@@ -32,31 +34,167 @@ def ordinary_attention(q, k, v):
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_equals_ordinary_attention_outputs_and_gradients(case):
-    prompt_lengths, response_lengths, groups = CASES[case]
+def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, heads=(4, 2, 2)):
+    lengths, response_lengths, answers = CASES[case]
     generator = torch.Generator().manual_seed(0)
-    total = sum(prompt_lengths) + sum(response_lengths)
-    q, k, v = (torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2))
-    layout = SharedPromptLayout.build(torch.tensor(prompt_lengths), torch.tensor(response_lengths), torch.tensor(groups))
+    total = sum(lengths) + sum(response_lengths)
+    q, k, v = (torch.randn(total, h, 8, generator=generator, dtype=dtype).requires_grad_() for h in heads)
+    layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
     out = shared_prompt_attention(q, k, v, layout)
 
-    prompts = torch.arange(sum(prompt_lengths)).split(prompt_lengths)
-    responses = (torch.arange(sum(response_lengths)) + sum(prompt_lengths)).split(response_lengths)
+    sequences = torch.arange(sum(lengths)).split(lengths)
+    responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
     expected = torch.zeros_like(out)
-    for g, prompt in enumerate(prompts):
-        expected[prompt] = ordinary_attention(q[prompt], k[prompt], v[prompt])
-        for response in (r for r, group in zip(responses, groups, strict=True) if group == g):
-            rows = torch.cat([prompt, response])
-            expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(prompt) :]
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    for b, sequence in enumerate(sequences):
+        expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence])
+        for response in (r for r, answered in zip(responses, answers, strict=True) if answered == b):
+            rows = torch.cat([sequence, response])
+            expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(sequence) :]
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=rtol / 10)
 
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn(out.shape, generator=generator, dtype=dtype)
     actual = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     for a, w in zip(actual, wanted, strict=True):
         assert w.abs().max() > 0.1
-        torch.testing.assert_close(a, w, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(a, w, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_ordinary_attention_outputs_and_gradients(case):
+    check_against_ordinary_attention(case)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 4), (6, 1, 1)])
+def test_any_grouping_of_heads(heads):
+    check_against_ordinary_attention("uneven groups", heads=heads)
+
+
+def emulated_varlen(calls):
+    """The calling conventions of FlashAttention's functions on packed sequences, run by attend_reference a run at a time.
+
+    Log-sum-exps are [H, T]; keys and values keep their own number of heads.
+    """
+
+    def runs(cu_q, cu_k, max_q, max_k):
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert max_q >= cu_q.diff().max()
+        assert max_k == cu_k.diff().max()
+        pairs = zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True)
+        return [(slice(a, b), slice(c, d)) for a, b, c, d in pairs if b > a]
+
+    def heads_first(x, heads):
+        return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1)[None]
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal):
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+        for of_q, of_k in runs(cu_q, cu_k, max_q, max_k):
+            part = (heads_first(x, q.shape[1]) for x in (q[of_q], k[of_k], v[of_k]))
+            out, part_lse = attend_reference(*part, is_causal, None)
+            o[of_q], lse[:, of_q] = out[0].transpose(0, 1), part_lse[0]
+        calls.append(lse.shape)
+        return o, lse
+
+    def backward(grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, is_causal):
+        assert lse.shape == (q.shape[1], len(q))
+        assert lse.is_contiguous()
+        grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for of_q, of_k in runs(cu_q, cu_k, max_q, max_k):
+            part = [heads_first(x, q.shape[1]) for x in (grad[of_q], q[of_q], k[of_k], v[of_k], o[of_q])]
+            by_q, by_k, by_v = attend_backward_reference(*part, lse[None, :, of_q], is_causal, None)
+            grads[0][of_q] = by_q[0].transpose(0, 1)
+            for packed, x in ((grads[1], by_k), (grads[2], by_v)):
+                packed[of_k] = x[0].transpose(0, 1).unflatten(1, (k.shape[1], -1)).sum(2)
+        return grads
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torch_varlen_calls(case, monkeypatch):
+    """What a GPU in half precision runs, with torch's kernels replaced by an emulation of their signatures."""
+    calls = []
+    forward, backward = emulated_varlen(calls)
+
+    def aten_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask):
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        return *forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal), torch.empty(2), torch.empty(0), torch.empty(0)
+
+    def aten_backward(grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused):
+        assert dropout_p == 0.0
+        return backward(grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, is_causal)
+
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    names = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
+    assert " ".join(a.name for a in schema.arguments[3:10]) == names
+    schema = torch.ops.aten._flash_attention_backward.default._schema
+    names = "out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused"
+    assert " ".join(a.name for a in schema.arguments[4:14]) == names
+    aten = SimpleNamespace(_flash_attention_forward=aten_forward, _flash_attention_backward=aten_backward)
+    monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.TORCH_VARLEN)
+    monkeypatch.setattr(flash.torch.ops, "aten", aten)
+    check_against_ordinary_attention(case)
+    assert calls
+
+
+def fake_flash_attn(calls):
+    forward, backward = emulated_varlen(calls)
+
+    def varlen_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, softmax_scale, causal):
+        assert (dropout_p, softmax_scale) == (0.0, q.shape[-1] ** -0.5)
+        return *forward(q, k, v, cu_q, cu_k, max_q, max_k, causal), torch.empty(0), torch.empty(2)
+
+    def varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        grads = backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    return SimpleNamespace(_flash_attn_varlen_forward=varlen_forward, _flash_attn_varlen_backward=varlen_backward)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attn_calls(case, monkeypatch):
+    """The flash-attn package, replaced by an emulation of its signatures."""
+    calls = []
+    package = fake_flash_attn(calls)
+    monkeypatch.setattr(flash, "_flash_attn", lambda: package)
+    monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.FLASH_ATTN)
+    check_against_ordinary_attention(case)
+    assert calls
+
+
+def test_which_kernel_runs(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(flash, "_flash_attn", lambda: None)
+    assert flash.kernel_for(CPU, torch.bfloat16, 64) is flash.PADDED_CPU
+    assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.TORCH_VARLEN
+    assert flash.kernel_for(cuda, torch.float32, 64) is flash.PADDED_REFERENCE
+    assert flash.kernel_for(cuda, torch.bfloat16, 20) is flash.PADDED_REFERENCE
+    monkeypatch.setattr(flash, "_flash_attn", lambda: object())
+    assert flash.kernel_for(cuda, torch.float16, 128) is flash.FLASH_ATTN
+
+
+def test_a_broken_flash_attn_is_named(monkeypatch, tmp_path):
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    flash._flash_attn.cache_clear()
+    try:
+        with pytest.raises(InputError, match=r"cannot be imported \(undefined symbol: _ZN3c10\); reinstall it for torch"):
+            flash._flash_attn()
+    finally:
+        flash._flash_attn.cache_clear()
+
+
+def test_queries_need_a_key():
+    with pytest.raises(ValueError, match="at least one key"):
+        Spans(torch.tensor([1, 2]), torch.tensor([3, 0]), CPU)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,14 +1,18 @@
 """Hugging Face checkpoints: transformers computes the same logits from what we write, and we say what is wrong with a file."""
 
 import json
+import sys
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
+from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, load_checkpoint, save_checkpoint
+from maxrl_fast.model.decoder import RopeScaling
+from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
@@ -17,28 +21,130 @@ from tests.models import response_logits, tiny_decoder
 TASK = MazeTask(5)
 
 
-def save(directory, **changes):
+STRETCH = RopeScaling(8.0, 1.0, 4.0, 64)
+FAMILIES = {
+    "qwen2": {},
+    "qwen2 untied": {"tie_word_embeddings": False},
+    "qwen2 wide heads": {"head_dim": 16, "num_key_value_heads": 4},
+    "qwen2 long": {"rope_theta": 1e6},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3 untied": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "llama 3": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 5e5, "rope_scaling": STRETCH},
+    "smollm2": {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5},
+}
+
+
+def save(directory, shard_bytes=SHARD_BYTES, **changes):
     model = tiny_decoder(**changes)
-    save_checkpoint(directory, model, TASK.tokenizer_files(), TASK.stop_ids)
+    save_checkpoint(directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, shard_bytes)
     return model
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"tie_word_embeddings": False}, {"head_dim": 16, "num_key_value_heads": 4}, {"rope_theta": 1e6}]
-)
-def test_transformers_computes_the_same_logits(tmp_path, changes):
-    model = save(tmp_path / "checkpoint", **changes)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+def check_equal_logits(ours, theirs, limit=1e-4):
+    """Prompts of 42 tokens and short responses, computed by both."""
     prompts = TASK.prompts("train", 0, 2)
     rollouts = Rollouts.given([[13, 15, 7], [16, 16, 16, 14, 7], [14, 7], [7]])
-    ours = response_logits(model, one_batch(prompts, rollouts), torch.float32)
+    logits = response_logits(ours, one_batch(prompts, rollouts), torch.float32)
     for s in range(4):
         prompt = prompts.take(s // 2, 1).tokens
-        response = rollouts.tokens[rollouts.cu_seqlens[s] : rollouts.cu_seqlens[s + 1]]
+        start, stop = rollouts.cu_seqlens[s : s + 2].tolist()
         with torch.no_grad():
-            logits = theirs(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        assert logits.std() > 0.3
-        torch.testing.assert_close(ours[rollouts.cu_seqlens[s] : rollouts.cu_seqlens[s + 1]], logits, rtol=0, atol=1e-4)
+            expected = theirs(torch.cat([prompt, rollouts.tokens[start:stop]])[None]).logits[0, len(prompt) - 1 : -1]
+        assert expected.std() > 0.1
+        torch.testing.assert_close(logits[start:stop], expected, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 10_000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_computes_the_same_logits(tmp_path, family, shard_bytes):
+    model = save(tmp_path / "checkpoint", shard_bytes, **FAMILIES[family])
+    assert (tmp_path / "checkpoint" / "model.safetensors.index.json").exists() == (shard_bytes < SHARD_BYTES)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert type(theirs).__name__ == ARCHITECTURES[model.config.model_type]
+    check_equal_logits(model, theirs)
+    check_equal_logits(load_checkpoint(tmp_path / "checkpoint"), theirs)
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+THEIRS = {
+    "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "llama 3": transformers.LlamaConfig(**SIZES, rope_parameters={**LLAMA3, "rope_theta": 500000.0}),
+    "smollm2": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
+}
+
+
+@pytest.mark.parametrize("shards", ["5GB", "20KB"])
+@pytest.mark.parametrize("family", THEIRS)
+def test_what_transformers_saves_computes_the_same_and_goes_back(tmp_path, family, shards):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(THEIRS[family])
+    for name, parameter in theirs.named_parameters():  # biases and norms start at 0 and 1, which would hide them
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.7 if "norm" in name else 0.0, 0.2)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shards == "20KB")
+    model = load_checkpoint(tmp_path / "theirs")
+    check_equal_logits(model, theirs)
+    save_checkpoint(tmp_path / "ours", model.config, model.weights(), {}, (2,))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for (name, a), b in zip(theirs.state_dict().items(), back.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_bfloat16_checkpoints_stay_bfloat16_and_are_trained_in_float32(tmp_path):
+    save(tmp_path / "checkpoint", dtype="bfloat16")
+    assert load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    model = load_checkpoint(tmp_path / "checkpoint")
+    assert (model.config.dtype, model.model.norm.weight.dtype) == ("bfloat16", torch.float32)
+    check_equal_logits(model, AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32))
+
+
+CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}PATH_START{% endif %}"
+
+
+def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
+    save(tmp_path / "a")
+    (tmp_path / "a" / "chat_template.jinja").write_text(CHAT)
+    files = tokenizer_files(tmp_path / "a")
+    model = tiny_decoder()
+    save_checkpoint(tmp_path / "b", model.config, model.weights(), files, (2,))
+    tokenizer = load_tokenizer(tmp_path / "b")
+    assert encode_chat(tokenizer, [{"role": "START", "content": "UP DOWN"}]) == [11, 13, 14, 6]
+    (tmp_path / "b" / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="has no chat template"):
+        encode_chat(load_tokenizer(tmp_path / "b"), [{"role": "user", "content": "UP"}])
+    (tmp_path / "b" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot read the tokenizer of .*b: "):
+        load_tokenizer(tmp_path / "b")
+
+
+def test_a_missing_transformers_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'maxrl_fast\[hf\]'"):
+        load_tokenizer(tmp_path)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path):
+    """A configuration that names its own classes, as remote code does, is read as the family it says it is, or not at all."""
+    save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
+    edit_config(tmp_path / "checkpoint", auto_map=code)
+    load_checkpoint(tmp_path / "checkpoint")
+    load_tokenizer(tmp_path / "checkpoint")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_tokenizer_speaks_the_tasks_words(tmp_path):
@@ -54,7 +160,7 @@ def test_the_tokenizer_speaks_the_tasks_words(tmp_path):
 
 
 def test_loading_gives_back_the_same_weights(tmp_path):
-    for name, changes in (("tied", {}), ("untied", {"tie_word_embeddings": False})):
+    for name, changes in FAMILIES.items():
         model = save(tmp_path / name, **changes)
         loaded = load_checkpoint(tmp_path / name)
         assert loaded.config == model.config
@@ -89,15 +195,22 @@ def edit_weights(directory, change):
     [
         (lambda d: (d / "config.json").unlink(), "cannot read the checkpoint's .*config.json"),
         (lambda d: (d / "config.json").write_text("{"), "cannot read the checkpoint's .*config.json"),
-        (lambda d: (d / "config.json").write_text("[]"), "model_type must be 'qwen2', got None"),
-        (lambda d: edit_config(d, model_type="mamba"), "model_type must be 'qwen2', got 'mamba'"),
+        (lambda d: (d / "config.json").write_text("[]"), r"must hold a JSON object, got \[\]"),
+        (lambda d: edit_config(d, model_type="mamba"), "model_type must be one of qwen2, qwen3, llama, got 'mamba'"),
+        (lambda d: edit_config(d, dtype="float8"), "dtype must be one of float32, bfloat16, float16, got 'float8'"),
+        (lambda d: edit_config(d, model_type="llama", attention_bias=True), "attention_bias must be false, got true"),
+        (lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]), "must all be full_attention"),
         (lambda d: edit_config(d, hidden_size=None), "lacks the key 'hidden_size'"),
         (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be a whole number"),
         (lambda d: edit_config(d, num_key_value_heads=3), "multiple of num_key_value_heads, got 4 and 3"),
-        (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "scaled rotary"),
-        (lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}), "scaled rotary"),
-        (lambda d: edit_config(d, rope_parameters="x"), "scaled rotary"),
-        (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act 'silu'"),
+        (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks the key 'factor'"),
+        (
+            lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}),
+            "of type default or llama3",
+        ),
+        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and whole"),
+        (lambda d: edit_config(d, rope_parameters="x"), "rope_parameters must be an object, got 'x'"),
+        (lambda d: edit_config(d, hidden_act="gelu"), 'hidden_act must be "silu", got "gelu"'),
         (lambda d: (d / "model.safetensors").unlink(), "cannot read the weights .*model.safetensors"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), "cannot read the weights"),
         (
@@ -115,6 +228,46 @@ def edit_weights(directory, change):
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage, message):
     directory = tmp_path / "checkpoint"
     save(directory)
+    damage(directory)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(directory)
+
+
+def shard_of(directory, name):
+    return directory / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
+
+
+def edit_index(directory, change):
+    path = directory / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: shard_of(d, "model.norm.weight").unlink(), "cannot read the weights .*model-0000.-of-0000"),
+        (
+            lambda d: shard_of(d, "model.norm.weight").write_bytes(shard_of(d, "model.norm.weight").read_bytes()[:-9]),
+            "cannot read the weights .*model-0000.-of-0000",
+        ),
+        (
+            lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="model-00001-of-00003.safetensors")),
+            "model-00001-of-00003.safetensors lacks the tensor extra that .*index.json says it has",
+        ),
+        (lambda d: edit_index(d, lambda index: index.pop("weight_map")), "weight_map must map tensors to files"),
+        (
+            lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="../../secret")),
+            "weight_map must map tensors to files of the same directory",
+        ),
+        (lambda d: (d / "model.safetensors.index.json").write_text("x"), "cannot read the checkpoint's .*index.json"),
+    ],
+)
+def test_a_damaged_sharded_checkpoint_is_refused_by_name(tmp_path, damage, message):
+    directory = tmp_path / "checkpoint"
+    save(directory, 30_000)
+    assert len(list(directory.glob("model-*-of-00003.safetensors"))) == 3
     damage(directory)
     with pytest.raises(InputError, match=message):
         load_checkpoint(directory)

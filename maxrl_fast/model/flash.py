@@ -1,0 +1,242 @@
+"""FlashAttention of packed sequences by what is there, forward and backward, with the log-sum-exp.
+
+torch's own FlashAttention-2 or the flash-attn package on a GPU in half precision, torch's CPU kernel on a CPU, and plain
+PyTorch elsewhere. `kernel_for` says which.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.tiling import Tiling, length_buckets, padding_mask, tile
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which keys queries attend to: run b of the packed queries sees run b of the packed keys, all of it or causally.
+
+    Causal runs have as many queries as keys. A run without queries may have keys, never the other way round.
+    """
+
+    q_lengths: Tensor  # [B] int64, on the host
+    k_lengths: Tensor  # [B] int64, on the host
+    device: torch.device
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(((self.q_lengths > 0) & (self.k_lengths < 1)).any()):
+            raise ValueError("every run of queries must have at least one key")
+
+    @cached_property
+    def varlen(self) -> tuple[Tensor, Tensor, int, int]:
+        """cu_seqlens of queries and keys, int32 [B+1] on the device, and the longest runs."""
+        cu_q, cu_k = (
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
+            for lengths in (self.q_lengths, self.k_lengths)
+        )
+        # At 1 the kernels reorder heads as for decoding, which wants exactly one query in every run.
+        return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
+
+    @cached_property
+    def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
+        """The queries and keys of runs of similar length, and the mask of the keys' padding."""
+        tiles = []
+        for chosen in length_buckets(self.q_lengths):
+            mask = None if self.causal else padding_mask(self.k_lengths[chosen])
+            q, k = (tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths))
+            tiles.append((q, k, None if mask is None else mask.to(self.device)))
+        return tiles
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    """Softmax attention, scores scaled by D**-0.5, and its log-sum-exp.
+
+    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spans` says; Hq is a multiple of Hkv. Returns o [Tq, Hq, D] and
+    l [Tq, Hq] (float32; float64 for float64 inputs).
+    """
+    return kernel_for(q.device, q.dtype, q.shape[-1]).forward(q, k, v, spans)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to q, k and v given that to o; o and lse are those of this call or of the merge it went into."""
+    return kernel_for(q.device, q.dtype, q.shape[-1]).backward(grad, q, k, v, o, lse, spans)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute `forward` and `backward`."""
+
+    name: str  # as a run reports it
+    forward: Callable[[Tensor, Tensor, Tensor, Spans], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Spans], tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel that attention of these inputs runs."""
+    if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
+        return PADDED_CPU if device.type == "cpu" else PADDED_REFERENCE
+    return FLASH_ATTN if _flash_attn() else TORCH_VARLEN
+
+
+# A GPU in half precision: packed sequences as they are.
+
+
+def _torch_varlen_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spans.varlen, 0.0, spans.causal, False)
+    return o, lse.t()
+
+
+def _torch_varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a generator that nothing draws from
+    unused = torch.empty(0, device=q.device)
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spans.varlen, 0.0, spans.causal, no_dropout, unused
+    )
+    return grads
+
+
+@cache
+def _flash_attn() -> Any:
+    """The flash-attn package's functions on packed sequences; None without the package.
+
+    Raises:
+        InputError: where it is installed and cannot be imported.
+    """
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        return importlib.import_module("flash_attn.flash_attn_interface")
+    except ImportError as error:
+        raise InputError(
+            f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch {torch.__version__}, or "
+            f"uninstall it: torch's own FlashAttention then runs"
+        ) from error
+
+
+def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
+        q, k, v, *spans.varlen, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=spans.causal
+    )
+    return o, lse.t()
+
+
+def _flash_attn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _flash_attn()._flash_attn_varlen_backward(
+        *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spans.varlen),
+        **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spans.causal},
+        **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "deterministic": False},
+    )
+    return grads
+
+
+# Elsewhere: padded tiles.
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`forward` of sequences of one length: q [B, Lq, heads, D], k and v [B, Lk, heads, D].
+
+    mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D] and l [B, Lq, heads].
+    Neither Lq nor Lk may be 0: the CPU kernel divides by them and takes the process down.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.device.type == "cpu":
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    else:
+        o, lse = attend_reference(q, k, v, causal, mask)
+    return o.transpose(1, 2), lse.transpose(1, 2)
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` of sequences of one length."""
+    grad, q, k, v, o, lse = (x.transpose(1, 2) for x in (grad, q, k, v, o, lse))
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = kernel(grad, q, k, v, o, lse, 0.0, causal, attn_mask=mask)
+    else:
+        grads = attend_backward_reference(grad, q, k, v, o, lse, causal, mask)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """In float32 at least: scores rounded to bfloat16 before the softmax would triple its error."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return scores
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`attend` written out for [B, heads, L, D], in any dtype and on any device."""
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    scores = _scores(wide_q, wide_k, causal, mask)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ wide_v).to(v.dtype), lse
+
+
+def attend_backward_reference(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` written out for [B, heads, L, D]."""
+    dtype = q.dtype
+    grad, q, k, v, o = _wide(grad, q, k, v, o)
+    p = (_scores(q, k, causal, mask) - lse[..., None]).exp()
+    grad_p = grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)
+    grad_s = p * grad_p * q.shape[-1] ** -0.5
+    grads = grad_s @ k, grad_s.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
+
+
+def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    o = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    repeats = q.shape[1] // k.shape[1]
+    for q_tile, k_tile, mask in spans.tiles:
+        keys = (k_tile.pad(x).repeat_interleave(repeats, 2) for x in (k, v))
+        part = attend(q_tile.pad(q), *keys, causal=spans.causal, mask=mask)
+        q_tile.unpad_into(o, part[0])
+        q_tile.unpad_into(lse, part[1])
+    return o, lse
+
+
+def _padded_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # runs without queries give their keys nothing
+    repeats = q.shape[1] // k.shape[1]
+    for q_tile, k_tile, mask in spans.tiles:
+        padded_k, padded_v = (k_tile.pad(x).repeat_interleave(repeats, 2) for x in (k, v))
+        padded = (q_tile.pad(grad), q_tile.pad(q), padded_k, padded_v, q_tile.pad(o), q_tile.pad(lse))
+        by_q, *by_keys = attend_backward(*padded, causal=spans.causal, mask=mask)
+        q_tile.unpad_into(grads[0], by_q)
+        for packed, part in zip(grads[1:], by_keys, strict=True):
+            k_tile.unpad_into(packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3))
+    return grads
+
+
+PADDED_CPU = Kernel("torch flash", _padded_forward, _padded_backward)
+PADDED_REFERENCE = Kernel("torch matmul-softmax", _padded_forward, _padded_backward)
+TORCH_VARLEN = Kernel("torch flash varlen", _torch_varlen_forward, _torch_varlen_backward)
+FLASH_ATTN = Kernel("flash-attn varlen", _flash_attn_forward, _flash_attn_backward)

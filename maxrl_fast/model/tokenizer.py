@@ -1,0 +1,49 @@
+"""Tokenizers and chat templates of checkpoint directories, through transformers, which is imported only here and then."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxrl_fast.errors import InputError
+
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. No code of the directory is run.
+
+    Raises:
+        InputError: where transformers is missing, or the directory has no tokenizer that it can read.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InputError(f"{directory} needs transformers for its tokenizer: pip install 'maxrl_fast[hf]' ({error})") from error
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the file's parser does
+        raise InputError(f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}") from error
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of messages {"role": ..., "content": ...} by the tokenizer's chat template, ready for the answer.
+
+    Raises:
+        InputError: where it has no template, or the template refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise InputError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # jinja's errors, and what templates raise themselves
+        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses {messages!r:.200}: {error}") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes its own
+    return ids
+
+
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """The tokenizer's files by name, for checkpoints of a policy that started from this directory."""
+    return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}

@@ -1,0 +1,217 @@
+"""Several processes started by torchrun, one for each GPU: what each computes, and what all of them then have.
+
+Every rank has the records of the whole step, prompts, rollouts, rewards and advantages; only the computing is divided. Prompts
+are dealt out for sampling, groups for training, and gradients are summed by DDP, or by FSDP2 where the policy does not fit.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.records import Rollouts, cumulative
+
+COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
+SILENCE_LIMIT = 40.0  # seconds after which a rank that says nothing counts as dead
+BEAT = 1.0  # seconds between signs of life
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all, and what they do together. With one process every method is the identity."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of_environment(cls) -> "Ranks":
+        """As torchrun says."""
+        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and speaks for all."""
+        return self.rank == 0
+
+    def part(self, count: int) -> tuple[int, int]:
+        """This rank's share of `count` things: start and number. Shares differ by one at most."""
+        start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
+        return start, stop - start
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, on every rank; x is overwritten."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so on some rank."""
+        return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
+
+    def concatenate(self, x: Tensor) -> Tensor:
+        """The rows [n, ...] of all ranks in the order of the ranks; n may differ."""
+        if self.size == 1:
+            return x
+        counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
+        counts[self.rank] = len(x)
+        rows = self.sum(counts).tolist()
+        padded = x.new_zeros(max(rows), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in rows]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
+
+    def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
+        """The rollouts of all ranks in the order of the ranks."""
+        if self.size == 1:
+            return rollouts
+        return Rollouts(
+            tokens=self.concatenate(rollouts.tokens),
+            cu_seqlens=cumulative(self.concatenate(rollouts.lengths)),
+            logprobs=self.concatenate(rollouts.logprobs),
+            truncated=self.concatenate(rollouts.truncated.to(torch.uint8)).bool(),
+        )
+
+    @contextlib.contextmanager
+    def connected(self, device: torch.device) -> Iterator[None]:
+        """Collectives work inside. A rank that fails ends the others, with its message, within a minute."""
+        if self.size == 1:
+            yield
+            return
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
+        watch = Watch(PrefixStore("maxrl_fast/watch", store.clone()), self)
+        watch.start()
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(local_rank())
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=PrefixStore("maxrl_fast", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=COLLECTIVE_LIMIT,
+            )
+            yield
+            dist.barrier()
+        except BaseException as error:
+            watch.say_failed(f"{type(error).__name__}: {error}")
+            raise
+        watch.stop()
+        dist.destroy_process_group()
+
+
+def local_rank() -> int:
+    """This process's number on its machine, which is its GPU's."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+class Watch(threading.Thread):
+    """Says to the other ranks that this one lives, and ends this process once another has failed or fallen silent.
+
+    Without it a rank would wait for a dead one in the next collective for as long as that may take.
+    """
+
+    def __init__(self, store: Store, ranks: Ranks):
+        super().__init__(name="watch", daemon=True)
+        self._store, self._ranks = store, ranks
+        self._stopped = threading.Event()
+        self._heard = {rank: (b"", time.monotonic()) for rank in range(ranks.size) if rank != ranks.rank}
+
+    def run(self) -> None:
+        beat = 0
+        while not self._stopped.wait(BEAT):
+            beat += 1
+            try:
+                self._store.set(f"alive/{self._ranks.rank}", str(beat))
+                message = self._failure()
+            except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
+                message = f"the store that connects the ranks does not answer: {error}"
+            if message and not self._stopped.is_set():
+                print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
+                os._exit(1)  # the main thread may be waiting inside a collective, where no exception reaches it
+
+    def _failure(self) -> str | None:
+        """What happened to another rank."""
+        if self._store.check(["failed"]):
+            return self._store.get("failed").decode()
+        now = time.monotonic()
+        for rank, (last, since) in self._heard.items():
+            key = f"alive/{rank}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            if beat != last:
+                self._heard[rank] = (beat, now)
+            elif now - since > SILENCE_LIMIT and beat != b"done":
+                return f"rank {rank} has not been heard of for {SILENCE_LIMIT:.0f} s"
+        return None
+
+    def say_failed(self, message: str) -> None:
+        """Let the other ranks end with this rank's message."""
+        self._stopped.set()
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be what failed
+            self._store.set("failed", f"rank {self._ranks.rank} failed: {message}")
+
+    def stop(self) -> None:
+        """This rank is done."""
+        self._stopped.set()
+        self.join()
+        self._store.set(f"alive/{self._ranks.rank}", "done")
+
+
+def is_sharded(sharding: str, num_weights: int, ranks: Ranks, device: torch.device) -> bool:
+    """What an option --sharding comes to: "auto" is "full" where float32 weights, gradients, both moments and a copy for the
+    rollout engine would take more than half of a GPU's memory."""
+    if ranks.size == 1 or sharding != "auto":
+        return ranks.size > 1 and sharding == "full"
+    return device.type == "cuda" and 20 * num_weights > torch.cuda.get_device_properties(device).total_memory / 2
+
+
+def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharding: str) -> nn.Module:
+    """The module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
+
+    Args:
+        model, reference: on their device, equal on all ranks. Sharded, they are so in place.
+        dtype: of the computation, in which sharded weights are gathered.
+        sharding: "none", "full" or "auto", see `is_sharded`.
+    """
+    if ranks.size == 1:
+        return model
+    if is_sharded(sharding, sum(p.numel() for p in model.parameters()), ranks, model.lm_head.weight.device):
+        for whole in (model, reference):
+            if whole is not None:
+                shard(whole, dtype)
+        return model
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def shard(model: Decoder, dtype: torch.dtype) -> None:
+    """Divide every weight among the ranks, in place; a layer's are gathered while it computes (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh  # here: they take most of a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = model.lm_head.weight.device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Passes inside add to this rank's gradients, without those of the others."""
+    if isinstance(module, DistributedDataParallel):
+        return module.no_sync()
+    return contextlib.nullcontext()

@@ -242,7 +242,7 @@ class Learner:
             num_tokens=int(num_tokens),
             num_targets=int(num_targets),
             **{name: float(total) for name, total in zip(TOKEN_METRICS, totals, strict=True)},
-            moment_variance=float(self.ranks.sum(variance) if is_sharded else variance),
+            moment_variance=max(0.0, float(self.ranks.sum(variance) if is_sharded else variance)),
         )
 
     def _packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Rollouts, cumulative
 
@@ -105,9 +106,16 @@ class Ranks:
             )
             yield
             dist.barrier()
-        except BaseException as error:
-            watch.say_failed(f"{type(error).__name__}: {error}")
+        except InputError:
+            watch.cancel()  # every rank finds it by itself
             raise
+        except BaseException as error:
+            # A collective that fails is most often the consequence of what another rank has said.
+            cause = watch.say_failed(f"{type(error).__name__}: {error}")
+            if cause is None:
+                raise
+            print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
         watch.stop()
         dist.destroy_process_group()
 
@@ -145,7 +153,8 @@ class Watch(threading.Thread):
     def _failure(self) -> str | None:
         """What happened to another rank."""
         if self._store.check(["failed"]):
-            return self._store.get("failed").decode()
+            message: str = self._store.get("failed").decode()
+            return message
         now = time.monotonic()
         for rank, (last, since) in self._heard.items():
             key = f"alive/{rank}"
@@ -156,11 +165,19 @@ class Watch(threading.Thread):
                 return f"rank {rank} has not been heard of for {SILENCE_LIMIT:.0f} s"
         return None
 
-    def say_failed(self, message: str) -> None:
-        """Let the other ranks end with this rank's message."""
+    def cancel(self) -> None:
+        """Watch no longer, and say nothing."""
         self._stopped.set()
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may be what failed
-            self._store.set("failed", f"rank {self._ranks.rank} failed: {message}")
+
+    def say_failed(self, message: str) -> str | None:
+        """Let the other ranks end with this rank's message; or return that of the rank that failed before."""
+        self._stopped.set()
+        own = f"rank {self._ranks.rank} failed: {message}"
+        try:
+            said: str = self._store.compare_set("failed", "", own).decode()  # the first message stays
+        except (RuntimeError, dist.DistError):  # the store may be what failed
+            return None
+        return None if said == own else said
 
     def stop(self) -> None:
         """This rank is done."""
@@ -192,7 +209,7 @@ def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: t
             if whole is not None:
                 shard(whole, dtype)
         return model
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def shard(model: Decoder, dtype: torch.dtype) -> None:
@@ -207,7 +224,8 @@ def shard(model: Decoder, dtype: torch.dtype) -> None:
     )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # By default what no layer holds would stay whole after a forward pass without a backward one, and hide its sharded self.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -207,3 +207,61 @@ def test_learning_rates():
     assert rates[9] == pytest.approx(0.1)
     assert learning_rate(9, dataclasses.replace(options, lr_schedule="constant")) == 1.0
     assert learning_rate(1, dataclasses.replace(options, warmup_steps=0)) < 1.0
+
+
+def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
+    """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the float32 masters keep them."""
+    model = tiny_decoder()
+    start = model.model.norm.weight.detach().clone()
+    optimizer = make_optimizer(model, OptimizerOptions(lr=1e-5, weight_decay=0.0))
+    trained = Learner(model, optimizer, PPO, 1e9, 10_000, torch.bfloat16)
+    rollouts = sampled(model)
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    for _ in range(20):
+        trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step 1", lr=1e-5)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
+    moved = (model.model.norm.weight - start).abs()
+    assert moved.median() > 1e-4
+    assert (start.bfloat16() == (start + 1e-5).bfloat16()).float().mean() > 0.9
+
+
+def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
+    """Against Adam's moments worked out by hand from the gradients of three steps."""
+    model = tiny_decoder()
+    options = OptimizerOptions(lr=1e-3, beta1=0.8, beta2=0.95)
+    trained = learner(model, optimizer=make_optimizer(model, options))
+    generator = torch.Generator().manual_seed(0)
+    first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for step in (1, 2, 3):
+        rollouts, advantages = sampled(model), torch.randn(12, generator=generator)
+        metrics = trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step", lr=1e-3)
+        expected = 0.0
+        for name, p in model.named_parameters():
+            first[name] = 0.8 * first[name] + 0.2 * p.grad
+            second[name] = 0.95 * second[name] + 0.05 * p.grad.double().square()
+            expected += float((second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.8**step)).square()).sum())
+        assert metrics.moment_variance == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert expected > 1e-3
+
+
+def test_empty_responses_are_not_computed_but_count():
+    """One empty response in four: means over sequences divide by four."""
+    model = tiny_decoder()
+    rollouts = sampled(model, num_samples=1)
+    empty = Rollouts(
+        rollouts.tokens,
+        torch.cat([rollouts.cu_seqlens[:2], rollouts.cu_seqlens[1:]]),
+        rollouts.logprobs,
+        torch.zeros(4, dtype=torch.bool),
+    )
+    prompts = make_prompts([[5, 6, 7, 8], [1], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+    advantages = torch.tensor([1.0, 2.0, -1.0, 0.5])
+    settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_mean")
+    sgd = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "settings": settings}
+    three = learner(model, **sgd).update(PROMPTS, rollouts, advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0)
+    four = learner(model, **sgd).update(prompts, empty, advantages, torch.arange(4), when="", lr=0.0)
+    assert four.num_sequences == 3
+    assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
+    assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)

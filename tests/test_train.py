@@ -113,7 +113,7 @@ def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatc
 
 def test_progress_on_a_terminal(tmp_path, monkeypatch):
     output = io.StringIO()
-    monkeypatch.setattr(train, "Screen", lambda: Screen(Console(file=output, force_terminal=True, width=160)))
+    monkeypatch.setattr(train, "Screen", lambda **_: Screen(Console(file=output, force_terminal=True, width=160)))
     assert run(tmp_path / "run", "--eval-every", "1") == 0
     for words in ("warm start", "evaluate", "train", "3/3", "left", "reward", "held-out prompts"):
         assert words in output.getvalue()

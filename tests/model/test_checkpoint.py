@@ -126,7 +126,7 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
     with pytest.raises(InputError, match="has no chat template"):
         encode_chat(load_tokenizer(tmp_path / "b"), [{"role": "user", "content": "UP"}])
     (tmp_path / "b" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="cannot read the tokenizer of .*b: "):
+    with pytest.raises(InputError, match=r"cannot read the tokenizer of .*b: "):
         load_tokenizer(tmp_path / "b")
 
 

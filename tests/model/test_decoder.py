@@ -1,0 +1,91 @@
+"""The decoder's switches: the same outputs and gradients with checkpointed activations and with compiled layers."""
+
+import copy
+
+import pytest
+import torch
+
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.records import Rollouts
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15], [2, 3]])
+FAMILIES = [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}]
+
+
+def run(model, dtype=torch.float32, batch=None):
+    batch = batch or one_batch(PROMPTS, ROLLOUTS)
+    logits = response_logits(model, batch, dtype)
+    loss = logits.log_softmax(-1).gather(1, batch.targets[:, None]).sum()
+    model.zero_grad()
+    loss.backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointed_activations_give_bitwise_the_same_gradients(family, dtype):
+    model = tiny_decoder(**family)
+    logits, gradients = run(model, dtype)
+    model.checkpoint_activations = True
+    calls = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    logits_again, gradients_again = run(model, dtype)
+    assert len(calls) == 2  # once more in the backward pass
+    assert torch.equal(logits, logits_again)
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 1e-3
+        assert torch.equal(gradient, gradients_again[name]), name
+
+
+def test_compiled_layers_give_the_same_gradients_and_are_compiled_once():
+    model = tiny_decoder(num_hidden_layers=4)
+    compiled = copy.deepcopy(model)
+    compiled.compile_layers()
+    torch._dynamo.reset()
+    compilations = torch._dynamo.utils.counters["stats"]
+    compilations.clear()
+    run(compiled)
+    first = compilations["unique_graphs"]
+    assert 2 <= first <= 4  # before and after attention, each perhaps once more for the last layer
+    other = one_batch(PROMPTS.take(0, 2), Rollouts.given([[1, 2, 3, 4, 5, 6, 7], [3], [4, 5, 6], [7, 8]]))
+    for batch in (one_batch(PROMPTS, ROLLOUTS), other):
+        logits, gradients = run(model, batch=batch)
+        logits_compiled, gradients_compiled = run(compiled, batch=batch)
+        torch.testing.assert_close(logits_compiled, logits, rtol=1e-4, atol=1e-4)
+        for name, gradient in gradients.items():
+            assert float((gradients_compiled[name] - gradient).abs().max() / gradient.abs().max()) < 1e-4, name
+    assert compilations["unique_graphs"] <= first + 2  # lengths are dynamic
+
+
+def test_weights_are_those_of_the_state_dict_tied_ones_once():
+    for tied in (True, False):
+        model = tiny_decoder(tie_word_embeddings=tied)
+        weights = dict(model.weights())
+        assert ("lm_head.weight" in weights) != tied
+        assert weights.keys() | {"lm_head.weight"} == model.state_dict().keys()
+        assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items())
+
+
+def test_llama3_rope_at_its_bands():
+    """Wave lengths far below the original context are kept, far above it divided by the factor (arXiv 2407.21783, and by
+    transformers in test_checkpoint)."""
+    from maxrl_fast.model.decoder import RopeScaling, rotary_table
+
+    config = tiny_decoder(model_type="llama", head_dim=64, rope_theta=5e5).config
+    stretched = tiny_decoder(
+        model_type="llama", head_dim=64, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
+    ).config
+    one = torch.tensor([1])
+    angles, scaled = (torch.atan2(sin, cos)[0, 0] for cos, sin in (rotary_table(c, one) for c in (config, stretched)))
+    torch.testing.assert_close(scaled[:12], angles[:12], rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled[-8:], angles[-8:] / 8, rtol=1e-6, atol=0)
+    assert ((scaled[12:-8] < angles[12:-8]) | torch.isclose(scaled[12:-8], angles[12:-8])).all()
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, llama, got 'gpt2'"):
+        tiny_decoder(model_type="gpt2")
+    assert isinstance(tiny_decoder(), Decoder)

@@ -1,0 +1,100 @@
+"""Low-rank adapters: what they compute, what is trained, what is exported."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.learner import frozen_copy, make_optimizer
+from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.options import OptimizerOptions
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout.native import NativeEngine
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+BATCH = one_batch(make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]]))
+
+
+def adapted(targets=ALL, **changes):
+    """A decoder with adapters that do something."""
+    model = tiny_decoder(**changes)
+    add_adapters(model, 3, 6.0, targets, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def test_new_adapters_change_nothing_and_only_they_are_trained():
+    model = tiny_decoder()
+    logits = response_logits(model, BATCH, torch.float32)
+    add_adapters(model, 3, 6.0, "q_proj, down_proj", seed=0)
+    assert torch.equal(response_logits(model, BATCH, torch.float32), logits)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * 2
+    assert all(name.endswith(("q_proj.lora_a", "q_proj.lora_b", "down_proj.lora_a", "down_proj.lora_b")) for name in trained)
+    optimized = sum(p.numel() for group in make_optimizer(model, OptimizerOptions()).param_groups for p in group["params"])
+    assert optimized == 2 * (3 * (32 + 32) + 3 * (48 + 32))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}])
+def test_merged_weights_compute_what_the_adapters_do(tmp_path, changes):
+    model = adapted(**changes)
+    plain = tiny_decoder(**changes)
+    base = response_logits(plain, BATCH, torch.float32)
+    logits = response_logits(model, BATCH, torch.float32)
+    assert (logits - base).abs().max() > 0.5
+    by_name = dict(model.weights())
+    expected = plain.state_dict()["model.layers.1.self_attn.v_proj.weight"] + 2.0 * (
+        model.model.layers[1].self_attn.v_proj.lora_b @ model.model.layers[1].self_attn.v_proj.lora_a
+    )
+    torch.testing.assert_close(by_name["model.layers.1.self_attn.v_proj.weight"], expected.detach())
+    plain.load_state_dict(by_name, strict=False)
+    torch.testing.assert_close(response_logits(plain, BATCH, torch.float32), logits, rtol=1e-4, atol=1e-4)
+
+    save_checkpoint(tmp_path / "merged", model.config, model.weights(), {}, (2,))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged = theirs.state_dict()["model.layers.1.self_attn.v_proj.weight"]
+    assert torch.equal(merged, by_name["model.layers.1.self_attn.v_proj.weight"])
+    engine = NativeEngine(model, torch.float32)
+    torch.testing.assert_close(dict(engine.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
+
+
+def test_gradients_of_adapters_are_those_of_the_merged_matrix():
+    """dA = s B^T dW and dB = s dW A^T."""
+    model = adapted("q_proj")
+    plain = tiny_decoder()
+    plain.load_state_dict(dict(model.weights()), strict=False)
+    for m in (model, plain):
+        response_logits(m, BATCH, torch.float32).log_softmax(-1)[:, 3].sum().backward()
+    for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
+        q, by_matrix = layer.self_attn.q_proj, other.self_attn.q_proj.weight.grad
+        assert by_matrix.abs().max() > 0.1
+        torch.testing.assert_close(q.lora_a.grad, 2.0 * q.lora_b.T @ by_matrix, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(q.lora_b.grad, 2.0 * by_matrix @ q.lora_a.T, rtol=1e-3, atol=1e-4)
+        assert q.weight.grad is None
+
+
+def test_the_reference_shares_frozen_weights():
+    model = adapted()
+    reference = frozen_copy(model)
+    assert reference.model.embed_tokens.weight is model.model.embed_tokens.weight
+    assert reference.model.layers[0].mlp.up_proj.lora_a is not model.model.layers[0].mlp.up_proj.lora_a
+    assert model.model.layers[0].mlp.up_proj.lora_a.requires_grad
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert torch.equal(
+        response_logits(copy.deepcopy(model), BATCH, torch.float32), response_logits(reference, BATCH, torch.float32)
+    )
+
+
+def test_unknown_targets_are_refused():
+    with pytest.raises(InputError, match=r"lora_targets must be among .*q_proj.*, got 'qkv_proj'"):
+        add_adapters(tiny_decoder(), 3, 6.0, "q_proj,qkv_proj", seed=0)
+    with pytest.raises(InputError, match=r"got 'lm_head'"):
+        add_adapters(tiny_decoder(), 3, 6.0, "lm_head", seed=0)

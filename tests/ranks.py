@@ -1,0 +1,84 @@
+"""A process of tests/test_parallel.py, started by torchrun: `python -m tests.ranks OUT WHAT`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from maxrl_fast.learner import Learner, LossSettings, frozen_copy, make_optimizer
+from maxrl_fast.model.linear import add_adapters, whole
+from maxrl_fast.options import OptimizerOptions
+from maxrl_fast.parallel import Ranks, distribute
+from maxrl_fast.records import Rollouts
+from tests.batches import make_prompts
+from tests.models import tiny_decoder
+
+LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]  # of 4 responses to each of 5 prompts
+
+
+def step_inputs():
+    """Five prompts of different lengths with four responses each, one of them empty, one group without advantages."""
+    generator = torch.Generator().manual_seed(3)
+
+    def tokens(length):
+        return torch.randint(0, 32, (length,), generator=generator).tolist()
+
+    prompts = make_prompts([tokens(n) for n in (6, 30, 3, 11, 8)])
+    rollouts = Rollouts.given([tokens(n) for n in LENGTHS])
+    rollouts = Rollouts(rollouts.tokens, rollouts.cu_seqlens, torch.full((len(rollouts.tokens),), -3.0), rollouts.truncated)
+    advantages = torch.randn(20, generator=generator)
+    advantages[8:12] = 0
+    return prompts, rollouts, advantages
+
+
+def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: bool) -> dict[str, object]:
+    """The metrics, gradients and weights after an update on 24 tokens at a time; log-probs under the new weights."""
+    model = tiny_decoder()
+    if options.get("lora"):
+        add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    model.checkpoint_activations = options.get("checkpoint_activations", False)
+    reference = frozen_copy(tiny_decoder(seed=1))
+    dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
+    module = distribute(model, reference, ranks, dtype, sharding)
+    prompts, rollouts, advantages = step_inputs()
+    optimizer = make_optimizer(model, OptimizerOptions())
+    learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module)
+    metrics = learner.update(prompts, rollouts, advantages, torch.arange(20), when="step 1", lr=1e-3)
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    weights = {name: weight.clone() for name, weight in model.weights()}
+    chosen = torch.tensor([1, 4, 5, 6, 16])
+    logprobs = learner.logprobs(model, prompts, rollouts, chosen)
+    nothing = learner.update(prompts, rollouts, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
+    return {
+        "metrics": vars(metrics),
+        "gradients": gradients,
+        "weights": weights,
+        "logprobs": logprobs,
+        "nothing": vars(nothing),
+    }
+
+
+PPO = LossSettings(loss="ppo", aggregation="token_mean", clip_low=0.5, clip_high=0.5)
+RUNS = {
+    "ddp": ("none", PPO, {}),
+    "fsdp": ("full", PPO, {}),
+    "ddp with kl": ("none", LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1), {}),
+    "fsdp with kl": ("full", LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1), {}),
+    "ddp lora": ("none", PPO, {"lora": True}),
+    "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
+    "fsdp checkpointed": ("full", PPO, {"checkpoint_activations": True}),
+    "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),
+}
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    ranks = Ranks.of_environment()
+    with ranks.connected(torch.device("cpu")):
+        results = {}
+        for name, (sharding, settings, options) in RUNS.items():
+            results[name] = one_update(ranks, sharding, settings, **options)
+        torch.save(results, out / f"{ranks.rank}.pt")

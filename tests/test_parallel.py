@@ -1,0 +1,210 @@
+"""Several processes, on the CPU with gloo: the same result as one, and no hang when one fails."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from maxrl_fast.parallel import Ranks, is_sharded
+from tests.ranks import RUNS, one_update
+from tests.test_train import SMALL
+
+ROOT = Path(__file__).parents[1]
+
+
+def torchrun(num_ranks, *arguments, **options):
+    """Start `num_ranks` processes of `python -m ...`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)
+
+
+def finished(process, limit):
+    """Its output; the processes are ended in any case."""
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        process.kill()
+    return output
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    results = {name: one_update(Ranks(), sharding, settings, **options) for name, (sharding, settings, options) in RUNS.items()}
+    torch.set_num_threads(threads)
+    return results
+
+
+def relative(a, b):
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
+    process = torchrun(num_ranks, "-m", "tests.ranks", str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    for rank in range(num_ranks):
+        results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, expected in one_process.items():
+            limit = 0.05 if "bfloat16" in name else 1e-5
+            result = results[name]
+            for key in expected["metrics"].keys() - {"num_tokens"}:  # which counts prompts by micro-batches
+                assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=1e-6), (name, key)
+            assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
+            assert result["gradients"].keys() == expected["gradients"].keys()
+            for key, gradient in expected["gradients"].items():
+                assert gradient.abs().max() > 1e-4, (name, key)
+                assert relative(result["gradients"][key], gradient) < limit, (name, key)
+            for key, weight in expected["weights"].items():
+                assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is a sign
+            assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
+
+
+def read(out, stream):
+    return [json.loads(line) for line in (out / f"{stream}.jsonl").open()]
+
+
+JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
+
+
+def run_job(out, num_ranks, *flags):
+    arguments = ["-m", "maxrl_fast.train", *JOB, "--out", str(out), *flags]
+    process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    run_job(out, 1)
+    return out
+
+
+TIMES = {"rollout_seconds", "train_seconds", "tokens_per_second"}
+
+
+@pytest.mark.parametrize(("num_ranks", "flags"), [(2, []), (4, []), (2, ["--sharding", "full"])])
+def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, tmp_path, num_ranks, flags):
+    """Until a rounding error changes a sampled token, every metric and the weights agree."""
+    together = tmp_path / "together"
+    output = run_job(together, num_ranks, *flags)
+    assert f"one of {num_ranks} processes" in output
+    assert output.count("maxrl_fast 0") == 1  # one rank speaks
+    for expected, result in zip(read(alone_run, "metrics"), read(together, "metrics"), strict=True):
+        for key in expected.keys() - TIMES:
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (expected["step"], key)
+    for expected, result in zip(read(alone_run, "eval"), read(together, "eval"), strict=True):
+        assert result == expected
+
+
+def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
+    out = tmp_path / "run"
+    arguments = ["-m", "maxrl_fast.train", *SMALL, "--steps", "10000", "--out", str(out)]
+    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(out / "metrics.jsonl", process)
+    process.send_signal(signal.SIGINT)
+    output = finished(process, 60)
+    assert "stopped by Ctrl-C at step" in output, output
+    assert (out / "checkpoint" / "model.safetensors").exists()
+
+
+def wait_for(path, process, limit=120):
+    """Until a line stands in the file."""
+    start = time.monotonic()
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() - start < limit
+        time.sleep(0.2)
+
+
+FAILING = """
+import os, signal, sys, time
+import torch
+from maxrl_fast.parallel import Ranks
+ranks = Ranks.of_environment()
+with ranks.connected(torch.device("cpu")):
+    ranks.sum(torch.ones(1))
+    if ranks.rank == 1:
+        {failure}
+    ranks.sum(torch.ones(1))  # the others wait here
+"""
+
+
+def start_ranks_apart(tmp_path, failure, port):
+    """Two ranks as on two machines: no torchrun ends one when the other fails."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(failure=failure))
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen([sys.executable, str(script)], env=shared | {"RANK": str(rank)}, text=True, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("raise RuntimeError('out of luck')", "rank 1 failed: RuntimeError: out of luck; rank 0 stops"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 has not been heard of|Connection (closed|reset) by peer"),
+    ],
+)
+def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, message, unused_port):
+    first, second = start_ranks_apart(tmp_path, failure, unused_port)
+    try:
+        _, error = first.communicate(timeout=60 + 30)  # the start included
+        second.wait(timeout=10)
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode != 0
+    assert second.returncode != 0
+    assert re.search(message, error), error
+
+
+def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
+    """Stopped, as when its machine hangs: no connection is closed, nothing is said."""
+    first, second = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", unused_port)
+    try:
+        _, error = first.communicate(timeout=60 + 30)
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 1
+    assert "rank 1 has not been heard of for 40 s; rank 0 stops" in error
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_bad_input_is_said_once(tmp_path):
+    arguments = ["-m", "maxrl_fast.train", *SMALL, "--prompts", "1", "--out", str(tmp_path / "run")]
+    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 100)
+    assert process.returncode != 0
+    assert output.count("prompts must be at least the number of processes, 2, got 1") == 1, output
+
+
+def test_shares_and_sharding():
+    assert [Ranks(r, 3).part(8) for r in range(3)] == [(0, 2), (2, 3), (5, 3)]
+    assert Ranks().part(5) == (0, 5)
+    cpu = torch.device("cpu")
+    assert not is_sharded("auto", 10**12, Ranks(0, 2), cpu)
+    assert is_sharded("full", 1, Ranks(0, 2), cpu)
+    assert not is_sharded("full", 1, Ranks(), cpu)

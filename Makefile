@@ -1,6 +1,7 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
 # make bench   set up, then the benchmarks of advantages, of the token losses and of a training step
+# make peers   an environment of its own with TRL, then a training step beside TRL's
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
@@ -14,7 +15,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: train test bench gpu format clean
+.PHONY: train test bench peers gpu format clean
 
 train: $(STAMP)
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -30,6 +31,11 @@ bench: $(STAMP)
 	$(RUN) -m bench.token_loss
 	$(RUN) -m bench.train_step
 
+peers: $(INPUTS)
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv-peers/bin/pip install --disable-pip-version-check -e '.[peers]'
+	.venv-peers/bin/python -m bench.peers
+
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -41,7 +47,7 @@ gpu:
 	$(PYTHON) -m bench.token_loss --device cuda
 
 clean:
-	rm -rf $(VENV) build *.egg-info maxrl_fast/*.so
+	rm -rf $(VENV) .venv-peers build *.egg-info maxrl_fast/*.so
 
 $(STAMP): $(INPUTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

@@ -7,71 +7,20 @@ TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. The
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.measure import milliseconds, peak_bytes
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
 from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SEQUENCES = 16
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def milliseconds(
-    functions: Mapping[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """Median over rounds of the time of a call, the functions in turn within a round, after one call of each; what is to be
-    done before a call is not timed."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(rounds + 1):
-        for name, function in functions.items():
-            before()
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            if repeat:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """The most memory in use during a call, above what was in use before it; None where the system does not say."""
-    if device.type == "cuda":
-        synchronize(device)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
-        before = status_bytes("VmRSS")
-        function()
-        return max(status_bytes("VmHWM") - before, 0)
-    except OSError:
-        return None
-
-
-def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def eager_ppo(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def describe_run(config: Config, model: Decoder, ranks: Ranks) -> list[str]:
         sharded = is_sharded(config.run.sharding, _parameters(model), ranks, device)
         where += f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} weights "
         where += "(FSDP2)" if sharded else "(DDP)"
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = _trained(model)
     adapters = "" if trained == _parameters(model) else f", {trained:,} of them trained (LoRA)"
     switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + ["torch.compile"] * config.run.compile
     attention = kernel_for(device, dtype, model.config.head_dim).name
@@ -43,11 +43,15 @@ def _parameters(model: Decoder) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def _trained(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def estimate(config: Config, task: Task, model: Decoder) -> str:
     """The resolved configuration, and estimates of memory and of the work of a step, with responses at their limit."""
     sizes, options = model.config, config.rollout
     assert options.max_new_tokens is not None
-    parameters = _parameters(model)
+    parameters, trained = _parameters(model), _trained(model)
     element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
     all_rows = max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples)
     rows = min(all_rows, max(NativeEngine.MAX_ROWS, options.rollouts, config.evaluation.eval_samples))
@@ -55,12 +59,16 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
     cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length
     # Kept for the backward pass, in floats per token and layer: four of H, four of the feed-forward, q, k, v and their kin.
     heads = sizes.num_attention_heads * sizes.head_dim
-    activations = sizes.num_hidden_layers * (6 * sizes.hidden_size + 4 * sizes.intermediate_size + 8 * heads)
+    activations = 6 * sizes.hidden_size + 4 * sizes.intermediate_size + 8 * heads
+    if config.optimizer.checkpoint_activations:
+        activations += sizes.num_hidden_layers * sizes.hidden_size
+    else:
+        activations *= sizes.num_hidden_layers
     logits = 6 * sizes.vocab_size
     prompt_tokens = options.prompts * task.prompt_length
     response_tokens = options.prompts * options.rollouts * options.max_new_tokens
     memory = {
-        "weights, gradients, Adam moments (float32)": 16 * parameters,
+        "weights, gradients, Adam moments (float32)": 4 * parameters + 12 * trained,
         f"rollout weights ({config.run.dtype})": element * parameters,
         f"key/value cache of {rows} rows": kv_token * cached_tokens,
         f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget

@@ -213,6 +213,7 @@ class Learner:
         for parameter in (p for p in self.model.parameters() if p.requires_grad):
             # Zeros, not None: when no rollout can teach, the step is still that of a zero gradient.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        sequences = sequences.to(advantages.device)
         lengths = rollouts.lengths[sequences]
         denominator = self.settings.denominator(lengths)
         learning = sequences[self.settings.can_teach(advantages[sequences]) & (lengths > 0)]

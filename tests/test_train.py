@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from maxrl_fast import ops, train
 from maxrl_fast.learner import Learner
-from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
 from maxrl_fast.run_files import RunFiles
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
+from tests.models import tiny_decoder
 
 SMALL = [
     *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "3"),
@@ -139,6 +140,34 @@ def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
     assert all(("pacs_accuracy" in record) == ("pacs" in flags) for record in read(tmp_path / "run" / "metrics.jsonl"))
     before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3))
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_training_a_checkpoint_of_another_family(tmp_path, family):
+    model, task = tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"), MazeTask(5)
+    save_checkpoint(tmp_path / "start", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+    assert run(tmp_path / "run", "--model", str(tmp_path / "start"), "--checkpoint-activations", "--sft-steps", "5") == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
+    assert (theirs.config.model_type, theirs.dtype) == (family, torch.bfloat16)
+    assert not torch.equal(theirs.model.norm.weight.float(), model.model.norm.weight)
+
+
+def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys):
+    flags = ["--model", str(finished / "checkpoint"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
+    assert run(tmp_path / "run", *flags) == 0
+    assert "640 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
+    before, after = (load_checkpoint(path / "checkpoint").state_dict() for path in (finished, tmp_path / "run"))
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert changed == {f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert run(tmp_path / "bad", "--lora-rank", "2", "--lora-targets", "qkv") == 2
+    assert "lora_targets must be among" in capsys.readouterr().err
+
+
+def test_compiled_layers_train_as_others_do(finished, tmp_path):
+    assert run(tmp_path / "run", "--compile") == 0
+    for ours, theirs in zip(read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True):
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-2, abs=1e-4)
+        assert theirs["reward_mean"] == pytest.approx(ours["reward_mean"], abs=0.13)  # a sampled token may differ
 
 
 def base():

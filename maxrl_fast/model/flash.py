@@ -209,12 +209,17 @@ def attend_backward_reference(
     return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
 
 
+def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
+    """[B, L, Hkv, D] -> [B, L, Hkv * repeats, D], each head `repeats` times in a row."""
+    return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
+
+
 def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spans.tiles:
-        keys = (k_tile.pad(x).repeat_interleave(repeats, 2) for x in (k, v))
+        keys = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
         part = attend(q_tile.pad(q), *keys, causal=spans.causal, mask=mask)
         q_tile.unpad_into(o, part[0])
         q_tile.unpad_into(lse, part[1])
@@ -227,7 +232,7 @@ def _padded_backward(
     grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # runs without queries give their keys nothing
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spans.tiles:
-        padded_k, padded_v = (k_tile.pad(x).repeat_interleave(repeats, 2) for x in (k, v))
+        padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
         padded = (q_tile.pad(grad), q_tile.pad(q), padded_k, padded_v, q_tile.pad(o), q_tile.pad(lse))
         by_q, *by_keys = attend_backward(*padded, causal=spans.causal, mask=mask)
         q_tile.unpad_into(grads[0], by_q)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from maxrl_fast.records import padded_slots
 
+SMALL_PADDING = 512  # slots, which cost less than the calls for another tile
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -53,10 +55,18 @@ def tile(lengths: Tensor, chosen: Tensor | None = None, device: torch.device | N
 def length_buckets(lengths: Tensor) -> list[Tensor]:
     """Which sequences [B] (bool) go into a tile together, so that one long response does not pad all others.
 
-    Lengths between two powers of two share a tile; sequences of length 0 are in none.
+    Lengths between two powers of two share a tile, and a tile takes in shorter ones where that pads by few slots; sequences of
+    length 0 are in none.
     """
     bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
-    return [bucket == b for b in bucket[lengths > 0].unique().tolist()]
+    buckets: list[Tensor] = []
+    for b in reversed(bucket[lengths > 0].unique().tolist()):
+        chosen = bucket == b
+        if buckets and int(chosen.sum()) * int(lengths[buckets[-1]].max() - lengths[chosen].max()) <= SMALL_PADDING:
+            buckets[-1] |= chosen
+        else:
+            buckets.append(chosen)
+    return buckets
 
 
 def padding_mask(lengths: Tensor) -> Tensor | None:

@@ -1,0 +1,215 @@
+"""`python -m bench.peers`: a training step beside TRL's GRPOTrainer doing the same.
+
+Both start from the same warm-started policy and train it by GRPO on 7x7 mazes: sample N responses to each of G prompts with
+transformers or with the native engine, score them by the same function, one AdamW step on all. One process, in turn: three
+steps of TRL, three of ours, and so on; the first step of each three, which meets the other side's memory and caches, is not
+counted for either. The last line is one JSON document. TRL wants an environment of its own: `make peers`.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.control import StopSignal
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import versions
+from maxrl_fast.learner import Learner, LossSettings
+from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy import build_policy
+from maxrl_fast.ops import grpo_advantage
+from maxrl_fast.options import Config
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.screen import Screen
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.maze import WORDS
+from maxrl_fast.tasks.registry import build_task
+from maxrl_fast.warm_start import warm_start
+
+SIZES = {
+    "paper": ["--hidden-size", "256", "--intermediate-size", "1024", "--heads", "4", "--kv-heads", "2"],  # 3.9M parameters
+    "default": [],  # 0.6M
+}
+
+
+TURN = 3  # steps of a side before the other's turn
+
+
+class OurStep:
+    """The trainer's step, callable."""
+
+    def __init__(self, config: Config, task: Task, model: Decoder):
+        self.task, self.config, self.step = task, config, 0
+        self.learner = Learner.of(config, model, LossSettings.of(config))
+        self.engine = NativeEngine(model, self.learner.dtype)
+        self.sampling = Sampling.of(config, task)
+        self.tokens: list[int] = []
+        self.rewards: list[float] = []
+
+    def __call__(self) -> None:
+        options = self.config.rollout
+        self.step += 1
+        prompts = self.task.prompts("train", 10**6 + self.step * options.prompts, options.prompts)
+        rollouts = self.engine.generate(prompts, options.rollouts, self.sampling, seed=0, step=self.step)
+        rewards = self.task.score(prompts, rollouts).view(options.prompts, options.rollouts)
+        advantages = grpo_advantage(rewards).flatten()
+        lr = self.config.optimizer.lr
+        self.learner.update(prompts, rollouts, advantages, torch.arange(len(advantages)), when="bench", lr=lr)
+        self.engine.load_weights(self.learner.model)
+        self.tokens.append(len(rollouts.tokens))
+        self.rewards.append(float(rewards.mean()))
+
+
+def trl_trainer(config: Config, task: Task, checkpoint: Path, steps: int, after_step: Any) -> tuple[Any, list[float]]:
+    """A GRPOTrainer of the same job, and the list that its steps' mean rewards go to."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    tokenizer.eos_token = "DONE"  # where a response ends
+    options = config.rollout
+    prompts = task.prompts("train", 10**6, steps * options.prompts)
+    lists = [prompts.tokens[a:b].tolist() for a, b in zip(prompts.cu_seqlens, prompts.cu_seqlens[1:], strict=False)]
+    dataset = Dataset.from_dict(
+        {"prompt": [" ".join(WORDS[t] for t in tokens) for tokens in lists], "index": list(range(len(lists)))}
+    )
+    rewards: list[float] = []
+
+    def reward(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
+        scores: list[float] = []
+        for ids, i in zip(completion_ids, index, strict=True):
+            scores += task.score(prompts.take(i, 1), Rollouts.given([ids])).tolist()
+        rewards.append(statistics.mean(scores))
+        return scores
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(checkpoint / "trl"),
+        per_device_train_batch_size=options.prompts * options.rollouts,
+        num_generations=options.rollouts,
+        max_completion_length=options.max_new_tokens,
+        temperature=options.temperature,
+        max_steps=steps,
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type="constant",
+        max_grad_norm=config.optimizer.clip_grad,
+        beta=0.0,
+        loss_type="grpo",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    trainer = trl.GRPOTrainer(
+        model, reward, arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=[after_step]
+    )
+    return trainer, rewards
+
+
+def measure(config: Config, steps: int) -> dict[str, Any]:
+    """Both sides, `steps` steps each."""
+    from transformers import TrainerCallback
+
+    task = build_task(config.task, config.run.seed)
+    config = resolve(config, task)
+    torch.set_num_threads(config.run.threads or 1)
+    model = build_policy(config, task)
+    warm_start(config, task, model, Screen(), StopSignal())
+    ours = OurStep(config, task, model)
+    times: dict[str, list[float]] = {"ours": [], "trl": []}
+
+    class InTurn(TrainerCallback):
+        start = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times["trl"].append(time.perf_counter() - self.start)
+            for _ in range(TURN if len(times["trl"]) % TURN == 0 else 0):
+                start = time.perf_counter()
+                ours()
+                times["ours"].append(time.perf_counter() - start)
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "policy"
+        save_checkpoint(checkpoint, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+        trainer, rewards = trl_trainer(config, task, checkpoint, steps, InTurn())
+        trainer.train()
+    counted = {name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in counted.items()}
+    return {
+        "benchmark": "peers",
+        "machine": versions()
+        | {"threads": torch.get_num_threads()}
+        | {name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate")},
+        "prompts": config.rollout.prompts,
+        "rollouts": config.rollout.rollouts,
+        "maze_size": config.task.maze_size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "response_tokens": statistics.mean(ours.tokens),
+        "reward_mean": {"ours": statistics.mean(ours.rewards), "trl": statistics.mean(rewards)},
+        "seconds": medians,
+        "seconds_of_each_step": times,
+        "ratio": medians["trl"] / medians["ours"],
+        "ratio_of_each_step": [t / o for t, o in zip(counted["trl"], counted["ours"], strict=True)],
+    }
+
+
+def main() -> int:
+    """The command line: the sizes, and every option of the trainer."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="paper", help="the policy (default: the paper's, 3.9M parameters)"
+    )
+    parser.add_argument("--turns", type=int, default=5, help=f"turns of each side, {TURN} steps each (default: 5)")
+    options, flags = parser.parse_known_args()
+    try:
+        if options.turns < 1:
+            raise InputError(f"--turns must be at least 1, got {options.turns}")
+        if importlib.util.find_spec("trl") is None:
+            raise InputError("bench.peers needs TRL, in an environment of its own: `make peers` makes one")
+        job = ["--objective", "grpo", "--prompts", "8", "--rollouts", "16", "--maze-size", "7", "--lr", "1e-4"]
+        fixed = ["--sft-steps", "60", "--dtype", "float32", "--device", "cpu", "--out", "unused"]
+        config = parse([*job, *SIZES[options.size], *fixed, *flags])
+        check(config)
+        result = measure(config, options.turns * TURN)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    machine = result["machine"]
+    print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}")
+    print(f"TRL {machine['trl']}, transformers {machine['transformers']}; both in float32, {result['parameters']:,} parameters")
+    print(
+        f"{result['prompts']} prompts x {result['rollouts']} rollouts of {result['maze_size']}x{result['maze_size']} mazes, "
+        f"{result['response_tokens']:,.0f} response tokens; mean reward {result['reward_mean']['ours']:.3f}, "
+        f"TRL {result['reward_mean']['trl']:.3f}"
+    )
+    print(f"{'':<12}{'s a step':>10}{'x ours':>10}")
+    for name, seconds in result["seconds"].items():
+        print(f"{name:<12}{seconds:10.3f}{seconds / result['seconds']['ours']:10.1f}")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Attention on a GPU: torch's FlashAttention, and flash-attn where installed, with the merge, against float64."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from maxrl_fast.model import flash
+from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
+
+pytestmark = pytest.mark.gpu
+
+# Lengths of the first part's sequences, of the responses, and which sequence each answers.
+CASES = {
+    "uneven groups": ([70, 50, 50], [30, 1, 60, 2, 190], [0, 0, 1, 1, 2]),
+    "empty responses": ([31, 40], [0, 5, 0, 1], [0, 0, 1, 1]),
+    "one token each": ([5, 7], [1, 1, 1, 0, 1], [0, 0, 1, 1, 1]),
+    "sequences without responses": ([90, 3, 120, 400], [2, 5], [1, 1]),
+    "only sequences": ([129, 3, 1], [], []),
+}
+KERNELS = [flash.TORCH_VARLEN, flash.PADDED_REFERENCE]
+if importlib.util.find_spec("flash_attn"):
+    KERNELS.append(flash.FLASH_ATTN)
+
+
+def run(case, q, k, v, grad):
+    """Output and gradients."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device)
+    out = shared_prompt_attention(q, k, v, layout)
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (6, 2, 128), (14, 2, 64)])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_as_near_as_rounding_allows(case, kernel, heads, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    total = sum(CASES[case][0]) + sum(CASES[case][1])
+    shapes = [
+        (total, heads[0], heads[2]),
+        (total, heads[1], heads[2]),
+        (total, heads[1], heads[2]),
+        (total, heads[0], heads[2]),
+    ]
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    truth = run(case, *(x.double() for x in given))  # the CPU kernel, which tests/model compares with ordinary attention
+    monkeypatch.setattr(flash, "kernel_for", lambda *_: kernel)
+    results = run(case, *(x.cuda() for x in given))
+    spacing = torch.finfo(dtype).eps
+    for result, expected in zip(results, truth, strict=True):
+        assert result.dtype == dtype
+        error = float((result.double().cpu() - expected).norm() / expected.norm())
+        assert 0 < error < 2 * spacing
+
+
+def test_float32_runs_the_reference():
+    assert flash.kernel_for(torch.device("cuda"), torch.float32, 64) is flash.PADDED_REFERENCE
+    assert flash.kernel_for(torch.device("cuda"), torch.bfloat16, 64) in KERNELS

@@ -33,7 +33,6 @@ class Batch:
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
-    sequences: Tensor  # [S] int64, each response's index in the rollouts
     target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
 
 
@@ -143,7 +142,6 @@ class Packer:
             cu_seqlens=target_cu.to(device),
             advantages=self.advantages[sequences.to(device)],
             old_logprobs=self.rollouts.logprobs[target_index],
-            sequences=sequences,
             target_index=target_index,
         )
 
@@ -157,7 +155,7 @@ class Packer:
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
         """The chosen sequences, ascending, as micro-batches of at most `token_budget` tokens, or of one response with more.
 
-        Counted with every prompt shared.
+        Prompts count once; those that are cheaper repeated come on top, a fraction of merge_cost of the tokens at most.
         """
         prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
         parts: list[list[int]] = []
@@ -172,6 +170,12 @@ class Packer:
             parts[-1].append(sequence)
             group = prompt
         return [torch.tensor(part) for part in parts]
+
+    def shortest(self, sequences: Tensor) -> Tensor:
+        """Of the chosen sequences the one [1] with the fewest tokens, its prompt's included."""
+        prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
+        tokens = prompt_lengths[sequences // self.num_rollouts] + lengths[sequences]
+        return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
         """The chosen sequences dealt out to ranks, group by group, so that all have about as many tokens to compute."""

@@ -7,7 +7,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.options import Config
-from maxrl_fast.parallel import Ranks, is_sharded
+from maxrl_fast.parallel import Ranks
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks import Task
 
@@ -21,13 +21,15 @@ def describe_run(config: Config, model: Decoder, ranks: Ranks) -> list[str]:
     sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]
     start = "new" if config.model.model is None else f"from {config.model.model}"
     if ranks.size > 1:
-        sharded = is_sharded(config.run.sharding, _parameters(model), ranks, device)
+        sharded = config.run.sharding == "full"
         where += f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} weights "
         where += "(FSDP2)" if sharded else "(DDP)"
     trained = _trained(model)
     adapters = "" if trained == _parameters(model) else f", {trained:,} of them trained (LoRA)"
     switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + ["torch.compile"] * config.run.compile
     attention = kernel_for(device, dtype, model.config.head_dim).name
+    if device.type == "cuda":
+        attention += " (decoding: plain PyTorch)"
     engine = "; ".join([f"rollout engine: {config.rollout.rollout}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"
     return [
@@ -76,7 +78,7 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
     }
     is_pacs, is_paper = config.objective.beta is not None, config.objective.objective == "pacs_paper"
     if config.loss.kl_coef or is_paper:
-        memory["reference policy (float32)"] = 4 * parameters
+        memory["reference policy (float32)"] = 4 * trained  # frozen weights are shared
     log_prob_passes = 2 if is_paper or (is_pacs and config.optimizer.updates_per_step > 1) else 0
     passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * log_prob_passes
     work = {

@@ -191,6 +191,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
+        self._shares_weights = _local(self.model.lm_head.weight) is not self.model.lm_head.weight
         self._merge_cost = merge_cost(self.model.config, _local(self.model.lm_head.weight).device)
 
     def update(
@@ -213,7 +214,8 @@ class Learner:
         for parameter in (p for p in self.model.parameters() if p.requires_grad):
             # Zeros, not None: when no rollout can teach, the step is still that of a zero gradient.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-        sequences = sequences.to(advantages.device)
+        # To the last bit the same on all ranks, who must agree on what is learned from.
+        advantages, sequences = self.ranks.from_first(advantages.clone()), sequences.to(advantages.device)
         lengths = rollouts.lengths[sequences]
         denominator = self.settings.denominator(lengths)
         learning = sequences[self.settings.can_teach(advantages[sequences]) & (lengths > 0)]
@@ -235,7 +237,6 @@ class Learner:
             raise NonFiniteError(f"{when}: {self._find_non_finite(packer, learning, denominator)}")
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
-        is_sharded = _local(self.model.lm_head.weight) is not self.model.lm_head.weight
         return UpdateMetrics(
             loss=float(loss),
             grad_norm=float(grad_norm),
@@ -243,7 +244,7 @@ class Learner:
             num_tokens=int(num_tokens),
             num_targets=int(num_targets),
             **{name: float(total) for name, total in zip(TOKEN_METRICS, totals, strict=True)},
-            moment_variance=max(0.0, float(self.ranks.sum(variance) if is_sharded else variance)),
+            moment_variance=max(0.0, float(self.ranks.sum(variance) if self._shares_weights else variance)),
         )
 
     def _packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:
@@ -254,14 +255,14 @@ class Learner:
         """This rank's micro-batches of the chosen sequences: (batch, whether it is its own, whether it is the last).
 
         All ranks make as many passes, since gradients, and sharded weights, are exchanged in them; one with less to do
-        repeats a short response.
+        repeats the shortest response.
         """
         sequences = sequences.cpu()
         parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
         own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
         for i in range(num_passes):
             is_own = i < len(own)
-            yield packer.pack(own[i] if is_own else sequences[:1]), is_own, i == num_passes - 1
+            yield packer.pack(own[i] if is_own else packer.shortest(sequences)), is_own, i == num_passes - 1
 
     def loss(self, batch: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the loss, and its metrics: means over its tokens."""
@@ -298,7 +299,8 @@ class Learner:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
         logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
         for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
-            values = self._batch_logprobs(model, batch)
+            if is_own or self._shares_weights:
+                values = self._batch_logprobs(model, batch)
             if is_own:
                 logprobs[batch.target_index] = values
         return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]

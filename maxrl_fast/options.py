@@ -100,7 +100,7 @@ class OptimizerOptions:
     clip_grad: float = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: int = 4096
-    """Most tokens, prompts included, in one forward and backward pass; gradients of several passes add up."""
+    """Most tokens, prompts counted once, in one forward and backward pass; gradients of several passes add up."""
     checkpoint_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again there: less memory, a third more work."""
 

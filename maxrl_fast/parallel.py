@@ -26,6 +26,8 @@ from maxrl_fast.records import Rollouts, cumulative
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
 SILENCE_LIMIT = 40.0  # seconds after which a rank that says nothing counts as dead
+START_LIMIT = 300.0  # the same before its first sign of life
+PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
 BEAT = 1.0  # seconds between signs of life
 
 
@@ -52,7 +54,7 @@ class Ranks:
         return start, stop - start
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on every rank; x is overwritten."""
+        """The sum over ranks, on every rank; x may be overwritten."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
@@ -60,6 +62,12 @@ class Ranks:
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so on some rank."""
         return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
+
+    def from_first(self, x: Tensor) -> Tensor:
+        """The first rank's x, on every rank; x may be overwritten."""
+        if self.size > 1:
+            dist.broadcast(x, 0)
+        return x
 
     def concatenate(self, x: Tensor) -> Tensor:
         """The rows [n, ...] of all ranks in the order of the ranks; n may differ."""
@@ -91,12 +99,13 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(minutes=5)))
+        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
+        store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through it at their first use
         watch = Watch(PrefixStore("maxrl_fast/watch", store.clone()), self)
         watch.start()
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(local_rank())
+                torch.cuda.set_device(own_gpu())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=PrefixStore("maxrl_fast", store),
@@ -106,8 +115,8 @@ class Ranks:
             )
             yield
             dist.barrier()
-        except InputError:
-            watch.cancel()  # every rank finds it by itself
+        except InputError as error:
+            watch.say_failed(str(error))
             raise
         except BaseException as error:
             # A collective that fails is most often the consequence of what another rank has said.
@@ -120,9 +129,26 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def local_rank() -> int:
-    """This process's number on its machine, which is its GPU's."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+def own_gpu() -> int:
+    """The number of this process's GPU: that of the process on its machine, or the only one that it sees."""
+    number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if number >= visible > 1:
+        raise InputError(f"process {number} of this machine needs a GPU of its own, but there are {visible}")
+    return number if visible > 1 else 0
+
+
+@contextlib.contextmanager
+def said_by_first(ranks: Ranks) -> Iterator[None]:
+    """What is printed inside, and makes the process end, is said by the first rank alone."""
+    if ranks.is_first:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        try:
+            yield
+        except SystemExit:
+            time.sleep(PATIENCE)  # for the first rank to say it, before torchrun ends it on this one's account
+            raise
 
 
 class Watch(threading.Thread):
@@ -139,14 +165,14 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         beat = 0
-        while not self._stopped.wait(BEAT):
+        while beat == 0 or not self._stopped.wait(BEAT):
             beat += 1
             try:
                 self._store.set(f"alive/{self._ranks.rank}", str(beat))
                 message = self._failure()
             except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
                 message = f"the store that connects the ranks does not answer: {error}"
-            if message and not self._stopped.is_set():
+            if message and not self._stopped.wait(PATIENCE):
                 print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
                 os._exit(1)  # the main thread may be waiting inside a collective, where no exception reaches it
 
@@ -161,13 +187,9 @@ class Watch(threading.Thread):
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != last:
                 self._heard[rank] = (beat, now)
-            elif now - since > SILENCE_LIMIT and beat != b"done":
-                return f"rank {rank} has not been heard of for {SILENCE_LIMIT:.0f} s"
+            elif now - since > (SILENCE_LIMIT if beat else START_LIMIT) and beat != b"done":
+                return f"rank {rank} has not been heard of for {now - since:.0f} s"
         return None
-
-    def cancel(self) -> None:
-        """Watch no longer, and say nothing."""
-        self._stopped.set()
 
     def say_failed(self, message: str) -> str | None:
         """Let the other ranks end with this rank's message; or return that of the rank that failed before."""
@@ -183,33 +205,37 @@ class Watch(threading.Thread):
         """This rank is done."""
         self._stopped.set()
         self.join()
-        self._store.set(f"alive/{self._ranks.rank}", "done")
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the others, and the store with them, may be gone by now
+            self._store.set(f"alive/{self._ranks.rank}", "done")
 
 
-def is_sharded(sharding: str, num_weights: int, ranks: Ranks, device: torch.device) -> bool:
-    """What an option --sharding comes to: "auto" is "full" where float32 weights, gradients, both moments and a copy for the
-    rollout engine would take more than half of a GPU's memory."""
-    if ranks.size == 1 or sharding != "auto":
-        return ranks.size > 1 and sharding == "full"
-    return device.type == "cuda" and 20 * num_weights > torch.cuda.get_device_properties(device).total_memory / 2
+def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device) -> bool:
+    """What an option --sharding comes to, the same on all ranks: "auto" is "full" where float32 weights, gradients and
+    moments of what is trained, and the rollout engine's copy, would take more than half of some rank's GPU."""
+    if ranks.size == 1 or sharding == "none":
+        return False
+    if sharding == "full" or device.type != "cuda":
+        return sharding == "full"
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    wanted = sum(size * (20 if is_trained else 8) for size, is_trained in sizes)
+    return ranks.any(wanted > torch.cuda.get_device_properties(device).total_memory / 2, device)
 
 
-def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharding: str) -> nn.Module:
+def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
     """The module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
 
     Args:
         model, reference: on their device, equal on all ranks. Sharded, they are so in place.
         dtype: of the computation, in which sharded weights are gathered.
-        sharding: "none", "full" or "auto", see `is_sharded`.
     """
     if ranks.size == 1:
         return model
-    if is_sharded(sharding, sum(p.numel() for p in model.parameters()), ranks, model.lm_head.weight.device):
-        for whole in (model, reference):
-            if whole is not None:
-                shard(whole, dtype)
-        return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if not sharded:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for policy in (model, reference):
+        if policy is not None:
+            shard(policy, dtype)
+    return model
 
 
 def shard(model: Decoder, dtype: torch.dtype) -> None:

@@ -88,9 +88,8 @@ class Rollouts:
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
-        sums = self.logprobs.new_zeros(len(self.lengths)).index_add(
-            0, torch.repeat_interleave(self.lengths), self.logprobs
-        )  # fmt: skip
+        # Not index_add, which on a GPU adds in another order each time.
+        sums = torch.segment_reduce(self.logprobs, "sum", lengths=self.lengths, unsafe=True)
         return sums / self.lengths.clamp_min(1)
 
     def to(self, device: torch.device) -> "Rollouts":

@@ -56,16 +56,17 @@ class RunFiles:
         directory = self.out / "checkpoints" / f"step-{step:06d}"
         if directory == self.checkpoint:
             return directory
-        self.checkpoint = directory
         if not self._is_writer:
             for _ in model.weights():  # gathered from all ranks together
                 pass
+            self.checkpoint = directory
             return directory
         save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
         link = self.out / ".checkpoint-link"
         link.unlink(missing_ok=True)
         link.symlink_to(directory.relative_to(self.out))
         os.replace(link, self.out / "checkpoint")
+        self.checkpoint = directory
         return directory
 
     def listing(self) -> dict[str, str]:

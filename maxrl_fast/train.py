@@ -22,7 +22,7 @@ from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
-from maxrl_fast.parallel import Ranks, distribute
+from maxrl_fast.parallel import PATIENCE, Ranks, distribute, is_sharded, said_by_first
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
@@ -40,7 +40,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
     sampling = Sampling.of(config, task)
     engine = NativeEngine(model.to(device), dtype)
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
-    module = distribute(model, reference, ranks, dtype, config.run.sharding)
+    module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
     first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
     clock = Stopwatch()
     evaluations: dict[int, Evaluation] = {}
@@ -134,14 +134,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
     try:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
+        with said_by_first(ranks):
+            config = parse(sys.argv[1:] if arguments is None else arguments)
         check(config)
         device = resolve_device(config.run.device)
         with ranks.connected(device):
             return run(config, ranks, screen, device)
+    except KeyboardInterrupt:
+        return 130
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
-        time.sleep(0 if ranks.is_first else 5)
+        time.sleep(0 if ranks.is_first else PATIENCE)
         Screen().complain(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
         return 2
 
@@ -156,6 +159,7 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> i
     config = resolve(config, task, ranks)
     torch.set_num_threads(config.run.threads or 1)
     model = build_policy(config, task)
+    config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
     if config.run.dry_run:
         screen.say(estimate(config, task, model))
         return 0
@@ -167,7 +171,7 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> i
             return train(config, task, model, files, screen, stop, ranks)
     except KeyboardInterrupt:
         screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")
-        return 130
+        raise
 
 
 if __name__ == "__main__":

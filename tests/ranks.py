@@ -42,7 +42,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     model.checkpoint_activations = options.get("checkpoint_activations", False)
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
-    module = distribute(model, reference, ranks, dtype, sharding)
+    module = distribute(model, reference, ranks, dtype, sharding == "full")
     prompts, rollouts, advantages = step_inputs()
     optimizer = make_optimizer(model, OptimizerOptions())
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module)

@@ -97,10 +97,6 @@ def test_the_cheaper_layout_is_chosen_by_counting():
     assert not shared(300, [10])
 
 
-def batches_of(packer, chosen, budget):
-    return [packer.pack(part) for part in packer.split(chosen, budget)]
-
-
 def random_rollouts():
     generator = torch.Generator().manual_seed(0)
     prompts = make_prompts([[1] * int(n) for n in torch.randint(1, 9, (6,), generator=generator)])
@@ -112,12 +108,14 @@ def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
     chosen = torch.tensor([0, 2, 3, 4, 5, 8, 9, 10, 12, 13, 15, 16, 17])
     packer = Packer(prompts, rollouts, torch.ones(18))
     for budget in (1, 12, 30, 10_000):
-        batches = batches_of(packer, chosen, budget)
-        assert torch.equal(torch.cat([batch.sequences for batch in batches]), chosen)
-        for batch in batches:
-            assert len(batch.tokens) <= budget or len(batch.sequences) == 1
-            assert batch.cu_seqlens[-1] == rollouts.lengths[batch.sequences].sum()
-    assert len(batches) == 1
+        parts = packer.split(chosen, budget)
+        assert torch.equal(torch.cat(parts), chosen)
+        for part in parts:
+            batch = packer.pack(part)
+            assert len(batch.tokens) <= budget or len(part) == 1
+            assert batch.cu_seqlens[-1] == rollouts.lengths[part].sum()
+            assert torch.equal(batch.targets, rollouts.tokens[batch.target_index])
+    assert len(parts) == 1
     assert packer.split(chosen[:0], 10) == []
 
 

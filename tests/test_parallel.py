@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from maxrl_fast.parallel import Ranks, is_sharded
+from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
 from tests.test_train import SMALL
 
@@ -60,7 +61,9 @@ def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
             limit = 0.05 if "bfloat16" in name else 1e-5
             result = results[name]
             for key in expected["metrics"].keys() - {"num_tokens"}:  # which counts prompts by micro-batches
-                assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=1e-6), (name, key)
+                # After one step the moments' variance is 0, and what is there is rounding.
+                noise = 1e-4 if key == "moment_variance" else 1e-6
+                assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=noise), (name, key)
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
             assert result["gradients"].keys() == expected["gradients"].keys()
             for key, gradient in expected["gradients"].items():
@@ -183,7 +186,7 @@ def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
         first.kill()
         second.kill()
     assert first.returncode == 1
-    assert "rank 1 has not been heard of for 40 s; rank 0 stops" in error
+    assert re.search(r"rank 1 has not been heard of for 4\d s; rank 0 stops", error)
 
 
 @pytest.fixture
@@ -201,10 +204,17 @@ def test_bad_input_is_said_once(tmp_path):
     assert output.count("prompts must be at least the number of processes, 2, got 1") == 1, output
 
 
+def test_a_wrong_flag_is_said_once():
+    process = torchrun(2, "-m", "maxrl_fast.train", "--stepz", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 100)
+    assert process.returncode != 0
+    assert output.count("─ Unrecognized options ─") == 1, output
+
+
 def test_shares_and_sharding():
     assert [Ranks(r, 3).part(8) for r in range(3)] == [(0, 2), (2, 3), (5, 3)]
     assert Ranks().part(5) == (0, 5)
-    cpu = torch.device("cpu")
-    assert not is_sharded("auto", 10**12, Ranks(0, 2), cpu)
-    assert is_sharded("full", 1, Ranks(0, 2), cpu)
-    assert not is_sharded("full", 1, Ranks(), cpu)
+    cpu, model = torch.device("cpu"), tiny_decoder()
+    assert not is_sharded("auto", model, Ranks(0, 2), cpu)
+    assert is_sharded("full", model, Ranks(0, 2), cpu)
+    assert not is_sharded("full", model, Ranks(), cpu)

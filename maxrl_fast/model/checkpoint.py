@@ -18,7 +18,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 2 * 10**9  # of a file: written in one call, in which a process says nothing to the other ranks
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -111,10 +111,9 @@ def load_checkpoint(directory: Path) -> Decoder:
         InputError: naming the file, and the tensor or key, that is missing, unknown, of the wrong shape or broken.
     """
     config = read_config(directory / "config.json")
-    with torch.device("meta"):
-        model = Decoder(config)
+    model = Decoder.empty(config)
     wanted = {name: tuple(weight.shape) for name, weight in model.weights()}
-    where = _find_tensors(directory)
+    where = {name: path for name, path in _find_tensors(directory).items() if not name.endswith(".rotary_emb.inv_freq")}
     for name in sorted(wanted.keys() - where.keys()):
         raise InputError(f"{_named(directory)} lacks the tensor {name}")
     for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
@@ -122,12 +121,11 @@ def load_checkpoint(directory: Path) -> Decoder:
         raise InputError(f"{where[name]} has the tensor {name}, which {layers} does not")
     files = {path: _open(path) for path in sorted(set(where.values()))}
     for name, shape in wanted.items():
-        got = tuple(files[where[name]].get_slice(name).get_shape())
-        if got != shape:
-            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {got}")
-    model.to_empty(device="cpu")
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        tensor = files[where[name]].get_slice(name)
+        if tuple(tensor.get_shape()) != shape:
+            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {tuple(tensor.get_shape())}")
+        if tensor.get_dtype() not in ("F32", "BF16", "F16"):
+            raise InputError(f"{where[name]}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
     with torch.no_grad():
         for name, weight in model.weights():
             try:
@@ -197,7 +195,8 @@ def read_config(path: Path) -> DecoderConfig:
             raise InputError(f"{path}: {key} must be an object, got {fields[key]!r:.80}")
         rope |= fields.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3") or fields.get("partial_rotary_factor", 1.0) != 1.0:
+    part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if kind not in ("default", "llama3") or part != 1.0:
         raise InputError(f"{path}: rotary embeddings must be of type default or llama3, and whole, got {rope!r:.200}")
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:

@@ -2,7 +2,7 @@
 dicts are theirs.
 
 Parameters are the float32 masters. A forward pass computes in the dtype it is asked for: each layer casts its weights,
-and their gradients come back, and add up, in float32.
+and their gradients come back, and add up, in float32; where ranks share the weights (FSDP2), those of a pass in the dtype.
 """
 
 import dataclasses
@@ -197,6 +197,16 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def empty(cls, config: DecoderConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
+        """A decoder whose weights are still to be written."""
+        with torch.device("meta"):
+            model = cls(config)
+        model = model.to(dtype).to_empty(device=device)
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
 
     def initialise(self, seed: int) -> None:
         """Weights from N(0, 0.02), biases 0, norms 1, as Qwen2 starts; the same for a seed on every machine."""

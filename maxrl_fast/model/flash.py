@@ -83,9 +83,17 @@ class Kernel:
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The kernel that attention of these inputs runs."""
-    if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
-        return PADDED_CPU if device.type == "cpu" else PADDED_REFERENCE
+    if device.type == "cpu":
+        return PADDED_CPU
+    if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
+        return PADDED_REFERENCE
     return FLASH_ATTN if _flash_attn() else TORCH_VARLEN
+
+
+@cache
+def _is_recent(device: torch.device) -> bool:
+    """Whether FlashAttention runs there: Ampere or newer."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # A GPU in half precision: packed sequences as they are.
@@ -109,7 +117,7 @@ def _torch_varlen_backward(
 
 @cache
 def _flash_attn() -> Any:
-    """The flash-attn package's functions on packed sequences; None without the package.
+    """The flash-attn package's functions on packed sequences; None without the package, or with one older than 2.7.
 
     Raises:
         InputError: where it is installed and cannot be imported.
@@ -117,8 +125,13 @@ def _flash_attn() -> Any:
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
-        return importlib.import_module("flash_attn.flash_attn_interface")
+        package = importlib.import_module("flash_attn")
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
+        major, minor = str(package.__version__).split(".")[:2]
+        return interface if (int(major), int(minor)) >= (2, 7) else None
     except ImportError as error:
+        if getattr(error, "name", None) == "flash_attn.flash_attn_interface":
+            return None  # another package of that name, such as one with FlashAttention-4 alone
         raise InputError(
             f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch {torch.__version__}, or "
             f"uninstall it: torch's own FlashAttention then runs"

@@ -81,7 +81,7 @@ class NativeEngine:
     def __init__(self, model: Decoder, dtype: torch.dtype, max_rows: int = MAX_ROWS):
         self.dtype, self.max_rows = dtype, max_rows
         device = model.lm_head.weight.device
-        self.model = Decoder(model.config).to(device=device, dtype=dtype).requires_grad_(False)
+        self.model = Decoder.empty(model.config, device, dtype).requires_grad_(False)
         self.load_weights(model)
 
     def load_weights(self, model: Decoder) -> None:

@@ -1,5 +1,6 @@
 """Shared-prompt attention against ordinary causal attention over [prompt, response], sequence by sequence, in float64."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -170,26 +171,49 @@ def test_flash_attn_calls(case, monkeypatch):
 def test_which_kernel_runs(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(flash, "_flash_attn", lambda: None)
+    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
     assert flash.kernel_for(CPU, torch.bfloat16, 64) is flash.PADDED_CPU
     assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.TORCH_VARLEN
     assert flash.kernel_for(cuda, torch.float32, 64) is flash.PADDED_REFERENCE
     assert flash.kernel_for(cuda, torch.bfloat16, 20) is flash.PADDED_REFERENCE
     monkeypatch.setattr(flash, "_flash_attn", lambda: object())
     assert flash.kernel_for(cuda, torch.float16, 128) is flash.FLASH_ATTN
+    monkeypatch.setattr(flash, "_is_recent", lambda device: False)
+    assert flash.kernel_for(cuda, torch.float16, 128) is flash.PADDED_REFERENCE
 
 
 def test_a_broken_flash_attn_is_named(monkeypatch, tmp_path):
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    broken = "raise ImportError('undefined symbol: _ZN3c10')"
+    with (
+        installed_flash_attn(monkeypatch, tmp_path, "__version__ = '2.8.3'", broken),
+        pytest.raises(InputError, match=r"cannot be imported \(undefined symbol: _ZN3c10\); reinstall it for torch"),
+    ):
+        flash._flash_attn()
+
+
+@pytest.mark.parametrize(("version", "interface"), [("2.6.3", ""), ("4.0.0", None)])
+def test_another_flash_attn_is_left_alone(monkeypatch, tmp_path, version, interface):
+    """One older than 2.7, whose functions return other things, or without FlashAttention-2: torch's own runs."""
+    with installed_flash_attn(monkeypatch, tmp_path, f"__version__ = '{version}'", interface):
+        assert flash._flash_attn() is None
+
+
+@contextlib.contextmanager
+def installed_flash_attn(monkeypatch, folder, package, interface):
+    (folder / "flash_attn").mkdir()
+    (folder / "flash_attn" / "__init__.py").write_text(package)
+    if interface is not None:
+        (folder / "flash_attn" / "flash_attn_interface.py").write_text(interface)
+    monkeypatch.syspath_prepend(folder)
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     flash._flash_attn.cache_clear()
     try:
-        with pytest.raises(InputError, match=r"cannot be imported \(undefined symbol: _ZN3c10\); reinstall it for torch"):
-            flash._flash_attn()
+        yield
     finally:
         flash._flash_attn.cache_clear()
+        for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+            sys.modules.pop(name, None)
 
 
 def test_queries_need_a_key():

@@ -218,6 +218,11 @@ def edit_weights(directory, change):
             "cannot read the weights",
         ),
         (lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")), "lacks the tensor model.norm.weight"),
+        (
+            lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})),
+            "model.norm.weight must be F32, BF16 or F16, got I64",
+        ),
+        (lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}), "of type default or llama3, and whole"),
         (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))), "has the tensor extra, which"),
         (
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(33)})),

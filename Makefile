@@ -1,6 +1,6 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
-# make bench   set up, then the benchmarks of advantages, of the token losses and of a training step
+# make bench   set up, then the benchmarks of advantages, of the token losses and of a training step (a quarter of an hour)
 # make peers   an environment of its own with TRL, then a training step beside TRL's
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #

@@ -28,6 +28,7 @@ COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank wai
 SILENCE_LIMIT = 40.0  # seconds after which a rank that says nothing counts as dead
 START_LIMIT = 300.0  # the same before its first sign of life
 PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
+LATECOMER = 15.0  # seconds in which the first rank, should it have started later, finds the same mistake and says it
 BEAT = 1.0  # seconds between signs of life
 
 
@@ -146,8 +147,8 @@ def said_by_first(ranks: Ranks) -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         try:
             yield
-        except SystemExit:
-            time.sleep(PATIENCE)  # for the first rank to say it, before torchrun ends it on this one's account
+        except SystemExit as error:
+            time.sleep(LATECOMER if error.code else 0)  # else torchrun would end the first on this one's account
             raise
 
 

@@ -22,7 +22,7 @@ from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
-from maxrl_fast.parallel import PATIENCE, Ranks, distribute, is_sharded, said_by_first
+from maxrl_fast.parallel import LATECOMER, Ranks, distribute, is_sharded, said_by_first
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
-        time.sleep(0 if ranks.is_first else PATIENCE)
+        time.sleep(0 if ranks.is_first else LATECOMER)
         Screen().complain(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
         return 2
 

@@ -113,3 +113,77 @@ def log_ratio_reward_cpu(
 def log_ratio_reward_backward_cpu(
     *, dtype: str, sequences: LogRatio, by_proxies: int, gradient: int, num_threads: int
 ) -> None: ...
+
+class LayerWeights:
+    def __init__(
+        self,
+        *,
+        input_norm: int,
+        q: int,
+        k: int,
+        v: int,
+        q_bias: int,
+        k_bias: int,
+        v_bias: int,
+        q_norm: int,
+        k_norm: int,
+        o: int,
+        post_norm: int,
+        gate: int,
+        up: int,
+        down: int,
+    ) -> None: ...
+
+class CpuDecoder:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        hidden: int,
+        intermediate: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        vocab: int,
+        norm_eps: float,
+        positions: int,
+        cos: int,
+        sin: int,
+    ) -> None: ...
+    def load(self, *, embedding: int, norm: int, head: int, layers: list[LayerWeights], num_threads: int) -> None: ...
+    def cache_bytes(self, length: int) -> int: ...
+
+class SamplingOptions:
+    def __init__(self, *, temperature: float, top_k: int, top_p: float, min_p: float, stop_ids: list[int]) -> None: ...
+
+class GenerationStatistics:
+    prefill_seconds: float
+    decode_seconds: float
+    steps: int
+    decoded_tokens: int
+    prompt_tokens: int
+    most_cache_bytes: int
+
+class CpuGeneration:
+    def __init__(
+        self,
+        *,
+        decoder: CpuDecoder,
+        num_prompts: int,
+        num_samples: int,
+        max_new_tokens: int,
+        num_slots: int,
+        tokens: int,
+        cu_seqlens: int,
+        keys: int,
+        sampling: SamplingOptions,
+        responses: int,
+        logprobs: int,
+        raw_logprobs: int,
+        lengths: int,
+        truncated: int,
+        num_threads: int,
+    ) -> None: ...
+    def run(self, seconds: float) -> bool: ...
+    @property
+    def statistics(self) -> GenerationStatistics: ...

@@ -33,6 +33,7 @@ class Batch:
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
+    importance_weights: Tensor | None  # [T] float32
     target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
 
 
@@ -132,6 +133,7 @@ class Packer:
         predicts = torch.zeros(len(index), dtype=torch.bool)
         predicts[predicted_from] = True
         target_index = ranges(response_cu[:-1][sequences], lengths).to(device)
+        importance = self.rollouts.importance_weights
         return Batch(
             tokens=self._tokens[index.to(device)],
             positions=positions.to(device),
@@ -142,6 +144,7 @@ class Packer:
             cu_seqlens=target_cu.to(device),
             advantages=self.advantages[sequences.to(device)],
             old_logprobs=self.rollouts.logprobs[target_index],
+            importance_weights=None if importance is None else importance[target_index],
             target_index=target_index,
         )
 

@@ -94,12 +94,22 @@ def check(config: Config) -> None:
         "kv_heads eval_prompts eval_samples threads"
     )
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
-    _require(options, "sft_steps steps warmup_steps eval_every save_every lora_rank", "at least 0", lambda x: x >= 0)
+    _require(options, "top_k sft_steps steps warmup_steps eval_every save_every lora_rank", "at least 0", lambda x: x >= 0)
     _require(options, "seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63)
     _require(
-        options, "temperature sft_lr lr clip_grad rope_theta lora_alpha", "a finite number above 0", lambda x: 0 < x < math.inf
+        options,
+        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha",
+        "a finite number above 0",
+        lambda x: 0 < x < math.inf,
     )
-    _require(options, "clip_high weight_decay entropy_coef kl_coef", "finite and at least 0", lambda x: 0 <= x < math.inf)
+    _require(
+        options,
+        "importance_cap clip_high weight_decay entropy_coef kl_coef",
+        "finite and at least 0",
+        lambda x: 0 <= x < math.inf,
+    )
+    _require(options, "min_p", "in [0, 1]", lambda x: 0 <= x <= 1)
+    _require(options, "top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
     if OBJECTIVES[options["objective"]].row is None:
@@ -144,6 +154,8 @@ def _check_pacs(options: dict[str, Any]) -> None:
     _require(options, "ref_reset_interval", "at least 0", lambda x: x >= 0)
     if options["rollouts"] < 2 and options["score"] != "naive":
         raise InputError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {options['rollouts']}")
+    if options["importance_cap"]:
+        raise InputError(f"{name} takes no importance_cap: it learns from rollouts as from data, whoever sampled them")
     for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
         if options[option] not in (None, needed):
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
@@ -164,6 +176,11 @@ def _require(options: dict[str, Any], names: str, wanted: str, holds: Callable[[
 def default_k(config: Config) -> int | None:
     """--k, or 4 where the objective has one and none was given."""
     return 4 if _takes_size(config, "k") and config.objective.k is None else config.objective.k
+
+
+def leaves_out(config: Config) -> bool:
+    """Whether the sampling gives some tokens no probability."""
+    return config.rollout.top_k > 0 or config.rollout.top_p < 1 or config.rollout.min_p > 0
 
 
 def _takes_size(config: Config, name: str) -> bool:
@@ -191,6 +208,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
     if config.rollout.prompts < ranks.size:
         raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
     device = resolve_device(config.run.device)
+    corrects = objective.row is not None and (config.rollout.rollout == "vllm" or leaves_out(config))
     out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
     if ranks.is_first:  # which alone writes; the others may come when it has begun
         _refuse_used(out)
@@ -205,6 +223,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         order=config.rollout.rollouts - 1 if _takes_size(config, "order") and order is None else order,
         **pacs,
         max_new_tokens=config.rollout.max_new_tokens or task.max_new_tokens,
+        importance_cap=2.0 * corrects if config.rollout.importance_cap is None else config.rollout.importance_cap,
         sft_steps=(0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps,
         loss=config.loss.loss or objective.loss,
         aggregation=config.loss.aggregation or objective.aggregation,

@@ -8,7 +8,7 @@ from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import MOST_ROWS, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
@@ -28,14 +28,12 @@ def describe_run(config: Config, model: Decoder, ranks: Ranks) -> list[str]:
     adapters = "" if trained == _parameters(model) else f", {trained:,} of them trained (LoRA)"
     switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + ["torch.compile"] * config.run.compile
     attention = kernel_for(device, dtype, model.config.head_dim).name
-    if device.type == "cuda":
-        attention += " (decoding: plain PyTorch)"
-    engine = "; ".join([f"rollout engine: {config.rollout.rollout}", *switches])
+    how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"
     return [
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {config.task.task} "
         f"{config.task.maze_size}x{config.task.maze_size}, seed {config.run.seed}",
-        f"on {where} in {config.run.dtype}; ops: {kernels_for(device)}; attention: {attention}; {engine}",
+        f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}; {config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; "
         f"results in {config.run.out}",
     ]
@@ -56,7 +54,9 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
     parameters, trained = _parameters(model), _trained(model)
     element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
     all_rows = max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples)
-    rows = min(all_rows, max(NativeEngine.MAX_ROWS, options.rollouts, config.evaluation.eval_samples))
+    device = torch.device(config.run.device)
+    rows = min(all_rows, MOST_ROWS[device.type])
+    budget = default_cache_bytes(device) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
     kv_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * element
     cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length
     # Kept for the backward pass, in floats per token and layer: four of H, four of the feed-forward, q, k, v and their kin.
@@ -72,7 +72,7 @@ def estimate(config: Config, task: Task, model: Decoder) -> str:
     memory = {
         "weights, gradients, Adam moments (float32)": 4 * parameters + 12 * trained,
         f"rollout weights ({config.run.dtype})": element * parameters,
-        f"key/value cache of {rows} rows": kv_token * cached_tokens,
+        f"key/value cache of at most {rows} rows": min(kv_token * cached_tokens, budget),
         f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget
         * (activations * element + logits * 4),
     }

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.parallel import Ranks
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.tasks import Task
 
 
@@ -38,7 +37,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: NativeEngine,
+    engine: Engine,
     task: Task,
     num_prompts: int,
     num_samples: int,

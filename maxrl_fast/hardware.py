@@ -1,5 +1,6 @@
 """Which device and number format to compute with, and what machine this is."""
 
+import os
 import platform
 from typing import Any
 
@@ -41,3 +42,10 @@ def versions() -> dict[str, Any]:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All of the device's memory; for "cpu" the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

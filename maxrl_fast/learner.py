@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -279,6 +280,7 @@ class Learner:
                 batch.advantages,
                 batch.cu_seqlens,
                 old_logprobs=batch.old_logprobs,
+                importance_weights=batch.importance_weights,
                 ref_logprobs=ref_logprobs,
                 loss=settings.loss,
                 clip_low=settings.clip_low,
@@ -295,7 +297,7 @@ class Learner:
         loss, metrics = run_batch(self._module, batch, self.dtype, finish)
         return loss, metrics
 
-    def logprobs(self, model: Decoder, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
+    def logprobs(self, model: nn.Module, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
         logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
         for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
@@ -305,8 +307,21 @@ class Learner:
                 logprobs[batch.target_index] = values
         return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]
 
+    def corrected(self, prompts: Prompts, rollouts: Rollouts, cap: float) -> tuple[Rollouts, dict[str, float]]:
+        """Rollouts whose log-probs differ from this policy's, by rounding or by tokens that sampling left out.
+
+        Log-probs become this policy's, and every token is weighed by its probability under this policy over that with which it
+        was sampled, at most `cap`: truncated importance sampling (Yao et al. 2025). And what is to be reported of it.
+        """
+        everything = torch.arange(len(rollouts.lengths), device=rollouts.tokens.device)
+        logprobs = self.logprobs(self._module, prompts, rollouts, everything)
+        difference = logprobs - rollouts.logprobs
+        weights = difference.exp().clamp_max(cap)
+        metrics = {"mismatch": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
+        return dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights), metrics
+
     @torch.no_grad()
-    def _batch_logprobs(self, model: Decoder, batch: Batch) -> Tensor:
+    def _batch_logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         temperature = self.settings.temperature
 
         def finish(hidden: Tensor, weight: Tensor) -> Tensor:

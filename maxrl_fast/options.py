@@ -53,8 +53,8 @@ class TaskOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: Literal["native"] = "native"
-    """Rollout engine."""
+    rollout: Literal["native", "vllm"] = "native"
+    """Rollout engine: native, or vllm where that is installed."""
     prompts: int = 32
     """Prompts per step (G)."""
     rollouts: int = 16
@@ -63,6 +63,16 @@ class RolloutOptions:
     """Longest response, in tokens."""
     temperature: float = 1.0
     """Sampling temperature, also that of the loss."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest likeliest tokens that have this much of the probability."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this fraction of the likeliest one's probability."""
+    kv_cache_gb: Annotated[float | None, _unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
+    """Most memory for keys and values while sampling, in 1e9 bytes; samples that do not fit wait for others to end."""
+    importance_cap: Annotated[float | None, _unset("FLOAT", "2 with vllm, top_k, top_p or min_p, else off")] = None
+    """Weigh each token by the training policy's probability over the one it was sampled with, at most this; 0: off."""
 
 
 @dataclass(frozen=True)

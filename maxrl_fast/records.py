@@ -5,7 +5,7 @@ V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,14 +51,22 @@ class Prompts:
         return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device))
 
 
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """End to end; None where one has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """N responses to each of G prompts, a group's responses side by side: sequence s answers prompt s // N."""
 
     tokens: Tensor  # [T] int64, packed, the stop token included
     cu_seqlens: Tensor  # [S+1] int64
-    logprobs: Tensor  # [T] float32 under the sampling distribution
-    truncated: Tensor  # [S] bool, stopped by the length limit instead of a stop token
+    logprobs: Tensor  # [T] float32 under the distribution sampled from
+    truncated: Tensor  # [S] bool, why it finished: by the length limit instead of a stop token
+    raw_logprobs: Tensor | None = None  # [T] float32 under softmax(logits): at temperature 1, no token left out
+    importance_weights: Tensor | None = None  # [T] float32, of the training policy to the one sampled from
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
@@ -67,10 +75,13 @@ class Rollouts:
         return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
 
     @classmethod
-    def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
-        """From tokens and logprobs [S, width], padded on the right, lengths [S] and truncated [S]."""
+    def from_padded(
+        cls, tokens: Tensor, logprobs: Tensor, raw_logprobs: Tensor, lengths: Tensor, truncated: Tensor
+    ) -> "Rollouts":
+        """From tokens and log-probs [S, width], padded on the right, lengths [S] and truncated [S]."""
         slots = padded_slots(lengths, tokens.shape[1])
-        return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
+        packed, sampled, raw = (x.flatten()[slots] for x in (tokens, logprobs, raw_logprobs))
+        return cls(packed, cumulative(lengths), sampled, truncated, raw)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
@@ -80,6 +91,8 @@ class Rollouts:
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
+            raw_logprobs=_joined([part.raw_logprobs for part in parts]),
+            importance_weights=_joined([part.importance_weights for part in parts]),
         )
 
     @property
@@ -93,7 +106,7 @@ class Rollouts:
         return sums / self.lengths.clamp_min(1)
 
     def to(self, device: torch.device) -> "Rollouts":
-        return Rollouts(self.tokens.to(device), self.cu_seqlens.to(device), self.logprobs.to(device), self.truncated.to(device))
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
     def padded_tokens(self, fill: int) -> Tensor:
         """Tokens as [S, longest], `fill` on the right."""

@@ -24,7 +24,7 @@ from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import LATECOMER, Ranks, distribute, is_sharded, said_by_first
 from maxrl_fast.rollout import Sampling, check_finite
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.run_files import RunFiles
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
@@ -38,7 +38,8 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
-    engine = NativeEngine(model.to(device), dtype)
+    engine = build_engine(config, model.to(device), task)
+    screen.say(f"rollout engine: {engine.describe()}")
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
     first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
@@ -82,6 +83,10 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     next_prompt += num_prompts
                 with clock("reward"):
                     rewards = ranks.concatenate(task.score(part, sampled)).view(num_prompts, num_rollouts)  # [G, N]
+                corrections: dict[str, float] = {}
+                if config.rollout.importance_cap:
+                    with clock("log-probs"):
+                        rollouts, corrections = learner.corrected(prompts, rollouts, config.rollout.importance_cap)
                 greedy_correct = None
                 if advantages.needs_greedy:
                     with clock("rollout"):
@@ -102,7 +107,8 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     engine.load_weights(model)
 
                 seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": sum(lap.seconds for lap in laps)}
-                record = step_metrics(step, rewards, rollouts, advantages.values, updates, lr, seconds) | extra
+                record = step_metrics(step, rewards, rollouts, advantages.values, updates, lr, seconds)
+                record |= corrections | extra
                 files.write("metrics", record)
                 stage.advance(step, summary(record))
                 num_sampled += len(rollouts.tokens)

@@ -33,5 +33,6 @@ inline Choice choose(const char* option, std::string_view name, const std::pair<
 void bind_group_advantage(py::module_& m);
 void bind_token_loss(py::module_& m);
 void bind_pacs(py::module_& m);
+void bind_generation(py::module_& m);
 
 }  // namespace maxrl::bindings

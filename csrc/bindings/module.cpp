@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   maxrl::bindings::bind_group_advantage(m);
   maxrl::bindings::bind_token_loss(m);
   maxrl::bindings::bind_pacs(m);
+  maxrl::bindings::bind_generation(m);
 }

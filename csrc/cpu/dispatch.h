@@ -15,11 +15,34 @@ const bool has_avx2_and_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_su
 // flatten: whatever it calls is compiled into it, for these instructions.
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
 
+const bool has_avx512 = has_avx2_and_fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+#define MAXRL_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"), flatten))
+
+template <typename Work>
+MAXRL_AVX512 void with_avx512(const Work& work) {
+  work(Vectors<float, 16>{});
+}
+template <typename Work>
+MAXRL_AVX2 void with_avx2(const Work& work) {
+  work(Vectors<float, 8>{});
+}
+
 template <typename Real, typename Work>
 MAXRL_AVX2 void run_avx2(const Work& work, int64_t begin, int64_t end, Real* scratch) {
   work.template run<Vectors<Real, 32 / sizeof(Real)>>(begin, end, scratch);
 }
 #endif
+
+// work(Vectors<float, lanes>{}) with the most lanes that this processor has.
+template <typename Work>
+void with_widest_floats(const Work& work) {
+#if defined(__x86_64__)
+  if (has_avx512) return with_avx512(work);
+  if (has_avx2_and_fma) return with_avx2(work);
+#endif
+  work(Vectors<float, 4>{});
+}
 
 // Rows of one piece of a thread's work: enough to hide what a piece costs.
 inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }

@@ -31,6 +31,11 @@ struct VectorTypes<float, 8> {
   typedef uint32_t Words __attribute__((vector_size(32)));
 };
 template <>
+struct VectorTypes<float, 16> {
+  typedef float Reals __attribute__((vector_size(64)));
+  typedef uint32_t Words __attribute__((vector_size(64)));
+};
+template <>
 struct VectorTypes<double, 2> {
   typedef double Reals __attribute__((vector_size(16)));
 };
@@ -58,6 +63,13 @@ struct Vectors : VectorTypes<Real_, lanes> {
     for (int lane = 1; lane < lanes; ++lane) result = x[lane] > result ? x[lane] : result;
     return result;
   }
+
+  static Reals read(const Real* from) {
+    Reals x;
+    memcpy(&x, from, sizeof x);
+    return x;
+  }
+  static void write(Real* to, Reals x) { memcpy(to, &x, sizeof x); }
 
   // kStep elements of a row. Half-width ones come as those at even and those at odd places, which costs no shuffling.
   struct Pair {

@@ -168,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tenso
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_for_cpu(mask, q))
     else:
         o, lse = attend_reference(q, k, v, causal, mask)
     return o.transpose(1, 2), lse.transpose(1, 2)
@@ -181,10 +181,15 @@ def attend_backward(
     grad, q, k, v, o, lse = (x.transpose(1, 2) for x in (grad, q, k, v, o, lse))
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = kernel(grad, q, k, v, o, lse, 0.0, causal, attn_mask=mask)
+        grads = kernel(grad, q, k, v, o, lse, 0.0, causal, attn_mask=_for_cpu(mask, q))
     else:
         grads = attend_backward_reference(grad, q, k, v, o, lse, causal, mask)
     return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """The mask as the CPU kernel reads it: for float64 queries it would read a float32 one as float64 numbers."""
+    return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:

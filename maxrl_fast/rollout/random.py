@@ -31,7 +31,8 @@ def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) ->
     return key
 
 
-def uniforms(keys: Tensor, position: int) -> Tensor:
-    """One number in [0, 1) per key, float32 with 24 random bits, for the token at `position`."""
-    bits = _mix(keys + _signed((position + 1) * _INCREMENT))
+def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
+    """One number in [0, 1) per key, float32 with 24 random bits, for its token at `positions`, one for all or each its own."""
+    offset = _signed((positions + 1) * _INCREMENT) if isinstance(positions, int) else (positions + 1) * _INCREMENT
+    bits = _mix(keys + offset)
     return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24

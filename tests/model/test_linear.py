@@ -12,7 +12,7 @@ from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.options import OptimizerOptions
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
@@ -62,8 +62,9 @@ def test_merged_weights_compute_what_the_adapters_do(tmp_path, changes):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     merged = theirs.state_dict()["model.layers.1.self_attn.v_proj.weight"]
     assert torch.equal(merged, by_name["model.layers.1.self_attn.v_proj.weight"])
-    engine = NativeEngine(model, torch.float32)
-    torch.testing.assert_close(dict(engine.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
+    decoder = DeviceDecoder(model, torch.float32)
+    decoder.load_weights(model)
+    torch.testing.assert_close(dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
 
 
 def test_gradients_of_adapters_are_those_of_the_merged_matrix():

@@ -1,0 +1,72 @@
+#include "../cpu/generation.h"
+
+#include "bindings.h"
+
+namespace maxrl::bindings {
+
+using cpu::Decoder;
+using cpu::Generation;
+
+void bind_generation(py::module_& m) {
+  py::class_<LayerWeights>(m, "LayerWeights")
+      .def(py::init([](Address input_norm, Address q, Address k, Address v, Address q_bias, Address k_bias, Address v_bias,
+                       Address q_norm, Address k_norm, Address o, Address post_norm, Address gate, Address up, Address down) {
+             const auto at = pointer<const float>;
+             return LayerWeights{at(input_norm), at(q),      at(k), at(v),         at(q_bias), at(k_bias), at(v_bias),
+                                 at(q_norm),     at(k_norm), at(o), at(post_norm), at(gate),   at(up),     at(down)};
+           }),
+           py::kw_only(), "input_norm"_a, "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "q_norm"_a, "k_norm"_a,
+           "o"_a, "post_norm"_a, "gate"_a, "up"_a, "down"_a);
+  py::class_<Decoder>(m, "CpuDecoder")
+      .def(py::init([](std::int64_t layers, std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
+                       std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, double norm_eps, std::int64_t positions,
+                       Address cos, Address sin) {
+             return Decoder({layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps}, positions,
+                            pointer<const float>(cos), pointer<const float>(sin));
+           }),
+           py::kw_only(), "layers"_a, "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
+           "norm_eps"_a, "positions"_a, "cos"_a, "sin"_a)
+      .def(
+          "load",
+          [](Decoder& decoder, Address embedding, Address norm, Address head, const std::vector<LayerWeights>& layers,
+             int num_threads) {
+            decoder.load({pointer<const float>(embedding), pointer<const float>(norm), pointer<const float>(head), layers},
+                         num_threads);
+          },
+          py::kw_only(), "embedding"_a, "norm"_a, "head"_a, "layers"_a, "num_threads"_a)
+      .def("cache_bytes", [](const Decoder& decoder, std::int64_t length) {
+        return Generation::cache_bytes(decoder.sizes(), length);
+      });
+  py::class_<SamplingOptions>(m, "SamplingOptions")
+      .def(py::init([](double temperature, std::int64_t top_k, double top_p, double min_p, std::vector<std::int64_t> stop_ids) {
+             return SamplingOptions{temperature, top_k, top_p, min_p, std::move(stop_ids)};
+           }),
+           py::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "stop_ids"_a);
+  py::class_<GenerationStatistics>(m, "GenerationStatistics")
+      .def_readonly("prefill_seconds", &GenerationStatistics::prefill_seconds)
+      .def_readonly("decode_seconds", &GenerationStatistics::decode_seconds)
+      .def_readonly("steps", &GenerationStatistics::steps)
+      .def_readonly("decoded_tokens", &GenerationStatistics::decoded_tokens)
+      .def_readonly("prompt_tokens", &GenerationStatistics::prompt_tokens)
+      .def_readonly("most_cache_bytes", &GenerationStatistics::most_cache_bytes);
+  py::class_<Generation>(m, "CpuGeneration")
+      .def(py::init([](const Decoder& decoder, std::int64_t num_prompts, std::int64_t num_samples, std::int64_t max_new_tokens,
+                       std::int64_t num_slots, Address tokens, Address cu_seqlens, Address keys, const SamplingOptions& sampling,
+                       Address responses, Address logprobs, Address raw_logprobs, Address lengths, Address truncated,
+                       int num_threads) {
+             return std::make_unique<Generation>(
+                 decoder,
+                 GenerationJob{num_prompts, num_samples, max_new_tokens, num_slots, pointer<const std::int64_t>(tokens),
+                               pointer<const std::int64_t>(cu_seqlens), pointer<const std::int64_t>(keys), sampling,
+                               pointer<std::int64_t>(responses), pointer<float>(logprobs), pointer<float>(raw_logprobs),
+                               pointer<std::int64_t>(lengths), pointer<bool>(truncated)},
+                 num_threads);
+           }),
+           py::keep_alive<1, 2>(), py::kw_only(), "decoder"_a, "num_prompts"_a, "num_samples"_a, "max_new_tokens"_a,
+           "num_slots"_a, "tokens"_a, "cu_seqlens"_a, "keys"_a, "sampling"_a, "responses"_a, "logprobs"_a,
+           "raw_logprobs"_a, "lengths"_a, "truncated"_a, "num_threads"_a)
+      .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("statistics", &Generation::statistics);
+}
+
+}  // namespace maxrl::bindings

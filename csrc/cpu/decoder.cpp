@@ -1,0 +1,292 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "dispatch.h"
+
+namespace maxrl::cpu {
+namespace {
+
+template <typename Vectors>
+void norm_row(const float* x, int64_t size, const float* weight, double eps, float* y) {
+  using Reals = typename Vectors::Reals;
+  Reals squares{};
+  int64_t i = 0;
+  for (; i + Vectors::kLanes <= size; i += Vectors::kLanes) {
+    const Reals part = Vectors::read(x + i);
+    squares += part * part;
+  }
+  float sum = Vectors::sum(squares);
+  for (; i < size; ++i) sum += x[i] * x[i];
+  const auto scale = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(size) + eps));
+  for (i = 0; i < size; ++i) y[i] = x[i] * scale * weight[i];
+}
+
+template <typename Vectors>
+TileRow<Vectors> silu(TileRow<Vectors> x) {
+  for (auto& part : x.part) {
+    const auto below = Vectors::greater(Vectors::all(Vectors::kLowestExponent), -Vectors::greater(part, -part));
+    const auto e = Vectors::exponential(below), one = Vectors::all(1);
+    part *= (part > 0 ? one : e) / (one + e);
+  }
+  return x;
+}
+
+}  // namespace
+
+void Decoder::Matrix::reset(int64_t out_size, int64_t in_size) {
+  out = out_size;
+  in = in_size;
+  panels.assign(panels_of(out) * in * kPanel, 0.0f);
+}
+
+// Puts `rows` rows at first, first + 1, ..., panels `step` apart.
+void Decoder::Matrix::pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t at = step == 1 ? first + row : row / kPanel * kPanel * step + first + row % kPanel;
+    float* const column = panels.data() + at / kPanel * kPanel * in + at % kPanel;
+    for (int64_t j = 0; j < in; ++j) column[j * kPanel] = weights[row * in + j];
+  }
+}
+
+Decoder::Decoder(const DecoderSizes& sizes, int64_t positions, const float* cos, const float* sin)
+    : sizes_(sizes), qkv_size_((sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim), query_size_(sizes.heads * sizes.head_dim),
+      cos_(cos, cos + positions * sizes.head_dim / 2), sin_(sin, sin + positions * sizes.head_dim / 2), layers_(sizes.layers) {}
+
+void Decoder::load(const DecoderWeights& weights, int num_threads) {
+  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim;
+  embedding_.assign(weights.embedding, weights.embedding + sizes_.vocab * hidden);
+  norm_.assign(weights.norm, weights.norm + hidden);
+  head_.reset(sizes_.vocab, hidden);
+  head_.pack(weights.head, 0, sizes_.vocab, 1, num_threads);
+  for (int64_t index = 0; index < sizes_.layers; ++index) {
+    const LayerWeights& from = weights.layers[index];
+    Layer& layer = layers_[index];
+    layer.input_norm.assign(from.input_norm, from.input_norm + hidden);
+    layer.post_norm.assign(from.post_norm, from.post_norm + hidden);
+    if (from.q_norm) layer.q_norm.assign(from.q_norm, from.q_norm + sizes_.head_dim);
+    if (from.k_norm) layer.k_norm.assign(from.k_norm, from.k_norm + sizes_.head_dim);
+    layer.qkv.reset(qkv_size_, hidden);
+    layer.qkv.pack(from.q, 0, query_size_, 1, num_threads);
+    layer.qkv.pack(from.k, query_size_, key_size, 1, num_threads);
+    layer.qkv.pack(from.v, query_size_ + key_size, key_size, 1, num_threads);
+    layer.qkv.bias.clear();
+    if (from.q_bias) {
+      layer.qkv.bias.assign(padded(qkv_size_), 0.0f);
+      float* const bias = layer.qkv.bias.data();
+      std::copy_n(from.q_bias, query_size_, bias);
+      std::copy_n(from.k_bias, key_size, bias + query_size_);
+      std::copy_n(from.v_bias, key_size, bias + query_size_ + key_size);
+    }
+    layer.o.reset(hidden, query_size_);
+    layer.o.pack(from.o, 0, hidden, 1, num_threads);
+    layer.gate_up.reset(2 * padded(sizes_.intermediate), hidden);
+    layer.gate_up.pack(from.gate, 0, sizes_.intermediate, 2, num_threads);
+    layer.gate_up.pack(from.up, kPanel, sizes_.intermediate, 2, num_threads);
+    layer.down.reset(hidden, sizes_.intermediate);
+    layer.down.pack(from.down, 0, hidden, 1, num_threads);
+  }
+}
+
+void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_new_tokens) const {
+  workspace.hidden.resize(kMostRows * row_stride(sizes_.hidden));
+  workspace.normed.resize(kMostRows * row_stride(sizes_.hidden));
+  workspace.qkv.resize(kMostRows * row_stride(qkv_size_));
+  workspace.attended.resize(kMostRows * row_stride(query_size_));
+  workspace.activated.resize(kMostRows * row_stride(sizes_.intermediate));
+  workspace.logits.resize(kMostRows * row_stride(sizes_.vocab));
+  workspace.scores.resize(kMostTileRows * (padded(longest_prompt) + padded(max_new_tokens)));
+  workspace.mixed.resize(kMostTileRows * padded(sizes_.head_dim));
+}
+
+template <typename Vectors>
+void Decoder::rms_norm(const float* x, int64_t rows, const std::vector<float>& weight, float* y) const {
+  const int64_t stride = row_stride(sizes_.hidden);
+  for (int64_t i = 0; i < rows; ++i) norm_row<Vectors>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
+}
+
+// Queries, divided by the root of head_dim, and keys rotated; keys and values to their caches.
+template <typename Vectors>
+void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const {
+  const int64_t dim = sizes_.head_dim, half = dim / 2;
+  const auto query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
+  for (int64_t i = 0; i < num_rows; ++i) {
+    float* const row = qkv + i * row_stride(qkv_size_);
+    const float *const cos = cos_.data() + rows[i].position * half, *const sin = sin_.data() + rows[i].position * half;
+    const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
+      if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
+      for (int64_t d = 0; d < half; ++d) {
+        const float x1 = x[d], x2 = x[d + half];
+        x[d] = (x1 * cos[d] - x2 * sin[d]) * scale;
+        x[d + half] = (x2 * cos[d] + x1 * sin[d]) * scale;
+      }
+    };
+    float *const keys = row + query_size_, *const values = keys + sizes_.kv_heads * dim;
+    for (int64_t head = 0; head < sizes_.heads; ++head) rotate(row + head * dim, layer.q_norm, query_scale);
+    const bool is_own = rows[i].own != nullptr;
+    KeyValueCache& cache = is_own ? *rows[i].own : *rows[i].prefix;
+    const int64_t place = (is_own ? rows[i].own_length : rows[i].prefix_length) - 1;
+    for (int64_t head = 0; head < sizes_.kv_heads; ++head) {
+      rotate(keys + head * dim, layer.k_norm, 1.0f);
+      cache.write(index, head, place, keys + head * dim, values + head * dim);
+    }
+  }
+}
+
+// Queries of rows that share a prefix, and of heads that share keys, go through its keys together.
+template <typename Vectors>
+void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const {
+  constexpr int kRows = tile_rows<Vectors>();
+  const int64_t repeats = sizes_.heads / sizes_.kv_heads;
+  for (int64_t begin = 0, end; begin < num_rows; begin = end) {
+    for (end = begin + 1; end < num_rows && rows[end].prefix == rows[begin].prefix;) ++end;
+    const int64_t queries = (end - begin) * repeats;
+    for (int64_t head = 0; head < sizes_.kv_heads; ++head)
+      for (int64_t first = 0; first < queries; first += kRows)
+        attend_tile<Vectors>(layer, head, rows, begin * repeats + first,
+                             static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv, workspace);
+  }
+}
+
+// Query q of a key/value head: that of row q / repeats and of its query head number q % repeats.
+template <typename Vectors>
+void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
+                          Workspace& workspace) const {
+  using Row = TileRow<Vectors>;
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  const int64_t repeats = sizes_.heads / sizes_.kv_heads, dim = sizes_.head_dim, dim_panels = panels_of(dim);
+  const auto row_of = [&](int64_t i) -> const DecoderRow& { return rows[(first + i) / repeats]; };
+  const auto place_of = [&](int64_t i) { return (head * repeats + (first + i) % repeats) * dim; };
+  const auto query_of = [&](int64_t i) { return qkv + (first + i) / repeats * row_stride(qkv_size_) + place_of(i); };
+
+  int64_t longest = 0, longest_own = 0;
+  for (int i = 0; i < count; ++i) {
+    longest = std::max(longest, row_of(i).prefix_length);
+    longest_own = std::max(longest_own, row_of(i).own_length);
+  }
+  const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
+  float* const scores = workspace.scores.data();  // [count, width]: of the prefix, then of the row's own tokens
+  const KeyValueCache& prefix = *row_of(0).prefix;
+  product<Vectors>(count, query_of, dim, prefix.keys(layer, head), panels_of(longest), dim * kPanel,
+                   [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
+  const auto for_own = [&](const auto& use) {  // use(first query, number of queries, row)
+    for (int i = 0, end; i < count; i = end) {
+      for (end = i + 1; end < count && &row_of(end) == &row_of(i);) ++end;
+      if (row_of(i).own) use(i, end - i, row_of(i));
+    }
+  };
+  for_own([&](int start, int queries, const DecoderRow& of) {
+    product<Vectors>(queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys(layer, head),
+                     panels_of(of.own_length), dim * kPanel, [&](int64_t i, int64_t panel, const Row& row) {
+                       row.write(scores + (start + i) * width + own_at + panel * kPanel);
+                     });
+  });
+
+  float sums[kMostTileRows];
+  for (int i = 0; i < count; ++i) {
+    float* const row = scores + i * width;
+    std::fill(row + row_of(i).prefix_length, row + own_at, kNothing);
+    std::fill(row + own_at + row_of(i).own_length, row + width, kNothing);
+    auto top = Vectors::all(kNothing);
+    for (int64_t j = 0; j < width; j += Vectors::kLanes) top = Vectors::greater(top, Vectors::read(row + j));
+    const auto base = Vectors::all(Vectors::greatest(top)), lowest = Vectors::all(Vectors::kLowestExponent);
+    auto sum = Vectors::all(0);
+    for (int64_t j = 0; j < width; j += Vectors::kLanes) {
+      const auto e = Vectors::exponential(Vectors::greater(lowest, Vectors::read(row + j) - base));
+      Vectors::write(row + j, e);
+      sum += e;
+    }
+    sums[i] = Vectors::sum(sum);
+  }
+
+  float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
+  product<Vectors>(count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values(layer, head), dim_panels,
+                   prefix.values_panel_stride(),
+                   [&](int64_t i, int64_t panel, const Row& row) { row.write(mixed + (i * dim_panels + panel) * kPanel); });
+  for_own([&](int start, int queries, const DecoderRow& of) {
+    product<Vectors>(queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length,
+                     of.own->values(layer, head), dim_panels, of.own->values_panel_stride(),
+                     [&](int64_t i, int64_t panel, Row row) {
+                       float* const to = mixed + ((start + i) * dim_panels + panel) * kPanel;
+                       row += Row::read(to);
+                       row.write(to);
+                     });
+  });
+  for (int i = 0; i < count; ++i) {
+    float* const to = workspace.attended.data() + (first + i) / repeats * row_stride(query_size_) + place_of(i);
+    const float* const from = mixed + i * dim_panels * kPanel;
+    for (int64_t d = 0; d < dim; ++d) to[d] = from[d] / sums[i];
+  }
+}
+
+void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
+  const int64_t stride = row_stride(sizes_.hidden);
+  float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
+  float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
+  for (int64_t i = 0; i < num_rows; ++i) std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
+
+  // All panels of y times a matrix.
+  const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
+    with_widest_floats([&](auto vectors) {
+      using Vectors = decltype(vectors);
+      product<Vectors>(num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.data(),
+                       panels_of(matrix.out), matrix.in * kPanel, sink);
+    });
+  };
+  const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
+    float* const to = x + i * stride + panel * kPanel;
+    row += row.read(to);
+    row.write(to);
+  };
+  const auto norm = [&](const std::vector<float>& weight) {
+    with_widest_floats([&](auto vectors) { rms_norm<decltype(vectors)>(x, num_rows, weight, y); });
+  };
+
+  for (int64_t index = 0; index < sizes_.layers; ++index) {
+    const Layer& layer = layers_[index];
+    norm(layer.input_norm);
+    const float* const bias = layer.qkv.bias.empty() ? nullptr : layer.qkv.bias.data();
+    multiply(y, stride, layer.qkv, [&](int64_t i, int64_t panel, auto row) {
+      if (bias) row += row.read(bias + panel * kPanel);
+      row.write(qkv + i * row_stride(qkv_size_) + panel * kPanel);
+    });
+    with_widest_floats(
+        [&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
+    if (index + 1 == sizes_.layers) {  // nobody reads what becomes of the others
+      rows += first;
+      num_rows -= first;
+      x += first * stride;
+      qkv += first * row_stride(qkv_size_);
+      if (num_rows == 0) return;
+    }
+    with_widest_floats([&](auto vectors) { attend<decltype(vectors)>(index, rows, num_rows, qkv, workspace); });
+    multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
+    norm(layer.post_norm);
+    with_widest_floats([&](auto vectors) {
+      using Vectors = decltype(vectors);
+      const int64_t to_stride = row_stride(sizes_.intermediate), size = layer.gate_up.in * kPanel;
+      for (int64_t panel = 0; panel < panels_of(sizes_.intermediate); ++panel) {
+        const auto row_of = [=](int64_t i) { return y + i * stride; };
+        const auto place = [=](int64_t i) { return activated + i * to_stride + panel * kPanel; };
+        const float* const gates = layer.gate_up.panels.data() + 2 * panel * size;
+        product<Vectors>(num_rows, row_of, layer.gate_up.in, gates, 1, size,
+                         [&](int64_t i, int64_t, const TileRow<Vectors>& row) { row.write(place(i)); });
+        product<Vectors>(num_rows, row_of, layer.gate_up.in, gates + size, 1, size,
+                         [&](int64_t i, int64_t, TileRow<Vectors> row) {
+                           const auto gate = silu(TileRow<Vectors>::read(place(i)));
+                           for (int p = 0; p < row.kParts; ++p) row.part[p] *= gate.part[p];
+                           row.write(place(i));
+                         });
+      }
+    });
+    multiply(activated, row_stride(sizes_.intermediate), layer.down, add_to_hidden);
+  }
+  norm(norm_);
+  multiply(y, stride, head_, [&](int64_t i, int64_t panel, const auto& row) {
+    row.write(workspace.logits.data() + i * row_stride(sizes_.vocab) + panel * kPanel);
+  });
+}
+
+}  // namespace maxrl::cpu

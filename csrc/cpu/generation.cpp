@@ -1,0 +1,153 @@
+#include "generation.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "../random.h"
+#include "sample.h"
+
+namespace maxrl::cpu {
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+Generation::Generation(const Decoder& decoder, const GenerationJob& job, int num_threads)
+    : decoder_(decoder), job_(job), num_threads_(num_threads), prompts_(job.num_prompts), workspaces_(num_threads) {
+  int64_t longest = 0;
+  for (int64_t p = 0; p < job.num_prompts; ++p) longest = std::max(longest, prompt_length(p));
+  const DecoderSizes& sizes = decoder.sizes();
+  const int64_t num_slots = std::min(job.num_slots, job.num_prompts * job.num_samples);
+  for (int64_t s = 0; s < num_slots; ++s) {
+    slots_.push_back(std::make_unique<KeyValueCache>(sizes, job.max_new_tokens));
+    free_slots_.push_back(slots_.back().get());
+  }
+  cache_bytes_ = num_slots * cache_bytes(sizes, job.max_new_tokens);
+  rows_.reserve(num_slots);
+  for (Workspace& workspace : workspaces_) {
+    decoder.prepare(workspace, longest, job.max_new_tokens);
+    workspace.probabilities.resize(sizes.vocab);
+    workspace.order.resize(sizes.vocab);
+  }
+}
+
+bool Generation::run(double seconds) {
+  const double deadline = now() + seconds;
+  do {
+    admit();
+    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;  // all of the admitted ended at once
+    decode();
+  } while (now() < deadline);
+  return false;
+}
+
+// Waiting samples take free slots; a quarter of the slots at least, since small batches cost more for each token.
+void Generation::admit() {
+  const double start = now();
+  const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
+  const int64_t places = std::min<int64_t>(waiting, static_cast<int64_t>(free_slots_.size()));
+  if (places == 0 || (!rows_.empty() && 4 * free_slots_.size() < slots_.size())) return;
+  const size_t old = rows_.size();
+  for (int64_t i = 0; i < places; ++i, ++next_sample_) {
+    rows_.push_back({next_sample_, 0, free_slots_.back()});
+    free_slots_.pop_back();
+  }
+  prefill(next_prompt_, prompt_of(rows_.back()) + 1);
+#pragma omp parallel for num_threads(num_threads_) schedule(static)
+  for (size_t i = old; i < rows_.size(); ++i)
+    choose(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
+  drop_finished();
+  statistics_.prefill_seconds += now() - start;
+}
+
+// Each prompt on one thread.
+void Generation::prefill(int64_t begin, int64_t end) {
+  const DecoderSizes& sizes = decoder_.sizes();
+  for (int64_t p = begin; p < end; ++p) {
+    prompts_[p] = {std::make_unique<KeyValueCache>(sizes, prompt_length(p)), std::vector<float>(sizes.vocab), job_.num_samples};
+    cache_bytes_ += cache_bytes(sizes, prompt_length(p));
+    statistics_.prompt_tokens += prompt_length(p);
+  }
+  statistics_.most_cache_bytes = std::max(statistics_.most_cache_bytes, cache_bytes_);
+#pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
+  for (int64_t p = begin; p < end; ++p) {
+    Workspace& workspace = workspaces_[omp_get_thread_num()];
+    const int64_t length = prompt_length(p);
+    DecoderRow rows[Decoder::kMostRows];
+    for (int64_t first = 0; first < length; first += Decoder::kMostRows) {
+      const int64_t count = std::min(Decoder::kMostRows, length - first);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t position = first + i;
+        rows[i] = {job_.tokens[job_.cu_seqlens[p] + position], position, prompts_[p].cache.get(), position + 1, nullptr, 0};
+      }
+      const bool is_last = first + count == length;
+      decoder_.forward(rows, count, is_last ? count - 1 : count, workspace);
+    }
+    std::copy_n(workspace.logits.data(), sizes.vocab, prompts_[p].logits.data());
+  }
+  next_prompt_ = std::max(next_prompt_, end);
+}
+
+void Generation::decode() {
+  const double start = now();
+  const auto num_rows = static_cast<int64_t>(rows_.size());
+  // As many equal pieces as threads, or more where they would be too large.
+  const int64_t rounds = (num_rows + num_threads_ * Decoder::kMostRows - 1) / (num_threads_ * Decoder::kMostRows);
+  const int64_t pieces = std::min(num_rows, rounds * num_threads_);
+#pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t begin = piece * num_rows / pieces, end = (piece + 1) * num_rows / pieces;
+    Workspace& workspace = workspaces_[omp_get_thread_num()];
+    DecoderRow rows[Decoder::kMostRows];
+    for (int64_t i = begin; i < end; ++i) {
+      const Row& row = rows_[i];
+      const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
+      const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
+      rows[i - begin] = {last, length + row.length - 1, prompts_[prompt].cache.get(), length, row.cache, row.length};
+    }
+    decoder_.forward(rows, end - begin, 0, workspace);
+    for (int64_t i = begin; i < end; ++i)
+      choose(rows_[i], workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
+  }
+  ++statistics_.steps;
+  statistics_.decoded_tokens += num_rows;
+  drop_finished();
+  statistics_.decode_seconds += now() - start;
+}
+
+void Generation::choose(Row& row, const float* logits, Workspace& workspace) const {
+  const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling, uniform(job_.keys[row.sample], row.length),
+                                 workspace.probabilities.data(), workspace.order.data());
+  const int64_t at = row.sample * job_.max_new_tokens + row.length++;
+  job_.responses[at] = sampled.token;
+  job_.logprobs[at] = sampled.logprob;
+  job_.raw_logprobs[at] = sampled.raw_logprob;
+}
+
+bool Generation::is_done(const Row& row) const {
+  const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
+  const auto& stop_ids = job_.sampling.stop_ids;
+  const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), last) != stop_ids.end();
+  job_.lengths[row.sample] = row.length;
+  job_.truncated[row.sample] = !stopped;
+  return stopped || row.length == job_.max_new_tokens;
+}
+
+void Generation::drop_finished() {
+  const auto kept = std::remove_if(rows_.begin(), rows_.end(), [this](const Row& row) {
+    if (!is_done(row)) return false;
+    free_slots_.push_back(row.cache);
+    Prompt& prompt = prompts_[prompt_of(row)];
+    if (--prompt.unfinished == 0) {
+      cache_bytes_ -= cache_bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
+      prompt = {};
+    }
+    return true;
+  });
+  rows_.erase(kept, rows_.end());
+}
+
+}  // namespace maxrl::cpu

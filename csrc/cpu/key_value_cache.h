@@ -1,0 +1,42 @@
+// Keys and values of one sequence in all layers, as panels for products: scores are queries times keys, outputs probabilities
+// times values.
+#pragma once
+#include <memory>
+
+#include "../generation.h"
+#include "panels.h"
+
+namespace maxrl::cpu {
+
+// Keys of a layer and head: [capacity / 16][head_dim][16], values [head_dim / 16][capacity][16], both padded to panels.
+class KeyValueCache {
+ public:
+  KeyValueCache(const DecoderSizes& sizes, int64_t length)
+      : head_dim_(sizes.head_dim), capacity_(padded(length)), keys_size_(capacity_ * head_dim_),
+        head_size_(keys_size_ + capacity_ * padded(head_dim_)), layer_size_(sizes.kv_heads * head_size_),
+        data_(new float[sizes.layers * layer_size_]) {}  // not set: what was not written is never used
+
+  static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
+    return 4 * sizes.layers * sizes.kv_heads * padded(length) * (sizes.head_dim + padded(sizes.head_dim));
+  }
+
+  const float* keys(int64_t layer, int64_t head) const { return data_.get() + layer * layer_size_ + head * head_size_; }
+  const float* values(int64_t layer, int64_t head) const { return keys(layer, head) + keys_size_; }
+  int64_t values_panel_stride() const { return capacity_ * kPanel; }
+
+  void write(int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
+    float* const keys = data_.get() + layer * layer_size_ + head * head_size_;
+    float* const column = keys + position / kPanel * kPanel * head_dim_ + position % kPanel;
+    float* const row = keys + keys_size_ + position * kPanel;
+    for (int64_t d = 0; d < head_dim_; ++d) {
+      column[d * kPanel] = key[d];
+      row[d / kPanel * values_panel_stride() + d % kPanel] = value[d];
+    }
+  }
+
+ private:
+  int64_t head_dim_, capacity_, keys_size_, head_size_, layer_size_;
+  std::unique_ptr<float[]> data_;
+};
+
+}  // namespace maxrl::cpu

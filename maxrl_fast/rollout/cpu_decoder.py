@@ -1,0 +1,127 @@
+"""Decoding on a CPU in float32 by the C++ decoder of csrc/cpu/: rows of tokens through the whole model on each thread."""
+
+import torch
+from torch import Tensor
+
+from maxrl_fast import _C
+from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
+from maxrl_fast.ops._gate import address
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout import RolloutStatistics, Sampling
+
+CPU = torch.device("cpu")
+TURN = 0.2  # seconds in C++, after which signals are looked at
+
+
+class CpuDecoder:
+    """The policy's weights packed for reading, in float32.
+
+    The numbers of a sample are to the last bit the same whatever else is in the batch, whatever the number of slots and
+    threads: every one of them is one chain of operations over its own row.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        self.config = config
+        positions = config.max_position_embeddings
+        cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
+        table = (positions, config.head_dim // 2)
+        self._decoder = _C.CpuDecoder(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            norm_eps=config.rms_norm_eps,
+            positions=positions,
+            cos=address("cos", cos, torch.float32, table, CPU),
+            sin=address("sin", sin, torch.float32, table, CPU),
+        )
+
+    def cache_bytes(self, length: int) -> int:
+        """Memory of the keys and values of a prompt or response of this length."""
+        return self._decoder.cache_bytes(length)
+
+    def load_weights(self, model: Decoder) -> None:
+        """Pack the policy's weights."""
+        weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
+        c = self.config
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+
+        def at(name: str, *shape: int) -> int:
+            return address(name, weights[name], torch.float32, shape, CPU)
+
+        def layer(i: int) -> _C.LayerWeights:
+            own, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+            bias, norm = c.has_qkv_bias, c.has_qk_norm
+            return _C.LayerWeights(
+                input_norm=at(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
+                q=at(own + "q_proj.weight", queries, c.hidden_size),
+                k=at(own + "k_proj.weight", keys, c.hidden_size),
+                v=at(own + "v_proj.weight", keys, c.hidden_size),
+                q_bias=at(own + "q_proj.bias", queries) if bias else 0,
+                k_bias=at(own + "k_proj.bias", keys) if bias else 0,
+                v_bias=at(own + "v_proj.bias", keys) if bias else 0,
+                q_norm=at(own + "q_norm.weight", c.head_dim) if norm else 0,
+                k_norm=at(own + "k_norm.weight", c.head_dim) if norm else 0,
+                o=at(own + "o_proj.weight", c.hidden_size, queries),
+                post_norm=at(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
+                gate=at(mlp + "gate_proj.weight", c.intermediate_size, c.hidden_size),
+                up=at(mlp + "up_proj.weight", c.intermediate_size, c.hidden_size),
+                down=at(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
+            )
+
+        head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
+        self._decoder.load(
+            embedding=at("model.embed_tokens.weight", c.vocab_size, c.hidden_size),
+            norm=at("model.norm.weight", c.hidden_size),
+            head=at(head, c.vocab_size, c.hidden_size),
+            layers=[layer(i) for i in range(c.num_hidden_layers)],
+            num_threads=torch.get_num_threads(),
+        )
+
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, num_slots: int
+    ) -> tuple[Rollouts, RolloutStatistics]:
+        """Responses to checked prompts, num_slots of them at work side by side; keys [S] int64 of the random numbers."""
+        shape = (len(prompts) * num_samples, sampling.max_new_tokens)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        logprobs, raw_logprobs = torch.zeros(shape), torch.zeros(shape)
+        lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
+        prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
+        generation = _C.CpuGeneration(
+            decoder=self._decoder,
+            num_prompts=len(prompts),
+            num_samples=num_samples,
+            max_new_tokens=sampling.max_new_tokens,
+            num_slots=num_slots,
+            tokens=address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),), CPU),
+            cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,), CPU),
+            keys=address("keys", keys, torch.int64, shape[:1], CPU),
+            sampling=_C.SamplingOptions(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                stop_ids=list(sampling.stop_ids),
+            ),
+            responses=tokens.data_ptr(),
+            logprobs=logprobs.data_ptr(),
+            raw_logprobs=raw_logprobs.data_ptr(),
+            lengths=lengths.data_ptr(),
+            truncated=truncated.data_ptr(),
+            num_threads=torch.get_num_threads(),
+        )
+        while not generation.run(TURN):
+            pass
+        done = generation.statistics
+        rollouts = Rollouts.from_padded(tokens, logprobs, raw_logprobs, lengths, truncated)
+        return rollouts, RolloutStatistics(
+            prefill_seconds=done.prefill_seconds,
+            decode_seconds=done.decode_seconds,
+            decode_steps=done.steps,
+            prompt_tokens=done.prompt_tokens,
+            response_tokens=len(rollouts.tokens),
+            cache_bytes=done.most_cache_bytes,
+        )

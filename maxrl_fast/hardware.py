@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from typing import Any
 
 import torch
@@ -27,8 +28,19 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         # Emulated, as on AVX2, bfloat16 products are about ten times slower than float32.
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        fast = product_seconds(torch.bfloat16) < 0.7 * product_seconds(torch.float32)
     return torch.bfloat16 if fast else torch.float32
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Time of a small product on the CPU, the best of a few."""
+    a, b = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def versions() -> dict[str, Any]:

@@ -21,7 +21,6 @@ from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
 BURST = 8  # steps between two looks at what has ended
-MOST_GRIDS = 8  # kept for the next call, with their graphs
 
 
 def _rounded(n: int) -> int:
@@ -60,6 +59,8 @@ class _Grid:
         self.every = torch.arange(size, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
+        # Graphs write to this grid alone, and run one after another: they may share their working memory.
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @property
     def bytes(self) -> int:
@@ -84,7 +85,7 @@ class _Grid:
                 graph = self.graphs[sampling, width]
                 if graph is None:
                     graph = self.graphs[sampling, width] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
+                    with torch.cuda.graph(graph, pool=self.pool):
                         self.step(sampling, width)
                 graph.replay()
 
@@ -134,9 +135,8 @@ class _Grid:
                 cache[places, : tiling.width] = tiling.pad(x)
             return shared_prompt_attention(q, k, v, layout)
 
-        positions = torch.arange(len(prompts.tokens), device=lengths.device) - prompts.cu_seqlens[:-1].repeat_interleave(
-            lengths
-        )
+        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
+        positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1, self.dtype)
         rows = (places[:, None] * self.rows + torch.arange(self.rows, device=places.device)).flatten()
         samples = samples.flatten()
@@ -155,12 +155,10 @@ class _Grid:
         for name in self.STATE:
             getattr(self, name)[to] = getattr(other, name)[rows]
         self.prompt_lengths[:g] = other.prompt_lengths[groups]
-        for mine, theirs in zip((*self.prompts, *self.own), (*other.prompts, *other.own), strict=True):
-            for x, y in zip(mine, theirs, strict=True):
-                if len(x) == self.groups and len(y) == other.groups:
-                    x[:g] = y[groups]
-                else:
-                    x[to] = y[rows]
+        for layer, (k_prompt, v_prompt) in enumerate(self.prompts):
+            (k_from, v_from), (k_own, v_own) = other.prompts[layer], self.own[layer]
+            k_prompt[:g], v_prompt[:g] = k_from[groups], v_from[groups]
+            k_own[to], v_own[to] = (x[rows] for x in other.own[layer])
 
 
 def _mask(lengths: Tensor, width: int) -> Tensor:
@@ -170,10 +168,10 @@ def _mask(lengths: Tensor, width: int) -> Tensor:
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its grids, kept from call to call."""
+    """A copy of the policy in the compute dtype, and its grids, kept from call to call up to `kept_bytes`."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype):
-        self.dtype, self.device = dtype, model.lm_head.weight.device
+    def __init__(self, model: Decoder, dtype: torch.dtype, kept_bytes: int = 0):
+        self.dtype, self.device, self.kept_bytes = dtype, model.lm_head.weight.device, kept_bytes
         self.model = Decoder.empty(model.config, self.device, dtype).requires_grad_(False)
         self._grids: dict[tuple[int, ...], _Grid] = {}
 
@@ -199,12 +197,11 @@ class DeviceDecoder:
 
     def _grid(self, groups: int, rows: int, prompt_length: int, limit: int) -> _Grid:
         shape = (groups, rows, prompt_length, limit)
-        if shape not in self._grids:
-            while len(self._grids) >= MOST_GRIDS:
-                self._grids.pop(next(iter(self._grids)))
-            self._grids[shape] = _Grid(self.model, *shape, self.dtype)
-        self._grids[shape] = self._grids.pop(shape)  # the last to be dropped
-        return self._grids[shape]
+        grid = self._grids.pop(shape, None) or _Grid(self.model, *shape, self.dtype)
+        while self._grids and grid.bytes + sum(kept.bytes for kept in self._grids.values()) > self.kept_bytes:
+            self._grids.pop(next(iter(self._grids)))  # not used for the longest
+        self._grids[shape] = grid
+        return grid
 
 
 class _Job:

@@ -26,32 +26,57 @@ class NativeEngine:
 
     Args:
         model: the policy; its weights are copied by `load_weights`.
-        dtype: of the computation. On a CPU float32 runs in C++, anything else in PyTorch.
+        dtype: of the policy's computation in training. On a CPU the C++ decoder runs in float32; where training is in bfloat16,
+            it or PyTorch in bfloat16, whichever is measured to be faster.
         cache_bytes: most memory of keys and values; samples beyond it wait for others to end.
         max_rows: most samples computed side by side.
+        in_cpp: whether to decode in C++, on a CPU; None: as above.
     """
 
     exact = True
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, *, cache_bytes: int | None = None, max_rows: int | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        *,
+        cache_bytes: int | None = None,
+        max_rows: int | None = None,
+        in_cpp: bool | None = None,
+    ):
         device = model.lm_head.weight.device
         self.config = model.config
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         self.max_rows = MOST_ROWS[device.type] if max_rows is None else max_rows
-        self.decoder: CpuDecoder | DeviceDecoder
-        if device.type == "cpu" and dtype == torch.float32:
-            self.decoder = CpuDecoder(model.config)
-        else:
-            self.decoder = DeviceDecoder(model, dtype)
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.decoder = self._choose(model, dtype, device.type == "cpu" if in_cpp is None else in_cpp, in_cpp is None)
         self.load_weights(model)
+
+    def _choose(self, model: Decoder, dtype: torch.dtype, in_cpp: bool, measures: bool) -> CpuDecoder | DeviceDecoder:
+        if in_cpp and (dtype == torch.float32 or not measures):
+            return CpuDecoder(model.config)
+        in_torch = DeviceDecoder(model, dtype, self.cache_bytes)
+        if not (in_cpp and dtype == torch.bfloat16):
+            return in_torch
+        candidates: list[CpuDecoder | DeviceDecoder] = []
+        seconds = []
+        for self.decoder in (CpuDecoder(model.config), in_torch):
+            self.load_weights(model)
+            prompt = Prompts(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64))
+            sampling = Sampling(1.0, min(8, model.config.max_position_embeddings - 1), ())
+            for _ in range(2):  # the first is to warm up
+                self.generate(prompt, 64, sampling, seed=0, step=0)
+            seconds.append(self.statistics.decode_seconds)
+            candidates.append(self.decoder)
+        return candidates[seconds.index(min(seconds))]
 
     def describe(self) -> str:
         """What runs, for the report at the start of a run."""
         if isinstance(self.decoder, CpuDecoder):
-            how = "C++"
+            how = "C++, float32"
         else:
-            how = "PyTorch" + (", CUDA graphs" if self.decoder.device.type == "cuda" else "")
+            how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
+            how += ", CUDA graphs" if self.decoder.device.type == "cuda" else ""
         return f"native ({how}, key/value cache of at most {self.cache_bytes / 2**30:.1f} GiB)"
 
     def load_weights(self, model: Decoder) -> None:

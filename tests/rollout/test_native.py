@@ -1,10 +1,15 @@
 """The native engine: its log-probs against the full forward pass, its distribution, and what may not change its samples."""
 
+import math
+
 import pytest
 import torch
 
+from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.records import Prompts
+from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
@@ -14,28 +19,70 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2
 STOPS = (3, 17)
 # Worked out with Python's own integers.
 KEYS, BITS = [-3072355124115617029, 4574412018458654984], [2083381, 13143039]
+IN_CPP = [pytest.param(True, id="C++"), pytest.param(False, id="PyTorch")]
+
+
+def make_engine(model, dtype=torch.float32, in_cpp=True, **options):
+    return NativeEngine(model, dtype, in_cpp=in_cpp and dtype == torch.float32, **options)
 
 
 def generate(model, num_samples=6, temperature=1.3, limit=24, seed=4, step=2, prompts=PROMPTS, stops=STOPS, **options):
-    engine = NativeEngine(model, options.pop("dtype", torch.float32), **options)
-    return engine.generate(prompts, num_samples, Sampling(temperature, limit, stops), seed=seed, step=step)
+    limits = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
+    sampling = Sampling(temperature, limit, stops, **limits)
+    return make_engine(model, **options).generate(prompts, num_samples, sampling, seed=seed, step=step)
 
 
 # The logits reach 5.7, where bfloat16 numbers are .03 apart; both ways may be off by one or two of those.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-6), (torch.bfloat16, 0.1)])
-def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
+@pytest.mark.parametrize(
+    ("in_cpp", "dtype", "tolerance"),
+    [(True, torch.float32, 2e-5), (False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (False, torch.bfloat16, 0.1)],
+)
+def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
     model = tiny_decoder()
-    rollouts = generate(model, dtype=dtype)
+    rollouts = generate(model, in_cpp=in_cpp, dtype=dtype)
     logits = response_logits(model, one_batch(PROMPTS, rollouts), dtype)
+    for temperature, logprobs in ((1.3, rollouts.logprobs), (1.0, rollouts.raw_logprobs)):
+        expected, _ = token_logprobs(logits, rollouts.tokens, temperature=temperature)
+        assert logprobs.dtype == torch.float32
+        assert logprobs.std() > 0.5
+        assert (logprobs - expected).abs().max() < tolerance
+    assert rollouts.lengths.unique().numel() > 3  # rows finished at different times
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen3"},
+        {"model_type": "llama", "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "tie_word_embeddings": False},
+        # Nothing a multiple of a vector, one key/value head, more query heads to it than a tile has rows.
+        {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6},
+        {"vocab_size": 37, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 20},
+    ],
+    ids=["qwen3", "llama3", "odd", "wide-heads"],
+)
+def test_every_family_and_odd_sizes(changes, in_cpp):
+    model = tiny_decoder(**changes)
+    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several pieces of a prompt
+    rollouts = generate(model, 9, prompts=prompts, in_cpp=in_cpp)
+    logits = response_logits(model, one_batch(prompts, rollouts), torch.float32)
     expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
-    assert rollouts.logprobs.dtype == torch.float32
-    assert rollouts.logprobs.std() > 0.5
-    assert (rollouts.logprobs - expected).abs().max() < tolerance
-    assert rollouts.lengths.unique().numel() > 3  # rows finished at different times, so the caches were moved together
+    assert (rollouts.logprobs - expected).abs().max() < 1e-4
 
 
-def test_responses_end_with_the_first_stop_token_or_at_the_limit():
-    rollouts = generate(tiny_decoder(), num_samples=20)
+def test_both_decoders_draw_the_same_samples():
+    model = tiny_decoder()
+    for options in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}):
+        first, second = (generate(model, in_cpp=in_cpp, **options) for in_cpp in (True, False))
+        assert torch.equal(first.tokens, second.tokens)
+        assert torch.equal(first.truncated, second.truncated)
+        torch.testing.assert_close(first.logprobs, second.logprobs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(first.raw_logprobs, second.raw_logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_responses_end_with_the_first_stop_token_or_at_the_limit(in_cpp):
+    rollouts = generate(tiny_decoder(), num_samples=20, in_cpp=in_cpp)
     for s, (start, end) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)):
         tokens = rollouts.tokens[start:end].tolist()
         stops = [t in STOPS for t in tokens]
@@ -43,70 +90,213 @@ def test_responses_end_with_the_first_stop_token_or_at_the_limit():
         assert bool(rollouts.truncated[s]) == (not stops[-1])
         assert stops[-1] or len(tokens) == 24
     assert 0 < rollouts.truncated.float().mean() < 1
-    assert generate(tiny_decoder(), limit=1).lengths.unique().tolist() == [1]
+    assert generate(tiny_decoder(), limit=1, in_cpp=in_cpp).lengths.unique().tolist() == [1]
+    assert generate(tiny_decoder(), stops=(), in_cpp=in_cpp).lengths.unique().tolist() == [24]
 
 
-def test_temperature_0_takes_the_likeliest_token():
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_temperature_0_takes_the_likeliest_token(in_cpp):
     model = tiny_decoder()
-    rollouts = generate(model, num_samples=2, temperature=0.0)
+    rollouts = generate(model, num_samples=2, temperature=0.0, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
     assert torch.equal(logits.argmax(-1), rollouts.tokens)
     assert (rollouts.logprobs == 0).all()
-    assert Sampling(1.3, 24, STOPS).greedy == Sampling(0.0, 24, STOPS)
+    torch.testing.assert_close(rollouts.raw_logprobs, torch.log_softmax(logits, -1).amax(-1), rtol=0, atol=1e-4)
+    assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-def test_the_samples_of_a_prompt_do_not_depend_on_the_batch():
+def test_the_samples_of_a_prompt_do_not_depend_on_the_batch_to_the_last_bit():
     model = tiny_decoder()
     whole = generate(model)
-    assert torch.equal(generate(model).logprobs, whole.logprobs)  # bitwise
-    for other in (generate(model, max_rows=7), generate(model, max_rows=1)):
-        assert torch.equal(other.tokens, whole.tokens)
-        torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
+    one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(model).decoder.cache_bytes(24)
+    threads = torch.get_num_threads()
+    try:
+        for options in ({}, {"max_rows": 7}, {"max_rows": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
+            torch.set_num_threads(options.pop("threads", threads))
+            other = generate(model, **options)
+            assert torch.equal(other.tokens, whole.tokens)
+            assert torch.equal(other.logprobs, whole.logprobs)
+            assert torch.equal(other.raw_logprobs, whole.raw_logprobs)
+    finally:
+        torch.set_num_threads(threads)
     alone = generate(model, prompts=PROMPTS.take(2, 1))
-    assert alone.tokens.tolist() == whole.tokens[whole.cu_seqlens[12] : whole.cu_seqlens[18]].tolist()
+    part = slice(whole.cu_seqlens[12], whole.cu_seqlens[18])
+    assert torch.equal(alone.tokens, whole.tokens[part])
+    assert torch.equal(alone.logprobs, whole.logprobs[part])
+    fewer = generate(model, num_samples=2)
+    assert torch.equal(fewer.tokens[: fewer.cu_seqlens[2]], whole.tokens[: whole.cu_seqlens[2]])
     for changed in (generate(model, seed=5), generate(model, step=3)):
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_tokens_follow_the_exact_distribution(temperature):
-    """Chi-square of the first and second token of 5,000 samples; 31 degrees of freedom, so 70 is one in 10,000."""
-    model = tiny_decoder(seed=1)
-    prompts, n = PROMPTS.take(0, 1), 5_000
-    rollouts = generate(model, n, temperature, limit=2, prompts=prompts, stops=(), max_rows=n)
-    tokens = rollouts.tokens.view(n, 2)
-    first_logits = response_logits(model, one_batch(prompts, first_n(rollouts, 1)), torch.float32)[0]
-    for observed, logits in (
-        (tokens[:, 0], first_logits),
-        (tokens[:, 1][tokens[:, 0] == tokens[:, 0].mode().values], None),
-    ):
-        if logits is None:
-            row = int((tokens[:, 0] == tokens[:, 0].mode().values).nonzero()[0])
-            logits = response_logits(model, one_batch(prompts, first_n(rollouts, row + 1)), torch.float32)[2 * row + 1]
-        expected = torch.softmax(logits.double() / temperature, -1) * len(observed)
-        counts = torch.bincount(observed, minlength=32).double()
-        common = expected > 5
-        rest = (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[~common].sum().clamp_min(1)
-        chi_square = ((counts - expected) ** 2 / expected)[common].sum() + rest
-        assert common.sum() > 2
-        assert chi_square < 70
+def test_in_pytorch_they_depend_on_it_by_rounding_alone():
+    model = tiny_decoder()
+    whole = generate(model, in_cpp=False)
+    budget = 2 * (3 * make_engine(model, in_cpp=False).decoder.cache_bytes(24) + 8 * 256)
+    for options in ({"max_rows": 7}, {"max_rows": 1}, {"max_rows": 12}, {"cache_bytes": budget}):
+        other = generate(model, in_cpp=False, **options)
+        assert torch.equal(other.tokens, whole.tokens)
+        assert torch.equal(other.truncated, whole.truncated)
+        torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
+    alone = generate(model, prompts=PROMPTS.take(2, 1), in_cpp=False)
+    assert alone.tokens.tolist() == whole.tokens[whole.cu_seqlens[12] : whole.cu_seqlens[18]].tolist()
 
 
-def first_n(rollouts, n):
-    """The first n sequences, as rollouts of one prompt."""
-    end = int(rollouts.cu_seqlens[n])
-    return type(rollouts)(rollouts.tokens[:end], rollouts.cu_seqlens[: n + 1], rollouts.logprobs[:end], rollouts.truncated[:n])
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_memory_stays_within_the_budget(in_cpp):
+    model = tiny_decoder()
+    sampling = Sampling(1.0, 24, STOPS)
+    free = make_engine(model, in_cpp=in_cpp)
+    free.generate(PROMPTS, 6, sampling, seed=0, step=0)
+    budget = free.statistics.cache_bytes // 3
+    bounded = make_engine(model, in_cpp=in_cpp, cache_bytes=budget)
+    rollouts = bounded.generate(PROMPTS, 6, sampling, seed=0, step=0)
+    assert 0 < bounded.statistics.cache_bytes <= budget
+    assert bounded.statistics.decode_steps > free.statistics.decode_steps
+    assert bounded.statistics.prompt_tokens >= len(PROMPTS.tokens)
+    assert bounded.statistics.response_tokens == len(rollouts.tokens)
+    with pytest.raises(InputError, match=r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"):
+        make_engine(model, in_cpp=in_cpp, cache_bytes=1000).generate(PROMPTS, 6, sampling, seed=0, step=0)
 
 
-def test_new_weights_are_taken_over():
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+@pytest.mark.parametrize(
+    ("prompts", "changes", "message"),
+    [
+        ([[5, 6], []], {}, r"at least one token, got prompt 1 with none"),
+        ([[5, 32]], {}, r"vocabulary, 0 to 31, got 32"),
+        ([[5, -1]], {}, r"vocabulary, 0 to 31, got -1"),
+        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 and max_new_tokens 24"),
+        ([[5]], {"stop_ids": (3, 32)}, r"stop ids must be in the vocabulary, 0 to 31, got 32"),
+        ([[5]], {"top_p": 0.0}, r"0 < top_p <= 1"),
+        ([[5]], {"temperature": math.nan}, r"finite temperature >= 0"),
+        ([[5]], {"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_requests_get_a_sentence(prompts, changes, message, in_cpp):
+    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 24, "stop_ids": STOPS} | changes)
+    engine = make_engine(tiny_decoder(), in_cpp=in_cpp)
+    with pytest.raises(InputError, match=message):
+        engine.generate(make_prompts(prompts), 2, sampling, seed=0, step=0)
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_weights_that_are_not_finite_are_reported(in_cpp):
+    model = tiny_decoder()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = math.nan
+    rollouts = generate(model, in_cpp=in_cpp)
+    with pytest.raises(NonFiniteError, match="step 7: the log-probs sampled for prompt 0 are not finite"):
+        check_finite(rollouts, PROMPTS, 7)
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_new_weights_are_taken_over(in_cpp):
     model, other = tiny_decoder(0), tiny_decoder(1)
-    engine = NativeEngine(model, torch.float32)
+    engine = make_engine(model, in_cpp=in_cpp)
     engine.load_weights(other)
     sampling = Sampling(1.0, 8, STOPS)
     after = engine.generate(PROMPTS, 2, sampling, seed=0, step=0)
-    expected = NativeEngine(other, torch.float32).generate(PROMPTS, 2, sampling, seed=0, step=0)
+    expected = make_engine(other, in_cpp=in_cpp).generate(PROMPTS, 2, sampling, seed=0, step=0)
     assert torch.equal(after.tokens, expected.tokens)
     assert torch.equal(after.logprobs, expected.logprobs)
+
+
+def test_bfloat16_on_a_cpu_takes_the_faster_decoder():
+    engine = NativeEngine(tiny_decoder(), torch.bfloat16)
+    assert engine.describe().startswith(("native (C++, float32", "native (PyTorch, bfloat16"))
+    assert engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0).logprobs.isfinite().all()
+
+
+def reference_distribution(logits, sampling):
+    """The sampling's definition, a token at a time."""
+    weights = [math.exp((z - max(logits)) / sampling.temperature) for z in logits]
+    kept = sorted(range(len(weights)), key=lambda t: (-weights[t], t))
+    if sampling.top_k:
+        kept = kept[: sampling.top_k]
+    total, nucleus = sum(weights[t] for t in kept), []
+    for token in kept:
+        if sampling.top_p < 1 and sum(weights[t] for t in nucleus) >= sampling.top_p * total:
+            break
+        nucleus.append(token)
+    kept = [t for t in nucleus if weights[t] >= sampling.min_p * weights[nucleus[0]]]
+    total = sum(weights[t] for t in kept)
+    return [weights[t] / total if t in kept else 0.0 for t in range(len(weights))]
+
+
+SAMPLINGS = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 2.0},
+    {"temperature": 2.0, "top_k": 6},
+    {"temperature": 2.0, "top_p": 0.8},
+    {"temperature": 2.0, "min_p": 0.2},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+@pytest.mark.parametrize("options", SAMPLINGS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
+def test_tokens_follow_the_exact_distribution(options, in_cpp):
+    """Chi-square of the first tokens of 20,000 samples, and of the second tokens after the commonest first one."""
+    model, n = tiny_decoder(seed=1), 20_000
+    sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
+    prompts = PROMPTS.take(0, 1)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=n).generate(prompts, n, sampling, seed=4, step=2)
+    tokens, logprobs = rollouts.tokens.view(n, 2), rollouts.logprobs.view(n, 2)
+    common = int(tokens[:, 0].mode().values)
+    longer = Prompts(
+        torch.cat([prompts.tokens, torch.tensor([common])]), prompts.cu_seqlens + torch.tensor([0, 1]), prompts.ids
+    )
+    for prompt, column, rows in ((prompts, 0, tokens[:, 0] >= 0), (longer, 1, tokens[:, 0] == common)):
+        one = generate(model, 1, limit=1, prompts=prompt)  # for its batch alone
+        logits = response_logits(model, one_batch(prompt, one), torch.float32)[0]
+        expected = torch.tensor(reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64)
+        observed = tokens[rows, column]
+        torch.testing.assert_close(logprobs[rows, column].double(), expected[observed].log(), rtol=0, atol=1e-4)
+        assert chi_square(observed, expected) < 1
+
+
+def chi_square(observed, expected):
+    """Of tokens against their probabilities, over what one in 10,000 exceeds; tokens expected less than five times together."""
+    counts = torch.bincount(observed, minlength=len(expected)).double()
+    expected = expected * len(observed)
+    common = expected > 5
+    statistic = ((counts - expected) ** 2 / expected)[common].sum()
+    statistic += (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[~common].sum().clamp_min(1)
+    freedom = int(common.sum())
+    assert freedom > 2
+    # Wilson and Hilferty's approximation of the chi-square distribution's quantile.
+    return float(statistic / (freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3))
+
+
+@pytest.mark.parametrize("in_cpp", IN_CPP)
+def test_tokens_are_independent_across_samples_and_positions(in_cpp):
+    """Chi-square of pairs of tokens against the product of their frequencies, in samples side by side and of two prompts; of
+    positions, after a token that does not change what follows."""
+    model, n = tiny_decoder(seed=1), 10_000
+    with torch.no_grad():  # every layer adds nothing, every token looks alike: all positions have one distribution
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight[:, 1:] *= 0.3
+        head = torch.nn.Parameter(model.model.embed_tokens.weight.clone())
+        model.model.embed_tokens.weight[:] = model.model.embed_tokens.weight[0]
+    model.lm_head.weight = head
+    model.config = type(model.config)(**vars(model.config) | {"tie_word_embeddings": False})
+    prompts = PROMPTS.take(0, 2)
+    sampling = Sampling(1.0, 2, (), top_k=6)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=2 * n).generate(prompts, n, sampling, seed=8, step=1)
+    tokens = rollouts.tokens.view(2, n, 2)
+    for first, second in (
+        (tokens[0, :-1, 0], tokens[0, 1:, 0]),
+        (tokens[0, :, 0], tokens[1, :, 0]),
+        (tokens[0, :, 0], tokens[0, :, 1]),
+    ):
+        frequencies = [torch.bincount(x, minlength=32).double() / len(x) for x in (first, second)]
+        joint = torch.outer(*frequencies).flatten()
+        assert (joint > 0).sum() == 36
+        assert chi_square(first * 32 + second, joint) < 1
 
 
 def test_random_numbers_are_uniform_and_independent_across_coordinates():
@@ -126,4 +316,5 @@ def test_random_numbers_are_uniform_and_independent_across_coordinates():
 def test_random_numbers_are_the_same_on_every_machine():
     keys = sample_keys(1, 2, torch.tensor([3, 2**40]), torch.tensor([4, 5]))
     assert keys.tolist() == KEYS
-    assert [round(x * 2**24) for x in uniforms(keys, 6).tolist()] == BITS
+    for positions in (6, torch.tensor([6, 6])):
+        assert [round(x * 2**24) for x in uniforms(keys, positions).tolist()] == BITS

@@ -95,6 +95,7 @@ void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_
   workspace.normed.resize(kMostRows * row_stride(sizes_.hidden));
   workspace.qkv.resize(kMostRows * row_stride(qkv_size_));
   workspace.attended.resize(kMostRows * row_stride(query_size_));
+  workspace.gate_up.resize(kMostRows * row_stride(2 * padded(sizes_.intermediate)));
   workspace.activated.resize(kMostRows * row_stride(sizes_.intermediate));
   workspace.logits.resize(kMostRows * row_stride(sizes_.vocab));
   workspace.scores.resize(kMostTileRows * (padded(longest_prompt) + padded(max_new_tokens)));
@@ -115,7 +116,7 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
   for (int64_t i = 0; i < num_rows; ++i) {
     float* const row = qkv + i * row_stride(qkv_size_);
     const float *const cos = cos_.data() + rows[i].position * half, *const sin = sin_.data() + rows[i].position * half;
-    const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
+    const auto rotate = [&](float* __restrict x, const std::vector<float>& norm, float scale) {
       if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
       for (int64_t d = 0; d < half; ++d) {
         const float x1 = x[d], x2 = x[d + half];
@@ -221,6 +222,21 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 }
 
+// silu(gate) * up
+template <typename Vectors>
+void Decoder::activate(int64_t num_rows, Workspace& workspace) const {
+  using Row = TileRow<Vectors>;
+  const int64_t panels = panels_of(sizes_.intermediate), from_stride = row_stride(2 * padded(sizes_.intermediate));
+  for (int64_t i = 0; i < num_rows; ++i)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const float* const from = workspace.gate_up.data() + i * from_stride + 2 * panel * kPanel;
+      Row activated = silu(Row::read(from));
+      const Row up = Row::read(from + kPanel);
+      for (int p = 0; p < Row::kParts; ++p) activated.part[p] *= up.part[p];
+      activated.write(workspace.activated.data() + i * row_stride(sizes_.intermediate) + panel * kPanel);
+    }
+}
+
 void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
   const int64_t stride = row_stride(sizes_.hidden);
   float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
@@ -264,23 +280,11 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     with_widest_floats([&](auto vectors) { attend<decltype(vectors)>(index, rows, num_rows, qkv, workspace); });
     multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
     norm(layer.post_norm);
-    with_widest_floats([&](auto vectors) {
-      using Vectors = decltype(vectors);
-      const int64_t to_stride = row_stride(sizes_.intermediate), size = layer.gate_up.in * kPanel;
-      for (int64_t panel = 0; panel < panels_of(sizes_.intermediate); ++panel) {
-        const auto row_of = [=](int64_t i) { return y + i * stride; };
-        const auto place = [=](int64_t i) { return activated + i * to_stride + panel * kPanel; };
-        const float* const gates = layer.gate_up.panels.data() + 2 * panel * size;
-        product<Vectors>(num_rows, row_of, layer.gate_up.in, gates, 1, size,
-                         [&](int64_t i, int64_t, const TileRow<Vectors>& row) { row.write(place(i)); });
-        product<Vectors>(num_rows, row_of, layer.gate_up.in, gates + size, 1, size,
-                         [&](int64_t i, int64_t, TileRow<Vectors> row) {
-                           const auto gate = silu(TileRow<Vectors>::read(place(i)));
-                           for (int p = 0; p < row.kParts; ++p) row.part[p] *= gate.part[p];
-                           row.write(place(i));
-                         });
-      }
+    multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
+      row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
+    // Not while the products are in registers: its constants would push some of them out.
+    with_widest_floats([&](auto vectors) { activate<decltype(vectors)>(num_rows, workspace); });
     multiply(activated, row_stride(sizes_.intermediate), layer.down, add_to_hidden);
   }
   norm(norm_);

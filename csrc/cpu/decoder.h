@@ -18,7 +18,7 @@ struct DecoderRow {
 
 // Memory of a thread.
 struct Workspace {
-  std::vector<float> hidden, normed, qkv, attended, activated, logits;  // rows of row_stride(their length)
+  std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // rows of row_stride(their length)
   std::vector<float> scores, mixed;  // of a tile of queries
   std::vector<float> probabilities;   // of a row of logits, with the next
   std::vector<int64_t> order;
@@ -61,6 +61,8 @@ class Decoder {
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const;
   template <typename Vectors>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const;
+  template <typename Vectors>
+  void activate(int64_t num_rows, Workspace& workspace) const;
   template <typename Vectors>
   void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                    Workspace& workspace) const;

@@ -26,11 +26,12 @@ class KeyValueCache {
 
   void write(int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
     float* const keys = data_.get() + layer * layer_size_ + head * head_size_;
-    float* const column = keys + position / kPanel * kPanel * head_dim_ + position % kPanel;
-    float* const row = keys + keys_size_ + position * kPanel;
-    for (int64_t d = 0; d < head_dim_; ++d) {
-      column[d * kPanel] = key[d];
-      row[d / kPanel * values_panel_stride() + d % kPanel] = value[d];
+    float* column = keys + position / kPanel * kPanel * head_dim_ + position % kPanel;
+    float* row = keys + keys_size_ + position * kPanel;
+    for (int64_t first = 0; first < head_dim_; first += kPanel, row += values_panel_stride()) {
+      const int64_t count = head_dim_ - first < kPanel ? head_dim_ - first : kPanel;
+      for (int64_t d = 0; d < count; ++d, column += kPanel) *column = key[first + d];
+      for (int64_t d = 0; d < count; ++d) row[d] = value[first + d];
     }
   }
 

@@ -1,0 +1,209 @@
+"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM, where those are installed.
+
+Each side samples the same number of responses to the same prompts with the same weights, all up to the length limit, in one
+process, in turn. Cases: `maze7`, the MaxRL paper's policy (3.9M parameters) on 8 7x7 mazes x 16 samples; `maze17`, the same
+policy on 2 17x17 mazes x 64; `default`, the default job's policy (0.6M) on 32 9x9 mazes x 16. The floor is the operations of
+all products, attention's included, at the machine's measured matrix rate. The last line is one JSON document. vLLM wants an
+environment of its own: `make test-vllm` makes one, .venv-vllm.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.measure import matrix_rate, milliseconds, peak_bytes
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
+from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.options import TaskOptions
+from maxrl_fast.records import Prompts
+from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.registry import build_task
+
+# Maze size, prompts, samples; hidden, feed-forward, heads, key/value heads.
+CASES = {
+    "maze7": ((7, 8, 16), (256, 1024, 4, 2)),
+    "maze17": ((17, 2, 64), (256, 1024, 4, 2)),
+    "default": ((9, 32, 16), (128, 256, 8, 4)),
+}
+
+
+def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Decoder:
+    """Four layers with random weights."""
+    longest = task.prompt_length + task.max_new_tokens
+    sizes = (task.vocab_size, hidden, intermediate, 4, heads, kv_heads, hidden // heads, longest)
+    model = Decoder(DecoderConfig(*sizes, rope_theta=100.0)).requires_grad_(False)
+    model.initialise(0)
+    return model
+
+
+def operations(model: Decoder, prompts: Prompts, num_samples: int, limit: int) -> float:
+    """Multiplications and additions of all products, the prompts' computed once."""
+    c = model.config
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    head = model.lm_head.weight.numel()
+    samples, prompt_tokens = len(prompts) * num_samples, int(prompts.lengths.sum())
+    steps = samples * (limit - 1)  # the first token comes with the prompt
+    attended = float((prompts.lengths.double() ** 2).sum()) / 2
+    attended += float(num_samples * sum(((prompts.lengths + t).sum() for t in range(1, limit)), torch.tensor(0)))
+    per_key = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
+    return 2 * layers * (prompt_tokens + steps) + 2 * head * (len(prompts) + steps) + per_key * attended
+
+
+def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, limit: int, folder: str) -> Callable[[], int]:
+    """transformers' generate on the same weights; returns a call that returns the number of tokens."""
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(Path(folder) / "policy", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+    device = prompts.tokens.device
+    theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "policy", dtype=model.lm_head.weight.dtype).to(device).eval()
+    width = int(prompts.lengths.max())
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i in range(len(prompts)):
+        tokens = prompts.take(i, 1).tokens
+        ids[i, width - len(tokens) :], mask[i, width - len(tokens) :] = tokens.cpu(), 1
+    ids, mask = ids.to(device), mask.to(device)
+
+    def generate() -> int:
+        out = theirs.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=num_samples,
+            max_new_tokens=limit,
+            min_new_tokens=limit,
+            pad_token_id=0,
+        )
+        return out[:, width:].numel()
+
+    return generate
+
+
+def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Every installed side of a case."""
+    (maze_size, num_prompts, num_samples), sizes = CASES[name]
+    task = build_task(TaskOptions(maze_size=maze_size), 0)
+    model = policy(task, *sizes).to(device)
+    prompts = task.prompts("train", 0, num_prompts).to(device)
+    limit = task.max_new_tokens
+    sampling = Sampling(1.0, limit, ())
+    engines: dict[str, Engine] = {"native": NativeEngine(model, dtype)}
+    if device.type == "cpu":
+        engines["native, PyTorch"] = NativeEngine(model, dtype, in_cpp=False)
+    if "vllm" in sides:
+        from maxrl_fast.rollout.vllm import VllmEngine
+
+        engines["vllm"] = VllmEngine(model, dtype, max_rows=num_prompts * num_samples)
+    calls: dict[str, Callable[[], int]] = {
+        side: lambda engine=engine: len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)  # type: ignore[misc]
+        for side, engine in engines.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if "transformers" in sides:
+            calls["transformers"] = hf_generate(model.to(dtype), task, prompts, num_samples, limit, folder)
+        tokens = num_prompts * num_samples * limit
+        for side, call in calls.items():
+            if (got := call()) != tokens:
+                raise RuntimeError(f"{side} made {got} tokens instead of {tokens}")
+        times = milliseconds(calls, rounds, device)
+        memory = {side: peak_bytes(call, device) for side, call in calls.items()}
+    rate = max(matrix_rate(1024, 512, dtype, device), matrix_rate(512, 256, dtype, device))
+    floor = operations(model, prompts, num_samples, limit) / rate * 1e3
+    load = milliseconds({"load": lambda: engines["native"].load_weights(model)}, rounds, device)["load"]
+    result: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "prompts": num_prompts,
+        "samples": num_samples,
+        "prompt_tokens": len(prompts.tokens),
+        "tokens": tokens,
+        "matrix_gflops": rate * 1e-9,
+        "floor_milliseconds": floor,
+        "load_weights_milliseconds": load,
+        "sides": {},
+    }
+    for side, time in times.items():
+        x = result["sides"][side] = {
+            "milliseconds": time,
+            "tokens_per_second": tokens / time * 1e3,
+            "times_native": time / times["native"],
+            "peak_mib": None if memory[side] is None else memory[side] / 2**20,  # type: ignore[operator]
+        }
+        if side in engines and engines[side].statistics.decode_steps:
+            s = engines[side].statistics
+            x |= {
+                "prefill_milliseconds": s.prefill_seconds * 1e3,
+                "milliseconds_per_step": s.decode_seconds / s.decode_steps * 1e3,
+                "cache_mib": s.cache_bytes / 2**20,
+            }
+    return result
+
+
+def report(name: str, case: dict[str, Any]) -> None:
+    """The figures for people."""
+    print(
+        f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
+        f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor {case['floor_milliseconds']:,.1f} ms at "
+        f"{case['matrix_gflops']:,.0f} GFLOP/s; weights to the engine {case['load_weights_milliseconds']:.1f} ms"
+    )
+    print(f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}")
+    for side, x in case["sides"].items():
+        prefill, step = (f"{x[k]:,.2f}" if k in x else "" for k in ("prefill_milliseconds", "milliseconds_per_step"))
+        peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
+        print(
+            f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}{x['times_native']:10.2f}{prefill:>12}{step:>11}"
+            f"{peak:>10}"
+        )
+
+
+def main() -> int:
+    """The command line."""
+    installed = [side for side in ("transformers", "vllm") if importlib.util.find_spec(side)]
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
+    parser.add_argument(
+        "--peers", nargs="*", choices=["transformers", "vllm"], default=installed, help="default: those installed"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each side, after one (default: 5)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    options = parser.parse_args()
+    try:
+        if options.rounds < 1:
+            raise InputError(f"--rounds must be at least 1, got {options.rounds}")
+        if missing := set(options.peers) - set(installed):
+            raise InputError(f"{' and '.join(sorted(missing))} must be installed to run beside them")
+        device = resolve_device(options.device)
+        dtype = resolve_dtype(options.dtype, device)
+        machine = versions() | {"threads": torch.get_num_threads(), "device": str(device), "dtype": str(dtype)}
+        machine |= {name: importlib.metadata.version(name) for name in options.peers if name == "transformers"}
+        print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {dtype}")
+        result: dict[str, Any] = {"benchmark": "rollout", "machine": machine, "cases": {}}
+        for name in options.cases:
+            result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
+            report(name, result["cases"][name])
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

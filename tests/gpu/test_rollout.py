@@ -1,0 +1,52 @@
+"""Decoding on a GPU: CUDA graphs against the CPU, and log-probs against the full forward pass."""
+
+import pytest
+import torch
+
+from maxrl_fast.ops import token_logprobs
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
+SAMPLINGS = [Sampling(1.3, 40, (3, 17)), Sampling(1.0, 40, (3,), top_k=12, top_p=0.9, min_p=0.05), Sampling(0.0, 40, (3,))]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
+    model = tiny_decoder(head_dim=16).to(GPU)
+    engine = NativeEngine(model, dtype)
+    prompts = PROMPTS.to(GPU)
+    for step in range(3):  # the first call finds the kernels, the later ones replay what it captured
+        rollouts = engine.generate(prompts, 16, SAMPLINGS[0], seed=4, step=step)
+        logits = response_logits(model, one_batch(prompts, rollouts), dtype)
+        expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
+        assert (rollouts.logprobs - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("options", [{}, {"max_rows": 12}, {"max_rows": 7}])
+def test_graphs_draw_what_the_cpu_draws(sampling, options):
+    model = tiny_decoder()
+    expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
+    engine = NativeEngine(tiny_decoder().to(GPU), torch.float32, **options)
+    for _ in range(3):
+        rollouts = engine.generate(PROMPTS.to(GPU), 6, sampling, seed=4, step=2).to(torch.device("cpu"))
+        assert torch.equal(rollouts.tokens, expected.tokens)
+        torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+def test_new_weights_reach_the_captured_graphs():
+    engine = NativeEngine(tiny_decoder(0).to(GPU), torch.float32)
+    for _ in range(2):
+        engine.generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+    other = tiny_decoder(1).to(GPU)
+    engine.load_weights(other)
+    after = engine.generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+    assert torch.equal(
+        after.tokens, NativeEngine(other, torch.float32).generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0).tokens
+    )

@@ -157,16 +157,16 @@ def report(name: str, case: dict[str, Any]) -> None:
     """The figures for people."""
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
-        f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor {case['floor_milliseconds']:,.1f} ms at "
-        f"{case['matrix_gflops']:,.0f} GFLOP/s; weights to the engine {case['load_weights_milliseconds']:.1f} ms"
+        f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor "
+        f"{case['floor_milliseconds']:,.1f} ms at {case['matrix_gflops']:,.0f} GFLOP/s; weights to the engine {case['load_weights_milliseconds']:.1f} ms"
     )
     print(f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}")
     for side, x in case["sides"].items():
         prefill, step = (f"{x[k]:,.2f}" if k in x else "" for k in ("prefill_milliseconds", "milliseconds_per_step"))
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
-            f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}{x['times_native']:10.2f}{prefill:>12}{step:>11}"
-            f"{peak:>10}"
+            f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}{x['times_native']:10.2f}"
+            f"{prefill:>12}{step:>11}{peak:>10}"
         )
 
 

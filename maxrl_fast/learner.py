@@ -297,7 +297,7 @@ class Learner:
         loss, metrics = run_batch(self._module, batch, self.dtype, finish)
         return loss, metrics
 
-    def logprobs(self, model: nn.Module, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
+    def logprobs(self, model: Decoder, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
         logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
         for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
@@ -314,14 +314,14 @@ class Learner:
         was sampled, at most `cap`: truncated importance sampling (Yao et al. 2025). And what is to be reported of it.
         """
         everything = torch.arange(len(rollouts.lengths), device=rollouts.tokens.device)
-        logprobs = self.logprobs(self._module, prompts, rollouts, everything)
+        logprobs = self.logprobs(self.model, prompts, rollouts, everything)
         difference = logprobs - rollouts.logprobs
         weights = difference.exp().clamp_max(cap)
         metrics = {"mismatch": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
         return dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights), metrics
 
     @torch.no_grad()
-    def _batch_logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _batch_logprobs(self, model: Decoder, batch: Batch) -> Tensor:
         temperature = self.settings.temperature
 
         def finish(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -30,6 +30,12 @@ def test_defaults_are_worked_out():
     assert (options["loss"], options["beta"], options["score"]) == ("ppo", None, None)
     pacs = resolved("--objective", "pacs")
     assert (pacs["loss"], pacs["aggregation"], pacs["k"]) == ("reinforce", "seq_mean_token_sum", None)
+    assert (options["importance_cap"], pacs["importance_cap"]) == (0.0, 0.0)
+    assert resolved("--rollout", "vllm")["importance_cap"] == 2.0
+    assert resolved("--rollout", "vllm", "--importance-cap", "5")["importance_cap"] == 5.0
+    assert resolved("--rollout", "vllm", "--objective", "pacs")["importance_cap"] == 0.0
+    for flags in (("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1")):
+        assert resolved(*flags)["importance_cap"] == 2.0
     assert (pacs["beta"], pacs["score"], pacs["class_weight"]) == (1.0, "rloo", "balanced")
     assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
@@ -121,6 +127,12 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
         ("--prompts 0", "prompts must be at least 1, got 0"),
         ("--lr nan", "lr must be a finite number above 0, got nan"),
         ("--temperature 0", "temperature must be a finite number above 0, got 0"),
+        ("--top-p 0", "top_p must be above 0 and at most 1, got 0"),
+        ("--min-p 1.5", r"min_p must be in \[0, 1\], got 1.5"),
+        ("--top-k -1", "top_k must be at least 0, got -1"),
+        ("--kv-cache-gb 0", "kv_cache_gb must be a finite number above 0, got 0"),
+        ("--importance-cap -1", "importance_cap must be finite and at least 0, got -1"),
+        ("--objective pacs --importance-cap 2", "pacs takes no importance_cap"),
         ("--beta2 1", "beta2 must be in"),
         ("--dual-clip 0.5", "dual_clip must be above 1"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),

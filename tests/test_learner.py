@@ -265,3 +265,29 @@ def test_empty_responses_are_not_computed_but_count():
     assert four.num_sequences == 3
     assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
+
+
+def test_rollouts_of_another_engine_are_corrected():
+    """Tokens that were sampled with less probability than the policy gives them count more, up to the cap."""
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # of log-probs, either way
+    corrected, metrics = learner(model).corrected(
+        PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off), cap=2.0
+    )
+    torch.testing.assert_close(corrected.logprobs, rollouts.logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(corrected.importance_weights, off.exp().clamp_max(2.0), rtol=1e-4, atol=0)
+    assert (corrected.importance_weights == 2.0).any()
+    assert metrics["mismatch"] == pytest.approx(float(off.abs().mean()), rel=1e-4)
+    assert metrics["importance_weight"] == pytest.approx(float(off.exp().clamp_max(2.0).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+def test_importance_weights_multiply_the_gradient(loss):
+    model, settings = tiny_decoder(), LossSettings(loss=loss, aggregation="token_mean")
+    rollouts = sampled(model)
+    advantages = torch.linspace(-1, 1, len(rollouts.lengths))
+    plain = gradients(model, rollouts, advantages, settings=settings)
+    weighted = dataclasses.replace(rollouts, importance_weights=torch.full_like(rollouts.logprobs, 1.5))
+    assert worst_difference(gradients(model, weighted, advantages, settings=settings), plain) > 0.3
+    assert worst_difference(gradients(model, weighted, advantages / 1.5, settings=settings), plain) < 1e-4

@@ -142,6 +142,15 @@ def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
 
 
+def test_sampling_that_leaves_tokens_out_is_corrected(tmp_path, capsys):
+    flags = ("--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--kv-cache-gb", "0.001")
+    assert run(tmp_path / "run", *flags) == 0
+    assert "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)" in capsys.readouterr().out
+    for record in read(tmp_path / "run" / "metrics.jsonl"):
+        assert record["mismatch"] > 0.01  # the policy gives the kept tokens less than the sampling
+        assert 0.5 < record["importance_weight"] < 1
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_training_a_checkpoint_of_another_family(tmp_path, family):
     model, task = tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"), MazeTask(5)

@@ -77,7 +77,7 @@ class NativeEngine:
         else:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
             how += ", CUDA graphs" if self.decoder.device.type == "cuda" else ""
-        return f"native ({how}, key/value cache of at most {self.cache_bytes / 2**30:.1f} GiB)"
+        return f"native ({how}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def load_weights(self, model: Decoder) -> None:
         """Take over the policy's weights."""

@@ -67,7 +67,8 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
 
     save_checkpoint(Path(folder) / "policy", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     device = prompts.tokens.device
-    theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "policy", dtype=model.lm_head.weight.dtype).to(device).eval()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "policy", dtype=model.lm_head.weight.dtype)
+    theirs = theirs.to(device).eval()
     width = int(prompts.lengths.max())
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -158,7 +159,8 @@ def report(name: str, case: dict[str, Any]) -> None:
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
         f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor "
-        f"{case['floor_milliseconds']:,.1f} ms at {case['matrix_gflops']:,.0f} GFLOP/s; weights to the engine {case['load_weights_milliseconds']:.1f} ms"
+        f"{case['floor_milliseconds']:,.1f} ms at {case['matrix_gflops']:,.0f} GFLOP/s; weights "
+        f"to the engine {case['load_weights_milliseconds']:.1f} ms"
     )
     print(f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}")
     for side, x in case["sides"].items():

@@ -38,7 +38,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
-    engine = build_engine(config, model.to(device), task)
+    engine = build_engine(config, model.to(device))
     screen.say(f"rollout engine: {engine.describe()}")
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
@@ -94,6 +94,7 @@ def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: S
                     greedy_correct = ranks.concatenate(task.score(part, greedy)) > 0.5  # [G]
                 with clock("advantage") as begin_time:
                     advantages.begin(learner, prompts, rollouts, rewards, greedy_correct)
+                engine.sleep()
                 lr = learning_rate(step, config.optimizer)
                 updates, laps = [], [begin_time]
                 for sequences in torch.arange(rewards.numel(), device=device).chunk(config.optimizer.updates_per_step):

@@ -44,7 +44,7 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     generation = {"eos_token_id": list(stop_ids), "do_sample": True}
-    files = {"config.json": _hf_config(config), "generation_config.json": generation, **tokenizer_files}
+    files = {"config.json": hf_config(config), "generation_config.json": generation, **tokenizer_files}
     for name, content in files.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
         (aside / name).write_bytes(text)
@@ -83,7 +83,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hf_config(config: DecoderConfig) -> dict[str, Any]:
+def hf_config(config: DecoderConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}

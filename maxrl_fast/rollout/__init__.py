@@ -71,6 +71,9 @@ class Engine(Protocol):
     def load_weights(self, model: Decoder) -> None:
         """Take over the policy's weights."""
 
+    def sleep(self) -> None:
+        """Give memory back until the next call, where the engine can."""
+
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """`num_samples` responses to each prompt.
 

@@ -5,16 +5,21 @@ import torch
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.options import Config
 from maxrl_fast.rollout import Engine
-from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.tasks import Task
+from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
 
 
-def build_engine(config: Config, model: Decoder, task: Task) -> Engine:
+def build_engine(config: Config, model: Decoder) -> Engine:
     """The engine of a resolved configuration, with the model's weights.
 
     Raises:
         InputError: where it is not installed, or cannot run this model.
     """
+    device = model.lm_head.weight.device
     dtype, gigabytes = getattr(torch, config.run.dtype), config.rollout.kv_cache_gb
     cache_bytes = None if gigabytes is None else int(gigabytes * 1e9)
+    if config.rollout.rollout == "vllm":
+        from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
+
+        rows = max(config.rollout.prompts * config.rollout.rollouts, 256)
+        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(rows, MOST_ROWS[device.type]))
     return NativeEngine(model, dtype, cache_bytes=cache_bytes)

@@ -83,6 +83,9 @@ class NativeEngine:
         """Take over the policy's weights."""
         self.decoder.load_weights(model)
 
+    def sleep(self) -> None:
+        """Nothing: its weights and caches are small beside the training's memory."""
+
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """`num_samples` responses to each prompt.
 

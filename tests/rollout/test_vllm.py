@@ -1,0 +1,192 @@
+"""vLLM as the engine. Marked vllm: with the real engine, in an environment of its own (`make test-vllm`)."""
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
+STOPS = (3, 17)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """What check_installed finds of vLLM."""
+
+    def pretend(version):
+        spec = None if version is None else importlib.machinery.ModuleSpec("vllm", None)
+        find, own = importlib.util.find_spec, importlib.metadata.version
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else find(name))
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else own(name))
+
+    return pretend
+
+
+def test_a_missing_vllm_gets_the_command_that_installs_it(installed, tmp_path, capsys):
+    installed(None)
+    with pytest.raises(InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
+        check_installed()
+    assert train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    assert "error: --rollout vllm needs vLLM, which is not installed: pip install 'vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
+def test_other_versions_are_refused(installed, version):
+    installed(version)
+    with pytest.raises(InputError, match=f"wants vLLM 0.32 up to, not including, 0.34, got {version}"):
+        check_installed()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post1", "0.33.0+cpu"])
+def test_the_range_is_taken(installed, version):
+    installed(version)
+    assert check_installed() == version
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = tiny_decoder()
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    environment = SETTINGS | dict(os.environ)
+    engine = VllmEngine(model, torch.float32, cache_bytes=2**28)
+    assert torch.get_num_threads() == threads  # the process is as it was
+    assert torch.equal(torch.get_rng_state(), state)
+    assert dict(os.environ) == environment
+    return engine
+
+
+def own_logprobs(model, rollouts, sampling):
+    """Under what was sampled from, by the training model's forward pass."""
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
+    log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+    if sampling.leaves_out:
+        from maxrl_fast.rollout.sampling import _renormalised
+
+        log_p = _renormalised(log_p, sampling)
+    return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, 24, STOPS),
+        Sampling(1.3, 24, STOPS, top_k=9),
+        Sampling(0.7, 24, STOPS, top_p=0.8),
+        Sampling(1.2, 24, (), min_p=0.1),
+    ],
+)
+def test_logprobs_are_the_native_engines_for_the_same_tokens(engine, sampling):
+    model = tiny_decoder()
+    engine.load_weights(model)
+    rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+    assert len(rollouts.lengths) == 24
+    assert rollouts.logprobs.std() > 0.3
+    assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
+    native = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=0, step=1)
+    assert (native.logprobs - own_logprobs(model, native, sampling)).abs().max() < 1e-4
+    for s, (start, end) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)):
+        tokens = rollouts.tokens[start:end].tolist()
+        stops = [t in sampling.stop_ids for t in tokens]
+        assert not any(stops[:-1])
+        assert bool(rollouts.truncated[s]) == (not stops[-1])
+        assert stops[-1] or len(tokens) == 24
+
+
+@pytest.mark.vllm
+def test_greedy_responses_are_the_native_engines(engine):
+    model = tiny_decoder(1)
+    engine.load_weights(model)
+    sampling = Sampling(0.0, 24, STOPS)
+    rollouts = engine.generate(PROMPTS, 3, sampling, seed=0, step=1)
+    native = NativeEngine(model, torch.float32).generate(PROMPTS, 3, sampling, seed=0, step=1)
+    assert torch.equal(rollouts.tokens, native.tokens)
+    assert torch.equal(rollouts.truncated, native.truncated)
+    assert (rollouts.logprobs == 0).all()
+
+
+@pytest.mark.vllm
+def test_weights_really_change(engine):
+    sampling = Sampling(1.0, 24, STOPS)
+    for seed in (1, 2, 1, 0):
+        model = tiny_decoder(seed)
+        engine.load_weights(model)
+        rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=seed)
+        assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
+        other = tiny_decoder(seed + 5)
+        assert (rollouts.logprobs - own_logprobs(other, rollouts, sampling)).abs().max() > 1
+
+
+@pytest.mark.vllm
+def test_tokens_follow_the_distribution(engine):
+    """Frequencies of 4,000 first tokens within five standard deviations of the policy's."""
+    model = tiny_decoder(1)
+    engine.load_weights(model)
+    tokens = engine.generate(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), seed=3, step=1).tokens
+    one = NativeEngine(model, torch.float32).generate(PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), seed=0, step=0)
+    logits = response_logits(model, one_batch(PROMPTS.take(0, 1), one), torch.float32)[0].detach()
+    p = torch.softmax(logits / 1.5, -1)
+    observed = torch.bincount(tokens, minlength=32) / len(tokens)
+    assert ((observed - p).abs() < 5 * (p * (1 - p) / len(tokens)).sqrt() + 1e-3).all()
+    assert p.max() < 0.9
+    assert engine.statistics.response_tokens == 4_000
+
+
+@pytest.mark.vllm
+def test_bad_requests_get_a_sentence(engine):
+    with pytest.raises(InputError, match="vocabulary, 0 to 31, got 40"):
+        engine.generate(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), seed=0, step=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_other_families(family):
+    """In a process of their own: one engine is enough for one process."""
+    code = f"""
+import torch
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.vllm import VllmEngine
+from tests.models import tiny_decoder
+from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs
+
+model = tiny_decoder(model_type={family!r}, tie_word_embeddings=False)
+engine, sampling = VllmEngine(model, torch.float32, cache_bytes=2**28), Sampling(1.0, 24, STOPS)
+rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
+@pytest.mark.vllm
+def test_the_default_job_trains(tmp_path):
+    """By the command line, small: rewards come, weights move, and the screen is the trainer's alone."""
+    flags = ["--rollout", "vllm", "--steps", "3", "--sft-steps", "40", "--eval-prompts", "16", "--eval-samples", "4"]
+    flags += ["--prompts", "8", "--maze-size", "5", "--kv-cache-gb", "0.2", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "maxrl_fast.train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "rollout engine: vllm (0.3" in done.stdout
+    assert done.stderr == ""
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert max(record["reward_mean"] for record in records) > 0
+    for record in records:
+        assert 0 < record["mismatch"] < 1e-3  # of other kernels, in float32
+        assert record["importance_weight"] == pytest.approx(1, abs=1e-3)

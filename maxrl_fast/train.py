@@ -23,7 +23,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import LATECOMER, Ranks, distribute, is_sharded, said_by_first
-from maxrl_fast.rollout import Sampling, check_finite
+from maxrl_fast.rollout import Engine, Sampling, check_finite
 from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.run_files import RunFiles
 from maxrl_fast.screen import Screen
@@ -32,14 +32,21 @@ from maxrl_fast.tasks.registry import build_task
 from maxrl_fast.warm_start import warm_start
 
 
-def train(config: Config, task: Task, model: Decoder, files: RunFiles, screen: Screen, stop: StopSignal, ranks: Ranks) -> int:
+def train(
+    config: Config,
+    task: Task,
+    model: Decoder,
+    engine: Engine,
+    files: RunFiles,
+    screen: Screen,
+    stop: StopSignal,
+    ranks: Ranks,
+) -> int:
     """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
-    engine = build_engine(config, model.to(device))
-    screen.say(f"rollout engine: {engine.describe()}")
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
     first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
@@ -170,12 +177,14 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> i
     if config.run.dry_run:
         screen.say(estimate(config, task, model))
         return 0
+    engine = build_engine(config, model.to(device), task)
     files = RunFiles(config, is_writer=ranks.is_first)
     for line in describe_run(config, model, ranks):
         screen.say(line)
+    screen.say(f"rollout engine: {engine.describe()}")
     try:
         with StopSignal(ranks, device) as stop:
-            return train(config, task, model, files, screen, stop, ranks)
+            return train(config, task, model, engine, files, screen, stop, ranks)
     except KeyboardInterrupt:
         screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")
         raise

@@ -244,6 +244,7 @@ def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, f
         ("--maze-size 8", "odd number from 5 to 31, got 8"),
         ("--maze-size 3", "odd number from 5 to 31, got 3"),
         ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
+        ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
         ("--model /nowhere", "cannot read the checkpoint's /nowhere/config.json"),
     ],
 )

@@ -6,13 +6,14 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.options import Config
 from maxrl_fast.rollout import Engine
 from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
+from maxrl_fast.tasks import Task
 
 
-def build_engine(config: Config, model: Decoder) -> Engine:
+def build_engine(config: Config, model: Decoder, task: Task) -> Engine:
     """The engine of a resolved configuration, with the model's weights.
 
     Raises:
-        InputError: where it is not installed, or cannot run this model.
+        InputError: where it is not installed, cannot run this model, or not within the memory that the configuration gives.
     """
     device = model.lm_head.weight.device
     dtype, gigabytes = getattr(torch, config.run.dtype), config.rollout.kv_cache_gb
@@ -22,4 +23,7 @@ def build_engine(config: Config, model: Decoder) -> Engine:
 
         rows = max(config.rollout.prompts * config.rollout.rollouts, 256)
         return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(rows, MOST_ROWS[device.type]))
-    return NativeEngine(model, dtype, cache_bytes=cache_bytes)
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes)
+    assert config.rollout.max_new_tokens is not None
+    engine.sequence_bytes(task.prompt_length, config.rollout.max_new_tokens)
+    return engine

@@ -79,6 +79,20 @@ class NativeEngine:
             how += ", CUDA graphs" if self.decoder.device.type == "cuda" else ""
         return f"native ({how}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
 
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Memory of the keys and values of a prompt and of a response.
+
+        Raises:
+            InputError: where the cache cannot hold one of each.
+        """
+        prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
+        if prompt + own > self.cache_bytes:
+            raise InputError(
+                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
+                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
+            )
+        return prompt, own
+
     def load_weights(self, model: Decoder) -> None:
         """Take over the policy's weights."""
         self.decoder.load_weights(model)
@@ -98,12 +112,7 @@ class NativeEngine:
         device = prompts.tokens.device
         samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
-        prompt, own = (self.decoder.cache_bytes(n) for n in (int(prompts.lengths.max()), sampling.max_new_tokens))
-        if prompt + own > self.cache_bytes:
-            raise InputError(
-                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at "
-                f"{int(prompts.lengths.max())} and {sampling.max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
-            )
+        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         if isinstance(self.decoder, CpuDecoder):
             # Samples at work are of at most slots / num_samples prompts, and parts of two more.
             slots = int((self.cache_bytes - 2 * prompt) / (own + prompt / num_samples))

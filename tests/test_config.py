@@ -9,6 +9,7 @@ from maxrl_fast import options
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 
 
@@ -144,6 +145,11 @@ def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
 def test_bad_options_are_named(flags, message):
     with pytest.raises(InputError, match=message):
         check(parse(flags.split()))
+
+
+def test_vllm_runs_in_one_process():
+    with pytest.raises(InputError, match="--rollout vllm runs in one process, got 2"):
+        resolve(parse(["--rollout", "vllm"]), MazeTask(9), Ranks(0, 2))
 
 
 def test_a_folder_that_cannot_be():

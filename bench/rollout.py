@@ -138,11 +138,12 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
         "sides": {},
     }
     for side, time in times.items():
+        peak = memory[side]
         x = result["sides"][side] = {
             "milliseconds": time,
             "tokens_per_second": tokens / time * 1e3,
             "times_native": time / times["native"],
-            "peak_mib": None if memory[side] is None else memory[side] / 2**20,  # type: ignore[operator]
+            "peak_mib": None if peak is None else peak / 2**20,
         }
         if side in engines and engines[side].statistics.prefill_seconds:  # those that tell it apart
             s = engines[side].statistics

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
     return generate
 
 
+def count_tokens(engine: Engine, prompts: Prompts, num_samples: int, sampling: Sampling) -> int:
+    """Of one call of generate."""
+    return len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
+
+
 def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Every installed side of a case."""
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
@@ -111,8 +117,7 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
 
         engines["vllm"] = VllmEngine(model, dtype, max_rows=num_prompts * num_samples)
     calls: dict[str, Callable[[], int]] = {
-        side: lambda engine=engine: len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)  # type: ignore[misc]
-        for side, engine in engines.items()
+        side: partial(count_tokens, engine, prompts, num_samples, sampling) for side, engine in engines.items()
     }
     with tempfile.TemporaryDirectory() as folder:
         if "transformers" in sides:

@@ -98,7 +98,8 @@ class VllmEngine:
             vllm = importlib.import_module("vllm")
             if device.type == "cpu":
                 _pad_heads()
-            self._llm = vllm.LLM(
+            self._llm = _built(
+                vllm.LLM,
                 model=folder,
                 load_format="dummy",  # the weights come by load_weights
                 skip_tokenizer_init=True,
@@ -183,6 +184,14 @@ class VllmEngine:
         if self._is_asleep:
             self._llm.wake_up()
             self._is_asleep = False
+
+
+def _built(kind: Any, **options: Any) -> Any:
+    """An LLM; what vLLM refuses, such as too small a cache, becomes a sentence."""
+    try:
+        return kind(**options)
+    except ValueError as error:
+        raise InputError(f"vLLM refuses this model or --kv-cache-gb: {' '.join(str(error).split())}") from error
 
 
 @contextlib.contextmanager

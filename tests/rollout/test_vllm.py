@@ -176,6 +176,16 @@ print("done")
 
 
 @pytest.mark.vllm
+def test_a_cache_that_is_too_small_gets_a_sentence(tmp_path):
+    flags = ["--rollout", "vllm", "--kv-cache-gb", "1e-6", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "maxrl_fast.train", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: vLLM refuses this model or --kv-cache-gb: ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.vllm
 def test_the_default_job_trains(tmp_path):
     """By the command line, small: rewards come, weights move, and the screen is the trainer's alone."""
     flags = ["--rollout", "vllm", "--steps", "3", "--sft-steps", "40", "--eval-prompts", "16", "--eval-samples", "4"]

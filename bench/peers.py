@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.config import check, parse, resolve
-from maxrl_fast.control import StopSignal
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import versions
 from maxrl_fast.learner import Learner, LossSettings
@@ -131,7 +130,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     config = resolve(config, task)
     torch.set_num_threads(config.run.threads or 1)
     model = build_policy(config, task)
-    warm_start(config, task, model, Screen(), StopSignal())
+    warm_start(config, task, model, Screen())
     ours = OurStep(config, task, model)
     times: dict[str, list[float]] = {"ours": [], "trl": []}
 

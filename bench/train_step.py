@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from bench.measure import matrix_rate, milliseconds, peak_bytes, synchronize
 from maxrl_fast.batching import Batch, Packer, gather_sequences
 from maxrl_fast.config import check, parse, resolve
-from maxrl_fast.control import StopSignal
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
 from maxrl_fast.learner import Learner, LossSettings, make_optimizer
@@ -70,7 +69,7 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
         raise InputError(f"--objective must be a group advantage here, got {config.objective.objective}")
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     model = build_policy(config, task).to(device)
-    warm_start(config, task, model, Screen(), StopSignal())
+    warm_start(config, task, model, Screen())
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     engine, sampling = NativeEngine(model, dtype), Sampling.of(config, task)
     prompts = task.prompts("train", 10**6, num_prompts).to(device)

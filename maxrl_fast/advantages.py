@@ -43,16 +43,25 @@ class GroupAdvantages:
         return "greedy_correct" in ESTIMATORS[self.estimator].inputs
 
     def begin(
-        self, learner: Learner, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_correct: Tensor | None
+        self,
+        learner: Learner,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        rewards: Tensor,
+        valid: Tensor | None,
+        greedy_correct: Tensor | None,
     ) -> None:
-        """Take a step's rollouts and their rewards [G, N], before its first update."""
+        """Take a step's rollouts and their rewards [G, N], and which of them have one, before its first update."""
         known = {
             "lengths": rollouts.lengths.view(rewards.shape),
             "logprobs": rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": greedy_correct,  # [G]
         }
         inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
-        self.values = group_advantage(rewards, self.estimator, **inputs, **self.options)
+        options = self.options
+        if valid is not None and options["order"] == rewards.shape[1] - 1:
+            options = options | {"order": None}  # the full order of every group as it is now
+        self.values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
 
     def for_update(self, sequences: Tensor) -> Tensor:
         """Advantages [S] for an update on these rollouts."""

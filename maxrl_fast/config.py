@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import math
 import sys
 import time
@@ -26,20 +27,34 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 
+# Of options that differ when a run is resumed: those that say how it was started,
+OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
+# those that change nothing that is learned,
+FREE = (
+    *("save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_samples", "stall_limit"),
+    *("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate"),
+)
+# and those that change it by rounding alone. All others change the mathematics.
+ROUNDING = ("device", "threads", "sharding", "decoder", "token_budget", "checkpoint_activations", "compile", "kv_cache_gb")
+
+
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration that flags and the TOML file of --config give; what is wrong with a flag exits with 2.
+    """The configuration that the run of --resume, the TOML file of --config and flags give; what is wrong with a flag exits
+    with 2.
 
     Raises:
-        InputError: on a TOML file that cannot be read or has an unknown key.
+        InputError: on a file that cannot be read or has an unknown key.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
-    file = finder.parse_known_args(arguments)[0].config
-    from_file = [] if file is None else _toml_as_flags(file)
-    # The last of two equal flags wins, so a flag overrides the file, and both go through the same checks.
+    finder.add_argument("--resume", type=Path)
+    found = finder.parse_known_args(arguments)[0]
+    from_run = [] if found.resume is None else _run_as_flags(found.resume)
+    from_file = [] if found.config is None else _toml_as_flags(found.config)
+    # The last of two equal flags wins, so a flag overrides a file, and all go through the same checks.
     return tyro.cli(
         Config,
-        args=[*from_file, *arguments],
+        args=[*from_run, *from_file, *arguments],
         prog="python -m maxrl_fast.train",
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -50,7 +65,23 @@ def _toml_as_flags(file: Path) -> list[str]:
         options = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"--config must be a readable TOML file, got {file}: {error}") from error
-    known = {key: value for key, value in Config().flat().items() if key != "config"}
+    return _as_flags(file, options)
+
+
+def _run_as_flags(out: Path) -> list[str]:
+    file = out / "config.json"
+    try:
+        options = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
+    if not isinstance(options, dict):
+        raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
+    own = {"versions", "command", *OF_ONE_START}
+    return _as_flags(file, {key: value for key, value in options.items() if key not in own and value is not None})
+
+
+def _as_flags(file: Path, options: dict[str, Any]) -> list[str]:
+    known = {key: value for key, value in Config().flat().items() if key not in ("config", "resume")}
     flags = []
     for key, value in options.items():
         if key not in known:
@@ -91,14 +122,19 @@ def check(config: Config) -> None:
         )
     at_least_one = (
         "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads"
+        "kv_heads eval_prompts eval_samples threads reward_workers"
     )
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
-    _require(options, "top_k sft_steps steps warmup_steps eval_every save_every lora_rank", "at least 0", lambda x: x >= 0)
+    _require(
+        options,
+        "top_k sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank",
+        "at least 0",
+        lambda x: x >= 0,
+    )
     _require(options, "seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63)
     _require(
         options,
-        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha",
+        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit",
         "a finite number above 0",
         lambda x: 0 < x < math.inf,
     )
@@ -108,7 +144,7 @@ def check(config: Config) -> None:
         "finite and at least 0",
         lambda x: 0 <= x < math.inf,
     )
-    _require(options, "min_p", "in [0, 1]", lambda x: 0 <= x <= 1)
+    _require(options, "min_p max_reward_error_rate", "in [0, 1]", lambda x: 0 <= x <= 1)
     _require(options, "top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
@@ -116,6 +152,8 @@ def check(config: Config) -> None:
         _check_pacs(options)
     else:
         _check_estimator(config, options)
+    if options["resume"] is not None and options["out"] not in (None, options["resume"]):
+        raise InputError(f"--resume goes on in its own folder, {options['resume']}, got --out {options['out']}")
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
@@ -195,7 +233,19 @@ def _refuse_used(out: Path) -> None:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:
         what = "another run" if (out / "config.json").exists() else "something else"
-        raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+        go_on = f"; --resume {out} goes on with it" if (out / "config.json").exists() else ""
+        raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}{go_on}")
+
+
+def changes(before: dict[str, Any], config: Config) -> tuple[list[str], list[str]]:
+    """What differs from the options of a run that is resumed, as "lr: 0.1 before, 0.2 now": what changes the mathematics, and
+    what changes rounding."""
+    now = config.flat()
+    differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
+    if config.optimizer.lr_schedule == "constant" and "steps" in differing:
+        differing.remove("steps")  # else the learning rate depends on how many there are
+    said = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
+    return [said[name] for name in differing if name not in ROUNDING], [said[name] for name in differing if name in ROUNDING]
 
 
 def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
@@ -211,8 +261,10 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
     device = resolve_device(config.run.device)
     corrects = objective.row is not None and (config.rollout.rollout == "vllm" or leaves_out(config))
-    out = config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if ranks.is_first:  # which alone writes; the others may come when it has begun
+    if config.rollout.decoder != "auto" and (device.type != "cpu" or config.rollout.rollout != "native"):
+        raise InputError(f"decoder is of the native engine on a CPU, got {config.rollout.decoder} with another")
+    out = config.run.resume or config.run.out or Path("runs") / f"{config.objective.objective}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if ranks.is_first and config.run.resume is None:  # which alone writes; the others may come when it has begun
         _refuse_used(out)
     order = config.objective.order
     pacs: dict[str, Any] = {}

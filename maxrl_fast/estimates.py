@@ -1,5 +1,7 @@
 """What a run will take, before it runs: memory and work."""
 
+from pathlib import Path
+
 import torch
 
 import maxrl_fast
@@ -12,14 +14,14 @@ from maxrl_fast.rollout.native import MOST_ROWS, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
-def describe_run(config: Config, model: Decoder, ranks: Ranks) -> list[str]:
+def describe_run(config: Config, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
     """What runs on what, said once at the start."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]
-    start = "new" if config.model.model is None else f"from {config.model.model}"
+    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     if ranks.size > 1:
         sharded = config.run.sharding == "full"
         where += f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} weights "

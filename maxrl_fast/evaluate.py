@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.parallel import Ranks
+from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.tasks import Task
 
@@ -34,11 +36,18 @@ class Evaluation:
     response_length_mean: float  # tokens
     truncated: float  # fraction of responses stopped by the length limit
     num_tokens: int  # sampled
+    reward_errors: float = 0.0  # fraction of responses whose reward failed, which count as wrong
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "Evaluation":
+        """From its fields after JSON, whose keys are text."""
+        return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
 
 
 def evaluate(
     engine: Engine,
     task: Task,
+    scorer: Scorer,
     num_prompts: int,
     num_samples: int,
     sampling: Sampling,
@@ -58,25 +67,28 @@ def evaluate(
     """
     ranks = ranks or Ranks()
     chunk = 32 * ranks.size
-    correct, lengths, truncated = [], [], []
+    correct, lengths, truncated, failed = [], [], [], []
     for start in range(0, num_prompts, chunk):
         count = min(chunk, num_prompts - start)
         own_start, own_count = ranks.part(count)
         if own_count:
             prompts = task.prompts("test", start + own_start, own_count).to(device)
             rollouts = engine.generate(prompts, num_samples, sampling, seed=seed, step=0)
-            correct.append(task.score(prompts, rollouts).view(-1, num_samples).gt(0.5).sum(1))
+            rewards = scorer.score(prompts, rollouts)
+            correct.append(rewards.view(-1, num_samples).gt(0.5).sum(1))
+            failed.append(rewards.isnan())
             lengths.append(rollouts.lengths)
             truncated.append(rollouts.truncated)
         progress(start + count)
         check_stop()
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    num_correct, num_tokens, num_truncated = (
-        ranks.concatenate(torch.cat([none, *(x.long() for x in parts)])) for parts in (correct, lengths, truncated)
+    num_correct, num_tokens, num_truncated, num_failed = (
+        ranks.concatenate(torch.cat([none, *(x.long() for x in parts)])) for parts in (correct, lengths, truncated, failed)
     )
     return Evaluation(
         pass_at_k={k: float(pass_at_k(num_samples, num_correct, k).mean()) for k in (ks or powers_of_two(num_samples))},
         response_length_mean=float(num_tokens.double().mean()),
         truncated=float(num_truncated.double().mean()),
         num_tokens=int(num_tokens.sum()),
+        reward_errors=float(num_failed.double().mean()),
     )

@@ -192,7 +192,8 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
-        self._shares_weights = _local(self.model.lm_head.weight) is not self.model.lm_head.weight
+        # Whether each rank holds only its part of every weight (FSDP2).
+        self.shares_weights = _local(self.model.lm_head.weight) is not self.model.lm_head.weight
         self._merge_cost = merge_cost(self.model.config, _local(self.model.lm_head.weight).device)
 
     def update(
@@ -245,7 +246,7 @@ class Learner:
             num_tokens=int(num_tokens),
             num_targets=int(num_targets),
             **{name: float(total) for name, total in zip(TOKEN_METRICS, totals, strict=True)},
-            moment_variance=max(0.0, float(self.ranks.sum(variance) if self._shares_weights else variance)),
+            moment_variance=max(0.0, float(self.ranks.sum(variance) if self.shares_weights else variance)),
         )
 
     def _packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:
@@ -301,7 +302,7 @@ class Learner:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
         logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
         for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
-            if is_own or self._shares_weights:
+            if is_own or self.shares_weights:
                 values = self._batch_logprobs(model, batch)
             if is_own:
                 logprobs[batch.target_index] = values

@@ -11,16 +11,17 @@ from maxrl_fast.records import Rollouts
 def step_metrics(
     step: int,
     rewards: Tensor,
+    valid: Tensor | None,
     rollouts: Rollouts,
     advantages: Tensor,
     updates: Sequence[UpdateMetrics],
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Means over all rollouts of the step, from rewards and advantages [G, N]; of the loss, and of the gradient's norm and
-    moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
+    """Means over all rollouts of the step, from rewards, which of them are known, and advantages [G, N]; of the loss, and of
+    the gradient's norm and moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
     solved = rewards > 0.5
-
+    known = rewards if valid is None else rewards[valid]
     num_targets = sum(update.num_targets for update in updates)
 
     def over_updates(name: str) -> float:
@@ -31,8 +32,8 @@ def step_metrics(
 
     return {
         "step": step,
-        "reward_mean": float(rewards.mean()),
-        "pass_at_1": float(solved.float().mean()),
+        "reward_mean": float(known.mean()),
+        "pass_at_1": float((known > 0.5).float().mean()),
         "frac_prompts_solved": float(solved.any(1).float().mean()),
         "frac_groups_dead": float((advantages == 0).all(1).float().mean()),
         # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.

@@ -47,6 +47,17 @@ class TaskOptions:
     """Cells along one side of a maze, odd, 5 to 31."""
     maze_strict: bool = False
     """A rollout must end on the goal; otherwise what comes after the goal is ignored."""
+    reward: Annotated[str | None, _unset("FILE:FUNCTION", "the task's own")] = None
+    """Python function(prompt, response, **columns) -> float that scores responses, as rewards.py:length or package.module:f;
+    it runs in processes of its own."""
+    reward_workers: int = 2
+    """Processes that run it."""
+    reward_seconds: float = 5.0
+    """Longest time of one call; then it is killed and counts as failed."""
+    reward_memory_gb: float = 2.0
+    """Most memory of one process, in 1e9 bytes."""
+    max_reward_error_rate: float = 0.1
+    """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,9 @@ class RolloutOptions:
     """Sample from the fewest likeliest tokens that have this much of the probability."""
     min_p: float = 0.0
     """Sample from tokens with at least this fraction of the likeliest one's probability."""
+    decoder: Literal["auto", "cpp", "torch"] = "auto"
+    """What the native engine decodes with on a CPU: cpp in float32, torch in the run's dtype, or auto: cpp, but with bfloat16
+    the one measured to be faster."""
     kv_cache_gb: Annotated[float | None, _unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """Most memory for keys and values while sampling, in 1e9 bytes; samples that do not fit wait for others to end."""
     importance_cap: Annotated[float | None, _unset("FLOAT", "2 with vllm, top_k, top_p or min_p, else off")] = None
@@ -183,6 +197,10 @@ class RunOptions:
 
     out: Annotated[Path | None, _unset("DIR", "runs/<objective>-<time>")] = None
     """Folder of results, new or empty."""
+    resume: Annotated[Path | None, _unset("DIR", "none")] = None
+    """Go on with the run in this folder from its newest whole checkpoint, with its own options unless others are given."""
+    allow_changes: bool = False
+    """Resume even with options that change what is computed."""
     config: Annotated[Path | None, _unset("FILE", "none")] = None
     """TOML file of options, its keys these flags' names (maze_size = 11); a flag overrides the file."""
     seed: int = 0
@@ -198,8 +216,12 @@ class RunOptions:
     training state would take more than half of a GPU's memory."""
     threads: Annotated[int | None, _unset("INT", "those this process may use")] = None
     """CPU threads."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only after the warm start and at the end."""
+    save_every: int = 50
+    """Steps between checkpoints, from which --resume goes on; 0: only after the warm start, at the end, and when stopped."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
+    stall_limit: float = 1800.0
+    """Seconds that a stage of a step may take without progress before the run writes the stacks of its processes and ends."""
     dry_run: bool = False
     """Print the resolved configuration with estimates of memory and work, and stop."""
 

@@ -14,7 +14,7 @@ from maxrl_fast.batching import gather_sequences
 from maxrl_fast.learner import Learner
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.options import Config
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, cumulative
 
 
 @dataclass
@@ -25,6 +25,7 @@ class _Step:
     prompts: Prompts
     rollouts: Rollouts
     labels: Tensor  # [S]
+    valid: Tensor  # [S] bool, which of them are known
     ref_logprobs: Tensor | None  # [T]; None where the policy is its own reference all along
     metrics: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
 
@@ -69,20 +70,30 @@ class Pacs:
         return self.is_paper
 
     def begin(
-        self, learner: Learner, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_correct: Tensor | None
+        self,
+        learner: Learner,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        rewards: Tensor,
+        valid: Tensor | None,
+        greedy_correct: Tensor | None,
     ) -> None:
-        """Take a step's rollouts and their rewards [G, N], 0 or 1, before its first update."""
+        """Take a step's rollouts and their rewards [G, N], 0 or 1, and which of them have one, before its first update."""
         everything = torch.arange(rewards.numel(), device=rewards.device)
         reference = learner.reference if self.is_paper else learner.model if self.updates_per_step > 1 else None
         # The learner's own numbers, not the rollout engine's: their rounding would add up over a response.
         ref_logprobs = None if reference is None else learner.logprobs(reference, prompts, rollouts, everything)
-        self._step = _Step(learner, prompts, rollouts, rewards.flatten(), ref_logprobs)
+        valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+        self._step = _Step(learner, prompts, rollouts, rewards.flatten(), valid.flatten(), ref_logprobs)
         self.values = torch.zeros_like(rewards)
 
     def for_update(self, sequences: Tensor) -> Tensor:
         """Advantages [S] for an update on these rollouts, whole groups, ascending; 0 for those not met yet."""
         step = self._step
         assert step is not None
+        known = step.valid[sequences]
+        group_sizes = known.view(-1, self.values.shape[1]).sum(1)
+        sequences = sequences[known]
         if step.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=sequences.device)
         else:
@@ -93,14 +104,14 @@ class Pacs:
         loss, metrics = pacs_loss(
             proxies,
             step.labels[sequences],
-            self.values.shape[1],
+            cumulative(group_sizes),
             score=self.score,
             weight=self.class_weight,
             denominator=1.0,  # the learner divides by B
         )
         (slope,) = torch.autograd.grad(loss, proxies)
         cross_entropy = metrics.pop("cross_entropy")
-        metrics["loss"] = loss.detach() / len(sequences)
+        metrics["loss"] = loss.detach() / max(len(sequences), 1)
         # The actor's is the log-likelihood without class weights: with them it would push rare correct rollouts down by more
         # than the critic's term pushes them up.
         actor = -cross_entropy if self.is_paper else 0.0

@@ -6,6 +6,7 @@ are dealt out for sampling, groups for training, and gradients are summed by DDP
 
 import contextlib
 import datetime
+import faulthandler
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ START_LIMIT = 300.0  # the same before its first sign of life
 PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
 LATECOMER = 15.0  # seconds in which the first rank, should it have started later, finds the same mistake and says it
 BEAT = 1.0  # seconds between signs of life
+STUCK = "the run is stuck"  # what a message begins with upon which all ranks write their stacks
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,26 @@ class Ranks:
             dist.broadcast(x, 0)
         return x
 
+    def text_from_first(self, text: str) -> str:
+        """The first rank's text, on every rank."""
+        if self.size == 1:
+            return text
+        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        length = self.from_first(torch.tensor(len(encoded)))
+        encoded = encoded if self.is_first else torch.empty(int(length), dtype=torch.uint8)
+        return bytes(self.from_first(encoded).tolist()).decode().strip()
+
+    def texts(self, text: str) -> list[str]:
+        """The lines of all ranks' texts that are not empty."""
+        encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+        lines = bytes(self.concatenate(encoded).tolist()).decode().split("\n")
+        return [line for line in lines if line]
+
+    def wait_for_all(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
     def concatenate(self, x: Tensor) -> Tensor:
         """The rows [n, ...] of all ranks in the order of the ranks; n may differ."""
         if self.size == 1:
@@ -96,10 +118,13 @@ class Ranks:
         )
 
     @contextlib.contextmanager
-    def connected(self, device: torch.device) -> Iterator[None]:
-        """Collectives work inside. A rank that fails ends the others, with its message, within a minute."""
+    def connected(self, device: torch.device) -> Iterator["Watch | None"]:
+        """Collectives work inside. A rank that fails ends the others, with its message, within a minute.
+
+        Gives what tells the other ranks of a failure; None with one process.
+        """
         if self.size == 1:
-            yield
+            yield None
             return
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
         store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through it at their first use
@@ -115,7 +140,7 @@ class Ranks:
                 world_size=self.size,
                 timeout=COLLECTIVE_LIMIT,
             )
-            yield
+            yield watch
             dist.barrier()
         except InputError as error:
             watch.say_failed(str(error))
@@ -153,6 +178,12 @@ def said_by_first(ranks: Ranks) -> Iterator[None]:
             raise
 
 
+def dump_stacks(who: str) -> None:
+    """Where every thread of this process is, on standard error, whatever the threads are in."""
+    os.write(2, f"\nstacks of {who} (process {os.getpid()}):\n".encode())
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+
+
 class Watch(threading.Thread):
     """Says to the other ranks that this one lives, and ends this process once another has failed or fallen silent.
 
@@ -176,6 +207,8 @@ class Watch(threading.Thread):
                 message = f"the store that connects the ranks does not answer: {error}"
             if message and not self._stopped.wait(PATIENCE):
                 print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
+                if STUCK in message:
+                    dump_stacks(f"rank {self._ranks.rank}")
                 os._exit(1)  # the main thread may be waiting inside a collective, where no exception reaches it
 
     def _failure(self) -> str | None:

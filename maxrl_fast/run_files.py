@@ -1,78 +1,106 @@
-"""The files of a run: config.json, metrics.jsonl, eval.jsonl, TensorBoard events, curves.png, checkpoints."""
+"""The files of a run: config.json, the logs metrics.jsonl, eval.jsonl and warnings.jsonl, TensorBoard events, curves.png."""
 
 import json
 import os
+import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from maxrl_fast.checkpoints import Saved
 from maxrl_fast.curves import draw_curves
-from maxrl_fast.errors import InputError
+from maxrl_fast.durable import write_json
+from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.hardware import versions
-from maxrl_fast.model.checkpoint import save_checkpoint
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.options import Config
-from maxrl_fast.tasks import Task
+
+LOGS = ("metrics", "eval", "warnings")
 
 
 class RunFiles:
-    """Writes the files of one run into a folder that it makes; each JSON line is on disk once it is written."""
+    """Writes the files of one run into its folder; each JSON line is on disk once it is written.
 
-    def __init__(self, config: Config, is_writer: bool = True):
-        """Only one rank is the writer; on the others nothing is written."""
+    Args:
+        config: resolved.
+        is_writer: only one rank is; on the others nothing is written.
+        saved: what a resumed run goes on from; None: it begins. The logs are cut to what they were then.
+
+    Raises:
+        InputError: where the folder cannot be written to.
+    """
+
+    def __init__(self, config: Config, is_writer: bool = True, saved: Saved | None = None):
         assert config.run.out is not None
         self.out, self._is_writer = config.run.out, is_writer
-        self._history: dict[str, list[dict[str, Any]]] = {"metrics": [], "eval": []}
-        self.checkpoint: Path | None = None  # the last one
+        self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in LOGS}
         if not is_writer:
             return
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            # Exclusively: of two runs started at once in one folder the second stops here.
-            with open(self.out / "config.json", "x") as file:
-                json.dump({**config.flat(), "versions": versions(), "command": sys.argv}, file, indent=2)
+            if not config.run.resume and (self.out / "config.json").exists():  # two were started at once, and one has ended
+                raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+            write_json(self.out / "config.json", {**config.flat(), "versions": versions(), "command": sys.argv})
+            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
+                shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+            self._logs = {log: self._open(log, saved.logs.get(log, 0) if saved else 0) for log in LOGS}
+            next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
+            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if config.run.resume else None)
         except OSError as error:
             raise InputError(f"cannot write to --out {self.out}: {error}") from error
-        self._streams = {name: open(self.out / f"{name}.jsonl", "a", buffering=1) for name in ("metrics", "eval")}  # noqa: SIM115
-        self._board = SummaryWriter(str(self.out / "tensorboard"))
 
-    def write(self, stream: str, record: dict[str, Any]) -> None:
-        """Append to metrics.jsonl or eval.jsonl, and to the TensorBoard events."""
+    def _open(self, log: str, size: int) -> Any:
+        """A log of `size` bytes to append to; what it holds is in `history`."""
+        path = self.out / f"{log}.jsonl"
+        if path.exists() and path.stat().st_size < size:
+            raise InputError(f"{path} must have the {size:,} bytes that it had at the checkpoint, got {path.stat().st_size:,}")
+        file = open(path, "a+", buffering=1)  # noqa: SIM115
+        file.truncate(size if os.fstat(file.fileno()).st_size else 0)  # a log that was moved away begins anew
+        file.seek(0)
+        try:
+            self.history[log] = [json.loads(line) for line in file]
+        except ValueError as error:
+            raise InputError(
+                f"{path} is not what the run wrote: {error}; move it away, and the run goes on without it"
+            ) from error
+        return file
+
+    def write(self, log: str, record: dict[str, Any]) -> None:
+        """Append to a log, and to the TensorBoard events.
+
+        Raises:
+            StorageError: where the disk does not take it.
+        """
         if not self._is_writer:
             return
-        self._streams[stream].write(json.dumps(record) + "\n")
-        self._history[stream].append(record)
+        try:
+            self._logs[log].write(json.dumps(record) + "\n")
+            self.history[log].append(record)
+            if log != "warnings":
+                self._draw(log, record)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
+
+    def _draw(self, log: str, record: dict[str, Any]) -> None:
         for name, value in record.items():
             if isinstance(value, dict):  # pass_at_k
                 for k, number in value.items():
-                    self._board.add_scalar(f"{stream}/{name.removesuffix('_k')}_{k}", number, record["step"])
+                    self._board.add_scalar(f"{log}/{name.removesuffix('_k')}_{k}", number, record["step"])
             else:
-                self._board.add_scalar(f"{stream}/{name}", value, record["step"])
+                self._board.add_scalar(f"{log}/{name}", value, record["step"])
 
-    def save(self, step: int, model: Decoder, task: Task) -> Path:
-        """checkpoints/step-NNNNNN, a Hugging Face directory, and `checkpoint`, a link to the newest."""
-        directory = self.out / "checkpoints" / f"step-{step:06d}"
-        if directory == self.checkpoint:
-            return directory
-        if not self._is_writer:
-            for _ in model.weights():  # gathered from all ranks together
-                pass
-            self.checkpoint = directory
-            return directory
-        save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
-        link = self.out / ".checkpoint-link"
-        link.unlink(missing_ok=True)
-        link.symlink_to(directory.relative_to(self.out))
-        os.replace(link, self.out / "checkpoint")
-        self.checkpoint = directory
-        return directory
+    def log_sizes(self) -> dict[str, int]:
+        """Bytes of every log, all of them on the disk."""
+        self._board.flush()
+        for file in self._logs.values():
+            os.fsync(file.fileno())
+        return {log: os.fstat(file.fileno()).st_size for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
         """Where to find what."""
+        newest, best = self.out / "latest", self.out / "best"
         return {
-            "checkpoint": str(self.checkpoint) if self.checkpoint else "none was written",
+            "checkpoint": str(self.out / os.readlink(newest)) if newest.exists() else "none was written",
+            **({"best": str(self.out / os.readlink(best))} if best.exists() else {}),
             "curves": str(self.out / "curves.png"),
             "metrics": str(self.out / "metrics.jsonl"),
             "evaluations": str(self.out / "eval.jsonl"),
@@ -80,10 +108,13 @@ class RunFiles:
         }
 
     def close(self) -> None:
-        """Draw curves.png and close the files."""
+        """Draw the curves and finish the files."""
         if not self._is_writer:
             return
-        self._board.close()
-        for stream in self._streams.values():
-            stream.close()
-        draw_curves(self._history["metrics"], self._history["eval"], self.out / "curves.png")
+        try:
+            draw_curves(self.history["metrics"], self.history["eval"], self.out / "curves.png")
+            self._board.close()
+            for file in self._logs.values():
+                file.close()
+        except OSError as error:
+            raise StorageError(f"cannot write {self.out / 'curves.png'} or TensorBoard's events: {error}") from error

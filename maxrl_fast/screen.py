@@ -13,12 +13,12 @@ from maxrl_fast.evaluate import Evaluation
 
 
 class Stage:
-    """Progress of one stage, with the time left."""
+    """Progress of one stage, with the time left, `done` of whose `total` were done before."""
 
-    def __init__(self, console: Console, name: str, total: int, lines: int):
+    def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
         self._every = max(1, total // lines)
-        self._start = time.monotonic()
+        self._start, self._before = time.monotonic(), done
         self._bar = Progress(
             TextColumn(f"{name:<10}"),
             BarColumn(bar_width=24),
@@ -29,14 +29,14 @@ class Stage:
             TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
-        self._task = self._bar.add_task(name, total=total, note="")
+        self._task = self._bar.add_task(name, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
         """`done` of the total are done; the note stands behind the bar."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
-            left = (time.monotonic() - self._start) / done * (self._total - done)
+            left = (time.monotonic() - self._start) / max(done - self._before, 1) * (self._total - done)
             line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -59,14 +59,19 @@ class Screen:
         """One plain line."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def stage(self, name: str, total: int, lines: int | None = None) -> AbstractContextManager[Stage]:
+    def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
         """A context manager that gives a Stage; off a terminal it prints about `lines` lines, by default one a step."""
-        return Stage(self.console, name, total, lines or max(total, 1)).running()
+        return Stage(self.console, name, total, lines or max(total, 1), done).running()
 
     def complain(self, sentence: str) -> None:
         """One line on standard error."""
         if not self._is_quiet:
             print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+    def warn(self, sentence: str) -> None:
+        """One line on standard error, where nothing has ended."""
+        if not self._is_quiet:
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
     def closing_tables(
         self,

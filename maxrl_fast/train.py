@@ -4,6 +4,7 @@ task --prompts--> rollout engine --tokens, logprobs--> reward --[G, N]--> advant
      --> model (each prompt once) --> loss --> optimizer --> weights back to the rollout engine
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -11,22 +12,28 @@ from collections.abc import Sequence
 import torch
 
 from maxrl_fast.advantages import advantages_of
+from maxrl_fast.checkpoints import Checkpoints, Saved, check_same, find_saved
 from maxrl_fast.config import check, parse, resolve
-from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
-from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.durable import locked
+from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.estimates import describe_run, estimate
-from maxrl_fast.evaluate import Evaluation, evaluate
+from maxrl_fast.evaluate import evaluate
 from maxrl_fast.hardware import resolve_device
+from maxrl_fast.health import Health
 from maxrl_fast.learner import Learner, LossSettings, frozen_copy, learning_rate
 from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
-from maxrl_fast.parallel import LATECOMER, Ranks, distribute, is_sharded, said_by_first
+from maxrl_fast.parallel import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
+from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite
 from maxrl_fast.rollout.engines import build_engine
+from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
 from maxrl_fast.screen import Screen
+from maxrl_fast.state import Progress
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task
 from maxrl_fast.warm_start import warm_start
@@ -35,14 +42,17 @@ from maxrl_fast.warm_start import warm_start
 def train(
     config: Config,
     task: Task,
+    scorer: Scorer,
     model: Decoder,
     engine: Engine,
     files: RunFiles,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    clock: Stopwatch,
     screen: Screen,
-    stop: StopSignal,
     ranks: Ranks,
-) -> int:
-    """Warm start, evaluation, reinforcement learning, evaluation. Returns the exit code."""
+) -> None:
+    """Warm start, evaluation, reinforcement learning, evaluation: what of it `progress` says is still to be done."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     advantages = advantages_of(config)
@@ -50,101 +60,123 @@ def train(
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
     first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
-    clock = Stopwatch()
-    evaluations: dict[int, Evaluation] = {}
-    step = num_sampled = num_trained = code = 0
+    health = Health()
+    for record in files.history["metrics"]:
+        health.observe(record)
 
-    def evaluate_now() -> None:
+    if progress.phase == "warm start":
+        with clock("warm start"):
+            next_prompt = warm_start(
+                config,
+                task,
+                model,
+                screen,
+                ranks,
+                module,
+                progress=progress,
+                restore=checkpoints.restore,
+                safe_point=lambda learner: checkpoints.safe_point(progress, learner),
+            )
+        progress.begin_training(next_prompt)
+    learner = Learner.of(config, model, LossSettings.of(config), ranks=ranks, module=module, reference=reference)
+    checkpoints.restore(learner)
+    engine.load_weights(model)
+    if progress.step == 0:
+        checkpoints.save(progress, learner)
+
+    def evaluate_if_due() -> None:
+        step, every = progress.step, config.evaluation.eval_every
+        is_due = step in (0, config.optimizer.steps) or (every and step % every == 0)
+        if not is_due or step in progress.evaluations:
+            return
         with clock("evaluation"), screen.stage("evaluate", config.evaluation.eval_prompts, lines=1) as stage:
-            evaluations[step] = evaluate(
+
+            def after_chunk(done: int) -> None:
+                stage.advance(done)
+                clock.beat()
+                checkpoints.stop_point(progress, learner)
+
+            evaluation = evaluate(
                 engine,
                 task,
+                scorer,
                 config.evaluation.eval_prompts,
                 config.evaluation.eval_samples,
                 sampling,
                 seed=seed,
                 device=device,
-                progress=stage.advance,
-                check_stop=stop.check,
+                progress=after_chunk,
                 ranks=ranks,
             )
-        files.write("eval", {"step": step, **vars(evaluations[step])})
-        screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluations[step].pass_at_k.items()))
+        progress.evaluations[step] = evaluation
+        if complaint := scorer.failures(ranks, f"evaluation at step {step}")[1]:
+            screen.warn(complaint)
+        files.write("eval", {"step": step, **vars(evaluation)})
+        screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
+        checkpoints.mark_best(progress, learner)
 
-    try:
-        with clock("warm start"):
-            next_prompt = warm_start(config, task, model, screen, stop, ranks, module)
-        engine.load_weights(model)
-        files.save(step, model, task)
-        evaluate_now()
+    with checkpoints.kept(progress, learner):
+        evaluate_if_due()
+    with (
+        screen.stage("train", config.optimizer.steps, done=progress.step) as stage,
+        checkpoints.kept(progress, learner),
+    ):
+        for step in range(progress.step + 1, config.optimizer.steps + 1):
+            with clock("rollout") as rollout_time:
+                prompts = task.prompts("train", progress.next_prompt, num_prompts).to(device)
+                part = prompts.take(first, own)
+                sampled = engine.generate(part, num_rollouts, sampling, seed=seed, step=step)
+                rollouts = ranks.concatenate_rollouts(sampled)
+                check_finite(rollouts, prompts, step)
+            with clock("reward"):
+                rewards = ranks.concatenate(scorer.score(part, sampled)).view(num_prompts, num_rollouts)  # [G, N]
+            corrections: dict[str, float] = {}
+            if config.rollout.importance_cap:
+                with clock("log-probs"):
+                    rollouts, corrections = learner.corrected(prompts, rollouts, config.rollout.importance_cap)
+            greedy_correct = None
+            if advantages.needs_greedy:
+                with clock("rollout"):
+                    greedy = engine.generate(part, 1, sampling.greedy, seed=seed, step=step)
+                greedy_correct = ranks.concatenate(scorer.score(part, greedy)) > 0.5  # [G]
+            errors, complaint = scorer.failures(ranks, f"step {step}")
+            valid = None if not complaint else ~rewards.isnan()
+            rewards = rewards.nan_to_num()
+            with clock("advantage") as begin_time:
+                advantages.begin(learner, prompts, rollouts, rewards, valid, greedy_correct)
+            engine.sleep()
+            lr = learning_rate(step, config.optimizer)
+            updates, laps = [], [begin_time]
+            for sequences in torch.arange(rewards.numel(), device=device).chunk(config.optimizer.updates_per_step):
+                with clock("advantage") as advantage_time:
+                    current = advantages.for_update(sequences)  # [S]
+                with clock("update") as update_time:
+                    updates.append(learner.update(prompts, rollouts, current, sequences, when=f"step {step}", lr=lr))
+                laps += [advantage_time, update_time]
+            extra = advantages.end(step)
+            with clock("weights to rollout"):
+                engine.load_weights(model)
 
-        learner = Learner.of(config, model, LossSettings.of(config), ranks=ranks, module=module, reference=reference)
-        with screen.stage("train", config.optimizer.steps) as stage:
-            for step in range(1, config.optimizer.steps + 1):
-                with clock("rollout") as rollout_time:
-                    prompts = task.prompts("train", next_prompt, num_prompts).to(device)
-                    part = prompts.take(first, own)
-                    sampled = engine.generate(part, num_rollouts, sampling, seed=seed, step=step)
-                    rollouts = ranks.concatenate_rollouts(sampled)
-                    check_finite(rollouts, prompts, step)
-                    next_prompt += num_prompts
-                with clock("reward"):
-                    rewards = ranks.concatenate(task.score(part, sampled)).view(num_prompts, num_rollouts)  # [G, N]
-                corrections: dict[str, float] = {}
-                if config.rollout.importance_cap:
-                    with clock("log-probs"):
-                        rollouts, corrections = learner.corrected(prompts, rollouts, config.rollout.importance_cap)
-                greedy_correct = None
-                if advantages.needs_greedy:
-                    with clock("rollout"):
-                        greedy = engine.generate(part, 1, sampling.greedy, seed=seed, step=step)
-                    greedy_correct = ranks.concatenate(task.score(part, greedy)) > 0.5  # [G]
-                with clock("advantage") as begin_time:
-                    advantages.begin(learner, prompts, rollouts, rewards, greedy_correct)
-                engine.sleep()
-                lr = learning_rate(step, config.optimizer)
-                updates, laps = [], [begin_time]
-                for sequences in torch.arange(rewards.numel(), device=device).chunk(config.optimizer.updates_per_step):
-                    with clock("advantage") as advantage_time:
-                        current = advantages.for_update(sequences)  # [S]
-                    with clock("update") as update_time:
-                        updates.append(learner.update(prompts, rollouts, current, sequences, when=f"step {step}", lr=lr))
-                    laps += [advantage_time, update_time]
-                extra = advantages.end(step)
-                with clock("weights to rollout"):
-                    engine.load_weights(model)
-
-                seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": sum(lap.seconds for lap in laps)}
-                record = step_metrics(step, rewards, rollouts, advantages.values, updates, lr, seconds)
-                record |= corrections | extra
-                files.write("metrics", record)
-                stage.advance(step, summary(record))
-                num_sampled += len(rollouts.tokens)
-                num_trained += sum(update.num_tokens for update in updates)
-                if config.run.save_every and step % config.run.save_every == 0:
-                    files.save(step, model, task)
-                if config.evaluation.eval_every and step % config.evaluation.eval_every == 0:
-                    evaluate_now()
-                stop.check()
-        files.save(step, model, task)
-        if step not in evaluations:
-            evaluate_now()
-    except Interrupted:
-        screen.say(f"stopped by Ctrl-C at step {step}; the policy is in {files.save(step, model, task)}")
-        code = 130
-    except NonFiniteError as error:
-        kept = f"the last good checkpoint is {files.checkpoint}" if files.checkpoint else "no checkpoint was written yet"
-        screen.complain(f"{error}; {kept}. A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding.")
-        code = 1
-    stop.release()
-    files.close()
-    tokens = {"rollout": num_sampled, "update": num_trained}
-    screen.closing_tables(list(evaluations.values()), clock.seconds, tokens, files.listing())
-    return code
+            seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": sum(lap.seconds for lap in laps)}
+            record = step_metrics(step, rewards, valid, rollouts, advantages.values, updates, lr, seconds)
+            record |= corrections | extra | {f"reward_{kind}": count for kind, count in errors.items()}
+            files.write("metrics", record)
+            stage.advance(step, summary(record))
+            if complaint:
+                screen.warn(complaint)
+            for sign in health.observe(record):
+                files.write("warnings", {"step": step, **vars(sign)})
+                screen.warn(f"step {step}: {sign.message}")
+            progress.step, progress.next_prompt = step, progress.next_prompt + num_prompts
+            progress.tokens["rollout"] += len(rollouts.tokens)
+            progress.tokens["update"] += sum(update.num_tokens for update in updates)
+            checkpoints.safe_point(progress, learner)
+            evaluate_if_due()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, 1 on non-finite values, 2 on bad input, 130 on Ctrl-C."""
+    """The command line. Returns 0; 1 on non-finite values, failing rewards or a full disk; 2 on bad input; 130 on Ctrl-C and
+    143 on SIGTERM."""
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
     try:
@@ -152,10 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = parse(sys.argv[1:] if arguments is None else arguments)
         check(config)
         device = resolve_device(config.run.device)
-        with ranks.connected(device):
-            return run(config, ranks, screen, device)
+        with ranks.connected(device) as watch:
+            return run(config, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
+    except StorageError:  # which `run` has said
+        return 1
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
         time.sleep(0 if ranks.is_first else LATECOMER)
@@ -163,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> int:
+def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device, watch: Watch | None) -> int:
     """Build what a checked configuration asks for, and train.
 
     Raises:
@@ -171,23 +205,76 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device) -> i
     """
     task = build_task(config.task, config.run.seed)
     config = resolve(config, task, ranks)
+    out = config.run.out
+    assert out is not None
     torch.set_num_threads(config.run.threads or 1)
-    model = build_policy(config, task)
-    config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
-    if config.run.dry_run:
-        screen.say(estimate(config, task, model))
-        return 0
-    engine = build_engine(config, model.to(device), task)
-    files = RunFiles(config, is_writer=ranks.is_first)
-    for line in describe_run(config, model, ranks):
-        screen.say(line)
-    screen.say(f"rollout engine: {engine.describe()}")
+    with contextlib.ExitStack() as held:
+        saved = None
+        if config.run.resume:
+            held.enter_context(locked(out, ranks.is_first))
+            saved = find_saved(out, ranks, screen.warn)
+        model = build_policy(config, task, saved.decoder if saved else None)
+        config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
+        if saved:
+            check_same(saved, config, ranks, screen.warn)
+        if config.run.dry_run:
+            screen.say(estimate(config, task, model))
+            return 0
+        engine = build_engine(config, model.to(device), task)
+        if isinstance(engine, NativeEngine) and device.type == "cpu":
+            config = config.replace(decoder="cpp" if engine.in_cpp else "torch")
+        scorer = held.enter_context(contextlib.closing(Scorer.of(config.task, task)))
+        if not config.run.resume:
+            held.enter_context(locked(out, ranks.is_first))
+        files = RunFiles(config, ranks.is_first, saved)
+        for line in describe_run(config, model, ranks, saved.directory if saved else None):
+            screen.say(line)
+        screen.say(f"rollout engine: {engine.describe()}")
+        return supervise(config, task, scorer, model, engine, files, saved, screen, ranks, watch)
+
+
+def supervise(
+    config: Config,
+    task: Task,
+    scorer: Scorer,
+    model: Decoder,
+    engine: Engine,
+    files: RunFiles,
+    saved: Saved | None,
+    screen: Screen,
+    ranks: Ranks,
+    watch: Watch | None,
+) -> int:
+    """Train under the watchdog; signals, and what goes wrong, become a sentence and an exit code."""
+    progress, code = saved.progress if saved else Progress(), 0
+    clock = Stopwatch(progress.seconds)
+    tell = watch.say_failed if watch else lambda message: None
+    with (
+        StopSignal(ranks, torch.device(config.run.device)) as stop,
+        Watchdog(clock, config.run.stall_limit, ranks, tell, scorer.dump_stacks),
+    ):
+        checkpoints = Checkpoints(config, task, ranks, stop, clock, saved, files.log_sizes)
+        try:
+            train(config, task, scorer, model, engine, files, checkpoints, progress, clock, screen, ranks)
+        except Interrupted as error:
+            screen.say(f"stopped by {error} after {progress}, kept in {checkpoints.newest}; --resume {files.out} goes on")
+            code = 128 + error.signal
+        except (NonFiniteError, RewardError, StorageError) as error:
+            kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
+            screen.complain(f"{error}; {kept}. {error.advice}")
+            if isinstance(error, StorageError) and watch:  # this rank's alone: the others are told, and end
+                raise
+            code = 1
+        except KeyboardInterrupt:
+            screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
+            raise
     try:
-        with StopSignal(ranks, device) as stop:
-            return train(config, task, model, engine, files, screen, stop, ranks)
-    except KeyboardInterrupt:
-        screen.complain(f"stopped at once; the last checkpoint is {files.checkpoint or 'not written yet'}")
-        raise
+        files.close()
+    except StorageError as error:
+        screen.complain(f"{error}. {error.advice}")
+        code = 1
+    screen.closing_tables(list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing())
+    return code
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 
 def values(estimator, greedy_correct=None, **options):
     advantages = GroupAdvantages(estimator, options)
-    advantages.begin(None, None, ROLLOUTS, REWARDS, greedy_correct)
+    advantages.begin(None, None, ROLLOUTS, REWARDS, None, greedy_correct)
     everything = torch.arange(4)
     assert torch.equal(advantages.for_update(everything), advantages.values.flatten())
     assert advantages.end(1) == {}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from maxrl_fast.evaluate import evaluate, pass_at_k, powers_of_two
+from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
@@ -52,7 +53,15 @@ class Oracle:
 def test_evaluation_counts_what_is_solved():
     task, done = MazeTask(7), []
     result = evaluate(
-        Oracle(task, 3), task, 40, 8, Sampling(1.0, 20, task.stop_ids), seed=0, device=torch.device("cpu"), progress=done.append
+        Oracle(task, 3),
+        task,
+        Scorer(task, None),
+        40,
+        8,
+        Sampling(1.0, 20, task.stop_ids),
+        seed=0,
+        device=torch.device("cpu"),
+        progress=done.append,
     )
     for k in (1, 2, 4, 8):
         assert result.pass_at_k[k] == pytest.approx(float(brute_force.pass_at_k(8, 3, k)))

@@ -65,7 +65,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
     pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
     with torch.no_grad():
         ref_logprobs = logprobs(reference or model, rollouts)
-    pacs.begin(learner, PROMPTS, rollouts, LABELS, None)
+    pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
     for sequences in torch.arange(3 * N).chunk(3):
         before = copy.deepcopy(model)
         expected = whole_gradient(before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper)
@@ -85,7 +85,7 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     rollouts = sampled(model)
     monkeypatch.setattr(Learner, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
     pacs = make_pacs()
-    pacs.begin(make_learner(model), PROMPTS, rollouts, LABELS, None)
+    pacs.begin(make_learner(model), PROMPTS, rollouts, LABELS, None, None)
     everything = torch.arange(3 * N)
     advantages = pacs.for_update(everything)
     expected = whole_gradient(model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False)
@@ -93,6 +93,31 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     learner.update(PROMPTS, rollouts, advantages, everything, when="step 1", lr=0.0)
     assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
     assert (advantages[N : 2 * N] == 0).all()
+
+
+def test_rollouts_without_a_reward_are_in_nobodys_baseline():
+    """Against the loss of the smaller groups, written out."""
+    model = tiny_decoder()
+    valid = torch.ones(3, N, dtype=torch.bool)
+    valid[0, 1] = valid[2, 0] = valid[2, 3] = False
+    pacs = make_pacs()
+    pacs.begin(make_learner(model), PROMPTS, sampled(model), LABELS * valid, valid, None)
+    advantages = pacs.for_update(torch.arange(3 * N)).view(3, N)
+    pacs.end(1)
+    for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
+        outcome = labels[known]
+        proxies = torch.zeros(len(outcome), requires_grad=True)
+        others = (proxies.sum() - proxies) / (len(outcome) - 1)
+        correct, size = outcome.sum(), len(outcome)
+        is_mixed = 0 < correct < size
+        weights = (
+            torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct))) if is_mixed else torch.ones(size)
+        )
+        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(proxies - others, outcome, reduction="none")
+        (slope,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
+        torch.testing.assert_close(actual[known], -0.7 * slope)
+        assert (actual[~known] == 0).all()
+    assert float(advantages.abs().max()) > 0.1
 
 
 def test_the_reference_is_reset_and_the_optimizer_starts_anew():
@@ -103,7 +128,7 @@ def test_the_reference_is_reset_and_the_optimizer_starts_anew():
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
     for step in (1, 2, 3):
-        pacs.begin(learner, PROMPTS, rollouts, LABELS, None)
+        pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
         learner.update(PROMPTS, rollouts, pacs.for_update(everything), everything, when="step", lr=1e-2)
         pacs.end(step)
         is_reset = step == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from maxrl_fast.parallel import Ranks, is_sharded
 from tests.models import tiny_decoder
@@ -113,6 +114,28 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
         assert result == expected
 
 
+def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path):
+    """Saved in parts by two ranks, whole by one, in parts by four: each goes on with what the others wrote."""
+    out, flags = tmp_path / "run", ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01"]
+    run_job(tmp_path / "alone", 1, *flags)
+    run_job(out, 2, *flags, "--sharding", "full", "--steps", "2")
+    assert len(list((out / "latest" / "state").glob("shard-*"))) == 2
+    for num_ranks, steps, more in ((1, 4, []), (4, 6, ["--sharding", "full"]), (2, 10, ["--sharding", "none"])):
+        arguments = ["-m", "maxrl_fast.train", "--resume", str(out), "--steps", str(steps), *more]
+        process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = finished(process, 300)
+        assert process.returncode == 0, output
+        assert "not to the last bit" in output
+    for expected, result in zip(read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True):
+        for key in expected.keys() - TIMES:
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (expected["step"], key)
+    names = ("model.safetensors", "state/state-00001-of-00001.safetensors")
+    for expected, result in ((load_file(run / "latest" / name) for run in (tmp_path / "alone", out)) for name in names):
+        assert expected.keys() == result.keys()
+        for key, tensor in expected.items():
+            assert relative(result[key], tensor) < 2e-2, key
+
+
 def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     out = tmp_path / "run"
     arguments = ["-m", "maxrl_fast.train", *SMALL, "--steps", "10000", "--out", str(out)]
@@ -120,8 +143,8 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     wait_for(out / "metrics.jsonl", process)
     process.send_signal(signal.SIGINT)
     output = finished(process, 60)
-    assert "stopped by Ctrl-C at step" in output, output
-    assert (out / "checkpoint" / "model.safetensors").exists()
+    assert "stopped by Ctrl-C after step" in output, output
+    assert (out / "latest" / "model.safetensors").exists()
 
 
 def wait_for(path, process, limit=120):

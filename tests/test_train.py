@@ -13,9 +13,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import ops, train
+from maxrl_fast.checkpoints import Checkpoints
 from maxrl_fast.learner import Learner
 from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
-from maxrl_fast.run_files import RunFiles
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import tiny_decoder
@@ -65,12 +65,12 @@ def test_a_run_leaves_its_files(finished):
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").glob("events*"))
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [f"step-00000{i}" for i in (0, 2, 3)]
-    assert (finished / "checkpoint").resolve() == finished / "checkpoints" / "step-000003"
+    assert (finished / "latest").resolve() == finished / "checkpoints" / "step-000003"
 
 
 def test_the_checkpoint_is_the_policy_for_transformers_too(finished):
-    theirs = AutoModelForCausalLM.from_pretrained(finished / "checkpoint")
-    ours = load_checkpoint(finished / "checkpoint").state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(finished / "latest")
+    ours = load_checkpoint(finished / "latest").state_dict()
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, ours[name]), name
     start = load_checkpoint(finished / "checkpoints" / "step-000000").state_dict()
@@ -93,20 +93,20 @@ def test_two_threads_repeat_bitwise_too(tmp_path):
 def assert_same_run(one, two):
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert without_timings(one / name) == without_timings(two / name)
-    weights = [path / "checkpoint" / "model.safetensors" for path in (one, two)]
+    weights = [path / "latest" / "model.safetensors" for path in (one, two)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatch):
-    save, models = RunFiles.save, []
+    save, models = Checkpoints.save, []
 
-    def spy(self, step, model, task):
-        models.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        return save(self, step, model, task)
+    def spy(self, progress, learner):
+        models.append({name: tensor.clone() for name, tensor in learner.model.state_dict().items()})
+        return save(self, progress, learner)
 
-    monkeypatch.setattr(RunFiles, "save", spy)
+    monkeypatch.setattr(Checkpoints, "save", spy)
     assert run(tmp_path / "run") == 0
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest").state_dict()
     assert saved.keys() == models[-1].keys()
     for name, tensor in saved.items():
         assert torch.equal(tensor, models[-1][name]), name
@@ -156,16 +156,16 @@ def test_training_a_checkpoint_of_another_family(tmp_path, family):
     model, task = tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"), MazeTask(5)
     save_checkpoint(tmp_path / "start", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     assert run(tmp_path / "run", "--model", str(tmp_path / "start"), "--checkpoint-activations", "--sft-steps", "5") == 0
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest")
     assert (theirs.config.model_type, theirs.dtype) == (family, torch.bfloat16)
     assert not torch.equal(theirs.model.norm.weight.float(), model.model.norm.weight)
 
 
 def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys):
-    flags = ["--model", str(finished / "checkpoint"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
+    flags = ["--model", str(finished / "latest"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
     assert run(tmp_path / "run", *flags) == 0
     assert "576 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
-    before, after = (load_checkpoint(path / "checkpoint").state_dict() for path in (finished, tmp_path / "run"))
+    before, after = (load_checkpoint(path / "latest").state_dict() for path in (finished, tmp_path / "run"))
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     assert changed == {f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
     assert run(tmp_path / "bad", "--lora-rank", "2", "--lora-targets", "qkv") == 2
@@ -186,9 +186,9 @@ def base():
 
 
 def test_training_from_a_checkpoint(finished, tmp_path):
-    assert run(tmp_path / "more", "--model", str(finished / "checkpoint"), "--sft-steps", "0") == 0
+    assert run(tmp_path / "more", "--model", str(finished / "latest"), "--sft-steps", "0") == 0
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
-    assert torch.equal(first["model.norm.weight"], load_checkpoint(finished / "checkpoint").state_dict()["model.norm.weight"])
+    assert torch.equal(first["model.norm.weight"], load_checkpoint(finished / "latest").state_dict()["model.norm.weight"])
     assert read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"] == read(finished / "eval.jsonl")[-1]["pass_at_k"]
 
 
@@ -265,7 +265,7 @@ def test_another_runs_folder_is_refused_and_untouched(finished, capsys):
 
 
 def test_a_checkpoint_that_does_not_fit_the_task(finished, tmp_path, capsys):
-    assert run(tmp_path / "run", "--model", str(finished / "checkpoint"), "--maze-size", "31") == 2
+    assert run(tmp_path / "run", "--model", str(finished / "latest"), "--maze-size", "31") == 2
     assert "positions" in capsys.readouterr().err
 
 
@@ -292,7 +292,7 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, 
     assert "step 2: an advantage is not finite for prompt 325" in error  # 320 of the warm start, 4 of step 1, and the second
     assert "checkpoints/step-000001" in error
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
-    load_checkpoint(tmp_path / "run" / "checkpoint")
+    load_checkpoint(tmp_path / "run" / "latest")
 
 
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):
@@ -308,9 +308,9 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
     steps = len(read(out / "metrics.jsonl"))
-    assert f"stopped by Ctrl-C at step {steps}" in output
-    assert (out / "checkpoint").resolve().name == f"step-{steps:06d}"
-    load_checkpoint(out / "checkpoint")
+    assert f"stopped by Ctrl-C after step {steps}" in output
+    assert (out / "latest").resolve().name == f"step-{steps:06d}"
+    load_checkpoint(out / "latest")
     assert (out / "curves.png").exists()
 
 

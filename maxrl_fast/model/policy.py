@@ -8,13 +8,16 @@ from maxrl_fast.options import Config
 from maxrl_fast.tasks import Task
 
 
-def build_policy(config: Config, task: Task) -> Decoder:
+def build_policy(config: Config, task: Task, saved: DecoderConfig | None = None) -> Decoder:
     """The policy on the CPU, in float32, with adapters where asked.
+
+    Args:
+        saved: sizes of the policy of a run that goes on, whose weights are still to be put in.
 
     Raises:
         InputError: where a checkpoint cannot be read or does not fit the task.
     """
-    model, options = _base(config, task), config.model
+    model, options = _base(config, task) if saved is None else Decoder.empty(saved), config.model
     if options.lora_rank:
         add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
     model.checkpoint_activations = config.optimizer.checkpoint_activations

@@ -23,7 +23,8 @@ def build_engine(config: Config, model: Decoder, task: Task) -> Engine:
 
         rows = max(config.rollout.prompts * config.rollout.rollouts, 256)
         return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(rows, MOST_ROWS[device.type]))
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes)
+    in_cpp = None if config.rollout.decoder == "auto" else config.rollout.decoder == "cpp"
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, in_cpp=in_cpp)
     assert config.rollout.max_new_tokens is not None
     engine.sequence_bytes(task.prompt_length, config.rollout.max_new_tokens)
     return engine

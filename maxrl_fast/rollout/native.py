@@ -70,6 +70,11 @@ class NativeEngine:
             candidates.append(self.decoder)
         return candidates[seconds.index(min(seconds))]
 
+    @property
+    def in_cpp(self) -> bool:
+        """Whether it decodes in C++."""
+        return isinstance(self.decoder, CpuDecoder)
+
     def describe(self) -> str:
         """What runs, for the report at the start of a run."""
         if isinstance(self.decoder, CpuDecoder):

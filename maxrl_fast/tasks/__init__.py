@@ -24,5 +24,8 @@ class Task(Protocol):
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Rewards [S] float32 of N responses to each prompt."""
 
+    def decode(self, tokens: list[int]) -> str:
+        """A prompt or a response as text."""
+
     def tokenizer_files(self) -> dict[str, Any]:
         """JSON contents by file name, for checkpoints that `transformers` can load."""

@@ -169,6 +169,10 @@ class MazeTask:
         """Rewards [S] float32, 0 or 1."""
         return judge(prompts, rollouts, self.size, self.strict)
 
+    def decode(self, tokens: list[int]) -> str:
+        """The words of these tokens."""
+        return " ".join(WORDS[token] if token < len(WORDS) else f"<reserved_{token}>" for token in tokens)
+
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
         tokens, cu_seqlens = pack([encode_maze(maze) for maze in mazes])
         return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))

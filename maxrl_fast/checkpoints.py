@@ -1,0 +1,261 @@
+"""The checkpoints of a run: what lies in one, when it is written, which are kept, and which one a run goes on from.
+
+OUT/checkpoints/step-000090/    warm-start-000040/ before reinforcement learning
+    config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype
+    state/*.safetensors         float32 weights, Adam's moments, the reference policy
+    progress.json               step, next prompt, random states, lengths of the logs, configuration, sizes of the decoder
+    checksums.json              size and SHA-256 of every file
+OUT/latest, OUT/best            links to the newest one and to the one with the best pass@1
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from maxrl_fast.config import changes
+from maxrl_fast.control import Interrupted, StopSignal, Stopwatch
+from maxrl_fast.durable import DamagedError, aside_of, point, verify_checksums, write_checksums, written_aside
+from maxrl_fast.errors import InputError, RewardError, StorageError
+from maxrl_fast.hardware import versions
+from maxrl_fast.learner import Learner
+from maxrl_fast.model.checkpoint import write_policy
+from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
+from maxrl_fast.options import Config
+from maxrl_fast.parallel import Ranks
+from maxrl_fast.state import Progress, load_learner, random_states, save_learner, set_random_states
+from maxrl_fast.tasks import Task
+
+START = "step-000000"  # after the warm start: what later policies are compared with
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole checkpoint to go on from."""
+
+    directory: Path
+    progress: Progress
+    decoder: DecoderConfig
+    logs: dict[str, int]  # bytes of each log when it was written
+    random: dict[str, Any]
+    options: dict[str, Any]
+    machine: dict[str, Any]  # versions, and number of processes
+
+    @classmethod
+    def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
+        """From progress.json."""
+        sizes = dict(fields["decoder"])
+        if sizes["rope_scaling"] is not None:
+            sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
+        rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
+        return cls(directory, Progress.of_json(fields["progress"]), DecoderConfig(**sizes), **rest)
+
+
+def _order(directory: Path) -> tuple[bool, int]:
+    kind, _, number = directory.name.rpartition("-")
+    return kind == "step", int(number)
+
+
+def checkpoints_of(out: Path) -> list[Path]:
+    """The checkpoints in a run's folder, oldest first, whole or damaged."""
+    folder = out / "checkpoints"
+    names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
+    return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=_order)
+
+
+def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
+    """The newest whole checkpoint of a run, the same on all ranks; None where none was written yet.
+
+    Args:
+        warn: is told of damaged ones, by file.
+
+    Raises:
+        InputError: where there are some, but all are damaged.
+    """
+    found = checkpoints_of(out) if ranks.is_first else []
+    whole: list[Any] | None = None
+    for directory in reversed(found):
+        try:
+            verify_checksums(directory)
+            fields = json.loads((directory / "progress.json").read_text())
+            Saved.of_json(directory, fields)
+            whole = [str(directory), fields]
+            break
+        except DamagedError as error:
+            warn(f"the checkpoint {directory} is damaged: {error}; the one before it is taken")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warn(f"{directory} is no checkpoint of this version: {type(error).__name__}: {error}; the one before it is taken")
+    if found and whole is None:
+        raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above")
+    whole = json.loads(ranks.text_from_first(json.dumps(whole)))
+    if whole is None:
+        warn(f"{out} has no checkpoint yet: the run starts anew")
+        return None
+    return Saved.of_json(Path(whole[0]), whole[1])
+
+
+def check_same(saved: Saved, config: Config, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    """Compare a resolved configuration with that of the run that it goes on with.
+
+    Args:
+        warn: is told of what keeps the numbers from being bitwise the same.
+
+    Raises:
+        InputError: naming the options that change the mathematics, unless they are allowed to.
+    """
+    mathematics, rounding = changes(saved.options, config)
+    if mathematics and not config.run.allow_changes:
+        differing = "; ".join(mathematics)
+        raise InputError(f"{saved.directory} was trained with other options ({differing}); --allow-changes goes on with these")
+    now = json.loads(json.dumps(_machine(ranks)))
+    rounding += [
+        f"{name}: {saved.machine.get(name)} before, {value} now"
+        for name, value in now.items()
+        if saved.machine.get(name) != value
+    ]
+    if mathematics:
+        warn(f"the run goes on with other options ({'; '.join(mathematics)})")
+    if rounding:
+        warn(f"the run goes on, but not to the last bit as it would have ({'; '.join(rounding)})")
+    if config.optimizer.steps < saved.progress.step and saved.progress.phase == "training":
+        raise InputError(f"--steps must be at least those done, {saved.progress.step}, got {config.optimizer.steps}")
+
+
+def _machine(ranks: Ranks) -> dict[str, Any]:
+    return {**versions(), "processes": ranks.size}
+
+
+class Checkpoints:
+    """Saves a run where its weights are whole, and puts a saved one back.
+
+    Args:
+        config: of the run, resolved.
+        ranks: call every method together.
+        saved: what the run goes on from.
+        log_sizes: flushes the run's logs to the disk and gives their sizes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        ranks: Ranks,
+        stop: StopSignal,
+        clock: Stopwatch,
+        saved: Saved | None,
+        log_sizes: Callable[[], dict[str, int]],
+    ):
+        assert config.run.out is not None
+        self.out, self._config, self._task = config.run.out, config, task
+        self._ranks, self._stop, self._clock, self._log_sizes = ranks, stop, clock, log_sizes
+        self._saved = saved
+        self.newest = saved.directory if saved else None
+
+    def restore(self, learner: Learner) -> None:
+        """Put what was saved into the first learner of the run, that of the phase in which it was."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            load_learner(saved.directory / "state", learner, self._ranks)
+            set_random_states(saved.random)
+
+    def safe_point(self, progress: Progress, learner: Learner) -> None:
+        """After a step: save if it is time to, or if the run is to stop.
+
+        Raises:
+            Interrupted: once it is saved, if a signal asked for a stop.
+        """
+        every = self._config.run.save_every
+        is_last = progress.phase == "training" and progress.step == self._config.optimizer.steps
+        if is_last or (every and progress.step % every == 0):
+            self.save(progress, learner)
+        self.stop_point(progress, learner)
+
+    def stop_point(self, progress: Progress, learner: Learner) -> None:
+        """Save and raise Interrupted, if a signal asked for a stop: where the weights are those after progress.step."""
+        self._clock.beat()
+        if number := self._stop.number:
+            self.save(progress, learner)
+            raise Interrupted(number)
+
+    @contextmanager
+    def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
+        """Rewards that fail inside, before anything is learned from them, cost no step."""
+        try:
+            yield
+        except RewardError:
+            self.save(progress, learner)
+            raise
+
+    def save(self, progress: Progress, learner: Learner) -> None:
+        """Write a checkpoint, unless this step's is there; then remove old ones.
+
+        Raises:
+            StorageError: where the disk is full or does not take it; the checkpoints before are as they were.
+        """
+        directory = self.out / "checkpoints" / progress.name
+        if directory == self.newest:
+            return
+        with self._clock("checkpoint"):
+            try:
+                self._write(directory, progress, learner)
+            except (OSError, SafetensorError) as error:
+                raise StorageError(f"cannot write the checkpoint {directory}: {error}") from error
+            self.newest = directory
+
+    def _write(self, directory: Path, progress: Progress, learner: Learner) -> None:
+        weights = learner.model.weights()  # gathered by all ranks together
+        with self._aside(directory, learner.shares_weights) as aside:
+            if self._ranks.is_first or learner.shares_weights:
+                save_learner(aside / "state", learner)
+            if not self._ranks.is_first:
+                for _ in weights:
+                    pass
+                return
+            write_policy(aside, learner.model.config, weights, self._task.tokenizer_files(), self._task.stop_ids)
+            fields = {
+                "progress": dataclasses.asdict(progress),
+                "decoder": dataclasses.asdict(learner.model.config),
+                "logs": self._log_sizes(),
+                "random": random_states(),
+                "options": self._config.flat(),
+                "machine": _machine(self._ranks),
+            }
+            (aside / "progress.json").write_text(json.dumps(fields))
+            write_checksums(aside)
+        point(self.out / "latest", directory)
+        self._remove_old()
+
+    @contextmanager
+    def _aside(self, directory: Path, together: bool) -> Iterator[Path]:
+        """The folder that the first rank makes and renames, and in which the others may write meanwhile."""
+        if self._ranks.is_first and directory.exists():  # damaged, else the run would have gone on from it
+            shutil.rmtree(directory)
+        aside = written_aside(directory) if self._ranks.is_first else nullcontext(aside_of(directory))
+        with aside as folder:
+            if together:
+                self._ranks.wait_for_all()
+            yield folder
+            if together:
+                self._ranks.wait_for_all()
+
+    def mark_best(self, progress: Progress, learner: Learner) -> None:
+        """After an evaluation: keep this step's policy if none was better."""
+        if progress.is_best(progress.step):
+            self.save(progress, learner)
+            if self._ranks.is_first:
+                point(self.out / "best", self.out / "checkpoints" / progress.name)
+
+    def _remove_old(self) -> None:
+        """All but the newest, the best, and the one after the warm start."""
+        keep = self._config.run.keep_checkpoints
+        best = self.out / "best"
+        spared = {START, best.resolve().name if best.is_symlink() else ""}
+        for directory in checkpoints_of(self.out)[: -keep if keep else 0]:
+            if directory.name not in spared:
+                shutil.rmtree(directory)

@@ -1,0 +1,428 @@
+"""Python reward functions in processes of their own, where they can neither freeze nor poison a training run."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.rewards.worker import MESSAGE_LENGTH, kill_tree
+
+# Not `python -m`: with the trainer's sys.path a module is found, or hidden, here as it is there.
+START = "import sys; sys.path[:] = sys.argv[7:]; from maxrl_fast.rewards.worker import main; main()"
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+FRAME_LIMIT = 1 << 20  # bytes of an answer
+SEND_LIMIT = 10.0  # seconds in which an idle worker reads a call
+EXIT_LIMIT = 0.5  # seconds between the end of a connection and that of the process
+KILL_LIMIT = 5.0  # seconds in which the kernel removes what was killed
+STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds in which a worker writes its stack, and of silence after it
+FAILED_STARTS = 3  # in a row, after which no other is tried
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no reward.
+
+    Args:
+        index: of the call.
+        kind: "exception", "timeout", "crash" (the process ended), "memory", or "invalid" (it returned no finite number).
+        message: one printable line.
+    """
+
+    index: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards in the order of the calls, 0 where a call failed, and the failures by index."""
+
+    rewards: list[float]
+    failures: list[Failure]
+
+
+@dataclass
+class Batch:
+    """The calls of one `score`, and what became of them."""
+
+    calls: Sequence[dict[str, Any]]
+    rewards: list[float] = field(init=False)
+    waiting: deque[int] = field(init=False)
+    retried: set[int] = field(default_factory=set)
+    failures: list[Failure] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rewards = [0.0] * len(self.calls)
+        self.waiting = deque(range(len(self.calls)))
+
+
+class Worker:
+    """A process that computes rewards, and what it is doing: starting (until `is_ready`), waiting, or the call `index`."""
+
+    def __init__(self, function: str, time_limit: float, memory_limit: int) -> None:
+        """Start it; OSError if the system has no process or descriptor left."""
+        self.connection, theirs = socket.socketpair()
+        self.is_ready = False
+        self.file = ""  # of the function
+        self.index: int | None = None  # in the batch
+        self.number = 0  # of the call, never used twice
+        self.deadline = math.inf  # on the clock time.monotonic
+        self.outgoing = memoryview(b"")
+        self.incoming = b""
+        with contextlib.ExitStack() as on_error, theirs:
+            on_error.callback(self.connection.close)
+            self.connection.setblocking(False)
+            read, write = os.pipe()
+            self.stacks = on_error.enter_context(open(read, "rb", buffering=0))
+            with open(write, "wb", buffering=0):
+                for fd in (read, write):
+                    os.set_blocking(fd, False)
+                fds = (theirs.fileno(), write)
+                words = [*fds, os.getpid(), function, time_limit, memory_limit, *sys.path]
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", START, *map(str, words)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | ONE_THREAD,
+                    pass_fds=fds,
+                    start_new_session=True,  # Ctrl-C is not for it, and it leads a group that can be killed
+                )
+            on_error.pop_all()
+
+    def kill(self) -> None:
+        """End it and what it has started. Its process is still to be waited for."""
+        if self.process.returncode is None:  # else the number may be another process's by now
+            kill_tree(self.process.pid)
+        self.connection.close()
+        self.stacks.close()
+
+    def return_code(self, limit: float) -> int | None:
+        """The process's return code as that of Popen, if it ends within `limit` seconds. Its number stays its own."""
+        end = time.monotonic() + limit
+        while True:
+            status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status:
+                return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.002)
+
+    def stack(self) -> str:
+        """Where its main thread is, innermost first; empty if it does not say."""
+        text, end = b"", time.monotonic() + STACK_LIMIT
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or another thread has just replaced it
+            self.stacks.read(1 << 16)  # what came before
+            os.kill(self.process.pid, signal.SIGUSR1)
+            while select.select([self.stacks], [], [], STACK_PAUSE if text else STACK_LIMIT)[0] and time.monotonic() < end:
+                part = self.stacks.read(1 << 16)
+                if not part:
+                    break
+                text += part
+        return text.decode(errors="replace")
+
+    def place(self) -> str:
+        """The innermost line in the function's file, or anywhere, that it is at; empty if it does not say."""
+        frames = FRAME.findall(self.stack())
+        frame = next((frame for frame in frames if frame[0] == self.file), frames[0] if frames else None)
+        return f", in {frame[2]} ({os.path.basename(frame[0])}, line {frame[1]})" if frame else ""
+
+
+class RewardPool:
+    """Calls a reward function in several processes.
+
+    A call that runs too long, exhausts the memory or brings its process down fails alone: the process is replaced, and the
+    others go on meanwhile. State that the function keeps between calls belongs to one worker, and is lost with it. Only one
+    thread may use the pool, except for `stacks`.
+    """
+
+    def __init__(self, function: str, *, workers: int, time_limit: float, memory_limit: int, start_limit: float = 60.0) -> None:
+        """Start the workers, and wait until all have loaded the function.
+
+        Args:
+            function: "path/to/file.py:name" or "package.module:name".
+            workers: processes, and calls at a time.
+            time_limit: seconds for a call, from when a worker has it.
+            memory_limit: bytes that a worker may take beyond what it has after loading the function.
+            start_limit: seconds for starting a process and loading the function.
+
+        Raises:
+            InputError: the function cannot be loaded, or a number makes no sense.
+        """
+        place, _, name = function.rpartition(":")
+        if not place or not name:
+            raise InputError(f'a reward function is given as "path/to/file.py:name" or "package.module:name", not "{function}"')
+        for value, meaning in ((workers, "number of workers"), (time_limit, "time limit"), (memory_limit, "memory limit")):
+            if not 0 < value < math.inf:
+                raise InputError(f"the {meaning} of the reward pool must be positive and finite, not {value}")
+        self._function, self._size = function, workers
+        self._time_limit, self._memory_limit, self._start_limit = time_limit, memory_limit, start_limit
+        self._workers: list[Worker] = []
+        self._killed: list[subprocess.Popen[bytes]] = []
+        self._batch = Batch([])
+        self._sent = self._failed_starts = 0
+        self._is_built = self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._fill()
+            while not all(worker.is_ready for worker in self._workers):
+                self._turn()
+        except BaseException:
+            self.close()
+            raise
+        self._is_built = True
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def score(self, calls: Sequence[dict[str, Any]]) -> Scores:
+        """Call the function once with each of `calls`, its keyword arguments (JSON values: a tuple arrives as a list).
+
+        Raises:
+            RewardError: workers cannot be started any more.
+            TypeError: an argument is not a JSON value.
+        """
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed")
+        batch = self._batch = Batch(calls)
+        try:
+            self._turn(0)  # replaces workers that have died since, before they get calls
+            while batch.waiting or any(worker.index is not None for worker in self._workers):
+                for worker in list(self._workers):
+                    if batch.waiting and worker.is_ready and worker.index is None:
+                        self._send(worker, batch.waiting.popleft())
+                self._turn()
+        except BaseException:
+            for worker in list(self._workers):
+                if worker.index is not None:
+                    self._remove(worker)
+            raise
+        finally:
+            self._batch = Batch([])
+        return Scores(batch.rewards, sorted(batch.failures, key=lambda failure: failure.index))
+
+    def stacks(self) -> None:
+        """Write to stderr where each worker is in its Python code: for a watchdog, in whatever thread. A second at most."""
+        end = time.monotonic() + 1.0
+        for worker in list(self._workers):
+            if worker.is_ready and time.monotonic() < end:  # one that starts would die of the signal
+                doing = "waits" if worker.index is None else f"has call {worker.index}"
+                print(f"reward worker {worker.process.pid} {doing}\n{worker.stack()}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End all workers, and what they have started. Without it they end with the trainer."""
+        self._is_closed = True
+        for worker in list(self._workers):
+            self._remove(worker)
+        end = time.monotonic() + KILL_LIMIT
+        for process in self._killed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(end - time.monotonic(), 0.01))
+        self._selector.close()
+
+    def _fill(self) -> None:
+        """Start the workers that are missing."""
+        while len(self._workers) < self._size:
+            try:
+                worker = Worker(self._function, self._time_limit, self._memory_limit)
+            except OSError as error:
+                self._count_failed_start(f"a process cannot be started: {error}")
+                continue
+            self._workers.append(worker)
+            worker.deadline = time.monotonic() + self._start_limit
+            self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+
+    def _turn(self, limit: float = math.inf) -> None:
+        """Wait at most `limit` seconds until a worker says something or a deadline passes, and do what follows from it."""
+        self._fill()  # a worker may have been gone when it was given a call
+        nearest = min(worker.deadline for worker in self._workers)
+        wait = min(nearest - time.monotonic(), limit, self._start_limit + self._time_limit)
+        for key, events in self._selector.select(max(wait, 0)):
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            else:
+                self._receive(key.data)
+        for worker in list(self._workers):
+            if worker.deadline <= time.monotonic():
+                self._receive(worker)  # it may have answered while others were attended to
+                if worker.deadline <= time.monotonic():
+                    self._expire(worker)
+        self._killed = [process for process in self._killed if process.poll() is None]
+        self._fill()  # now, not when the next batch comes: loading the function can take long
+
+    def _send(self, worker: Worker, index: int) -> None:
+        """Give a call to a worker."""
+        self._sent += 1
+        call = {"call": self._sent, "arguments": self._batch.calls[index]}
+        worker.outgoing = memoryview(json.dumps(call).encode() + b"\n")
+        worker.index, worker.number = index, self._sent
+        worker.deadline = time.monotonic() + SEND_LIMIT
+        self._flush(worker)
+
+    def _flush(self, worker: Worker) -> None:
+        """Send what can be sent without waiting; the time of the call starts when all is sent."""
+        try:
+            sent = worker.connection.send(worker.outgoing)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._lose(worker, was_read=False)
+            return
+        worker.outgoing = worker.outgoing[sent:]
+        if not worker.outgoing:
+            worker.deadline = time.monotonic() + self._time_limit
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outgoing else 0)
+        if self._selector.get_key(worker.connection).events != events:
+            self._selector.modify(worker.connection, events, worker)
+
+    def _receive(self, worker: Worker) -> None:
+        """Take in what a worker has sent."""
+        try:
+            data = worker.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:  # a local socket says so when something was left unread at its other end
+            self._lose(worker, was_read=False)
+            return
+        if not data:
+            self._lose(worker, was_read=True)
+            return
+        worker.incoming += data
+        if b"\n" not in data and len(worker.incoming) <= FRAME_LIMIT:
+            return
+        line, worker.incoming = worker.incoming, b""
+        message = understood(line, worker)
+        if message:
+            self._obey(worker, message)
+            return
+        self._fail(worker, f"wrote to the connection between worker and trainer: {line[:80].decode(errors='replace')}")
+
+    def _obey(self, worker: Worker, message: dict[str, Any]) -> None:
+        """Act on a message."""
+        if "failed" in message:
+            self._fail(worker, message["failed"])
+        elif "ready" in message:
+            worker.file, worker.is_ready = message["ready"], True
+            worker.deadline, self._failed_starts = math.inf, 0
+        elif "reward" in message:
+            assert worker.index is not None
+            self._batch.rewards[worker.index] = message["reward"]
+            worker.index, worker.deadline = None, math.inf
+        else:
+            self._end_call(worker, message["kind"], message["message"])
+            if message["kind"] == "memory":
+                self._remove(worker)
+
+    def _fail(self, worker: Worker, cause: str, kind: str = "crash") -> None:
+        """End a worker, and with it its start or its call, if it has one."""
+        self._remove(worker)
+        if worker.is_ready:
+            self._end_call(worker, kind, cause)
+        else:
+            self._count_failed_start(printable(cause))
+
+    def _end_call(self, worker: Worker, kind: str, message: str) -> None:
+        """Note that a worker's call, if it has one, failed."""
+        if worker.index is not None:
+            self._batch.failures.append(Failure(worker.index, kind, printable(message)))
+        worker.index, worker.deadline = None, math.inf
+
+    def _expire(self, worker: Worker) -> None:
+        """Act on a deadline that has passed."""
+        if worker.return_code(0) is not None:
+            self._lose(worker, was_read=True)  # a copy of it (fork) keeps the connection open
+            return
+        if not worker.is_ready:
+            self._fail(worker, f"loading it took longer than {self._start_limit:g} s")
+        elif worker.outgoing:
+            self._fail(worker, f"did not read its arguments within {SEND_LIMIT:g} s")
+        else:
+            self._fail(worker, f"ran longer than {self._time_limit:g} s{worker.place()}", "timeout")
+
+    def _lose(self, worker: Worker, was_read: bool) -> None:
+        """Act on the end of a connection: most often that of the process.
+
+        Args:
+            was_read: whether the worker had read its call, and may have died of it. If not, another worker gets the call, once.
+        """
+        if worker.index is not None and not was_read and worker.index not in self._batch.retried:
+            self._batch.retried.add(worker.index)
+            self._batch.waiting.appendleft(worker.index)
+            self._remove(worker)
+            return
+        code = worker.return_code(EXIT_LIMIT)
+        cause = "closed the connection between worker and trainer" if code is None else ended(code)
+        self._fail(worker, cause if worker.is_ready else f"the process that loads it {cause}")
+
+    def _remove(self, worker: Worker) -> None:
+        """End a worker. An interrupt in the middle leaves it listed, for `close`."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(worker.connection)
+        worker.kill()
+        worker.deadline = math.inf
+        self._killed.append(worker.process)
+        self._workers.remove(worker)
+
+    def _count_failed_start(self, cause: str) -> None:
+        """InputError when the pool is being built, and RewardError when starts have failed too often since."""
+        if not self._is_built:
+            raise InputError(f"reward function {self._function}: {cause}")
+        self._failed_starts += 1
+        if self._failed_starts >= FAILED_STARTS:
+            self._failed_starts = 0  # another `score` may try again
+            raise RewardError(f"workers for the reward function {self._function} cannot be started any more: {cause}")
+
+
+def understood(line: bytes, worker: Worker) -> dict[str, Any] | None:
+    """What a worker says, unless it cannot have said so in its place."""
+    try:
+        message = json.loads(line)
+        if not worker.is_ready:
+            is_right = [type(text) for key, text in message.items() if key in ("ready", "failed")] == [str]
+        elif worker.index is None or message["call"] != worker.number:
+            is_right = False
+        elif "reward" in message:
+            is_right = isinstance(message["reward"], float) and math.isfinite(message["reward"])
+        else:
+            is_right = message["kind"] in ("exception", "memory", "invalid") and isinstance(message["message"], str)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: [[[[...
+        return None
+    return message if is_right else None
+
+
+def ended(code: int) -> str:
+    """How a process with this return code of Popen ended."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    reasons = {
+        "SIGKILL": " (by the kernel, if the machine has run out of memory)",
+        "SIGXCPU": " (it used more than twice the time limit of processor time)",
+    }
+    return f"was killed by {name}{reasons.get(name, '')}"
+
+
+def printable(message: str) -> str:
+    """One line that can be shown and written anywhere: what a function says may hold escape sequences and surrogates."""
+    return "".join(c if c.isprintable() else " " for c in message[: 2 * MESSAGE_LENGTH])

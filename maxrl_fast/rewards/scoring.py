@@ -1,0 +1,107 @@
+"""How responses are scored: by the task itself, or by a Python function in worker processes."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import RewardError
+from maxrl_fast.options import TaskOptions
+from maxrl_fast.parallel import Ranks
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards.pool import Failure, RewardPool, Scores
+from maxrl_fast.tasks import Task
+
+KINDS = ("exception", "timeout", "crash", "memory", "invalid")
+
+
+class Scorer:
+    """Gives every response its reward.
+
+    Args:
+        pool: runs the function that scores in place of the task; None: the task does.
+        max_error_rate: largest fraction of rewards that may fail between two calls of `failures`.
+    """
+
+    def __init__(self, task: Task, pool: RewardPool | None, max_error_rate: float = 1.0):
+        self._task, self._pool, self._max_error_rate = task, pool, max_error_rate
+        self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
+        self._broken = ""
+
+    @classmethod
+    def of(cls, options: TaskOptions, task: Task) -> "Scorer":
+        """That of a checked configuration.
+
+        Raises:
+            InputError: where the function cannot be loaded.
+        """
+        if options.reward is None:
+            return cls(task, None)
+        pool = RewardPool(
+            options.reward,
+            workers=options.reward_workers,
+            time_limit=options.reward_seconds,
+            memory_limit=int(options.reward_memory_gb * 1e9),
+        )
+        return cls(task, pool, options.max_reward_error_rate)
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """Rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
+        if self._pool is None:
+            return self._task.score(prompts, rollouts)
+        num_rollouts = len(rollouts.lengths) // len(prompts)
+        questions = [self._task.decode(tokens) for tokens in _split(prompts.tokens, prompts.lengths)]
+        answers = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
+        calls = [{"prompt": questions[s // num_rollouts], "response": answer} for s, answer in enumerate(answers)]
+        try:
+            scores = self._pool.score(calls)
+        except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all
+            self._broken = str(error)
+            scores = Scores([0.0] * len(calls), [Failure(i, "crash", self._broken) for i in range(len(calls))])
+        self._num_scored += len(calls)
+        self._failures += scores.failures
+        rewards = torch.tensor(scores.rewards, dtype=torch.float32)
+        rewards[[failure.index for failure in scores.failures]] = float("nan")
+        return rewards.to(rollouts.tokens.device)
+
+    def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
+        """How many rewards failed on all ranks since the last call, by kind, and a sentence on it with an example, empty where
+        none did.
+
+        Raises:
+            RewardError: where they are more than max_error_rate of all, or the function cannot be run any more.
+        """
+        if self._pool is None:
+            return {}, ""
+        num_scored, failures = self._num_scored, self._failures
+        self._num_scored, self._failures = 0, []
+        found = Counter(failure.kind for failure in failures)
+        counts = [num_scored, bool(self._broken), *(found[kind] for kind in KINDS)]
+        num_scored, is_broken, *by_kind = ranks.sum(torch.tensor(counts)).tolist()
+        counted = dict(zip(KINDS, by_kind, strict=True))
+        num_failed = sum(by_kind)
+        if not num_failed:
+            return counted, ""
+        examples = ranks.texts(self._broken or (failures[0].message if failures else ""))
+        kinds = ", ".join(f"{kind} {count}" for kind, count in counted.items() if count)
+        sentence = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), such as: {examples[0]}"
+        if is_broken:
+            raise RewardError(sentence)
+        if num_failed > self._max_error_rate * num_scored:
+            raise RewardError(f"{sentence}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
+        return counted, sentence
+
+    def dump_stacks(self) -> None:
+        """Let the worker processes write where they are to standard error."""
+        if self._pool is not None:
+            self._pool.stacks()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Packed sequences as lists."""
+    return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]

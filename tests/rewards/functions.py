@@ -1,0 +1,298 @@
+"""Reward functions that misbehave, each in its way."""
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+
+WAITS = signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP
+
+
+def echo(x):
+    return x
+
+
+def pid(x=None):
+    return os.getpid()
+
+
+def lasting(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def act(action, x=0.0, **arguments):
+    """One of the functions below, so that a pool can serve them in turn; without an action x comes back."""
+    return globals()[action](**arguments) if action else x
+
+
+def spin():
+    while True:
+        pass
+
+
+def sleep():
+    time.sleep(1000)
+
+
+def ignore_signals():
+    for number in WAITS:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        time.sleep(0.1)
+
+
+def catch_everything():
+    while True:
+        try:
+            while True:
+                time.sleep(0.1)
+        except BaseException:
+            pass
+
+
+def backtrack():
+    """Holds the interpreter lock all the time."""
+    import re
+
+    return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
+
+
+def eat_list():
+    data = []
+    while True:
+        data.append([0] * 1_000_000)
+
+
+def eat_bytes():
+    return len(bytearray(1 << 40))
+
+
+def exit_python():
+    sys.exit(3)
+
+
+def exit_now():
+    os._exit(3)
+
+
+def abort():
+    os.abort()
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_and_return():
+    """Comes back in both processes."""
+    return 1.0 if os.fork() else 2.0
+
+
+def fork_and_raise():
+    if os.fork() == 0:
+        raise ValueError("the child")
+    return 1.0
+
+
+def leave_child(path, leave_group=False):
+    """The child lives on, and keeps the connection open."""
+    child = os.fork()
+    if child == 0:
+        if leave_group:
+            os.setsid()
+        time.sleep(1000)
+    with open(path, "w") as file:
+        file.write(str(child))
+    return 1.0
+
+
+def leave_child_and_hang(path, leave_group):
+    leave_child(path, leave_group)
+    time.sleep(1000)
+
+
+def leave_child_and_exit(path):
+    leave_child(path)
+    os._exit(3)
+
+
+def leave_children(number):
+    """They have ended, but nobody waited for them."""
+    for _ in range(number):
+        if os.fork() == 0:
+            os._exit(0)
+    return os.getpid()
+
+
+def print_much():
+    line = "x" * 1_000_000
+    for _ in range(100):
+        print(line)
+        print(line, file=sys.stderr)
+        os.write(1, line.encode())
+    return 1.0
+
+
+def number(text):
+    return float(text)
+
+
+class Array:
+    """Like a number of numpy or a tensor."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def item(self):
+        if len(self.values) != 1:
+            raise ValueError("only an array of one element has an item")
+        return self.values[0]
+
+
+def array(values):
+    return Array(*values)
+
+
+def large_integer():
+    return 10**400
+
+
+def raise_error():
+    raise ValueError("no good")
+
+
+def raise_long():
+    raise ValueError("long " * 2_000_000)
+
+
+def raise_strange():
+    raise ValueError("\x1b[31m red\n\ud800 \x00")
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def raise_unprintable():
+    raise Unprintable
+
+
+def recurse():
+    return recurse() + 1
+
+
+def close_all():
+    os.closerange(0, 1000)
+    return 1.0
+
+
+def close_all_and_hang():
+    os.closerange(0, 1000)
+    time.sleep(1000)
+
+
+def write_to_all(text, repeat=1):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            for _ in range(repeat):
+                os.write(fd, text.encode())
+        except OSError:
+            pass
+    return 1.0
+
+
+def sockets():
+    return [thing for thing in gc.get_objects() if isinstance(thing, socket.socket)]
+
+
+def answer_twice():
+    """As if for the next call as well."""
+    for connection in sockets():
+        connection.sendall(b'{"call": 2, "reward": 7.0}\n')
+    return 1.0
+
+
+def answer_nan():
+    for connection in sockets():
+        connection.sendall(b'{"call": 1, "reward": NaN}\n')
+    time.sleep(1000)
+
+
+def flood():
+    while True:
+        for connection in sockets():
+            connection.sendall(b"x" * 100_000)
+
+
+def die_later(seconds):
+    threading.Timer(seconds, os._exit, (5,)).start()
+    return 1.0
+
+
+def write_file(path, size):
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return 1.0
+
+
+def set_alarm():
+    signal.signal(signal.SIGALRM, lambda *_: exec("raise TimeoutError('late')"))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return 1.0
+
+
+def change_surroundings(path):
+    """All that the next call could stumble over."""
+    os.chdir(path)
+    os.rmdir(path)
+    json.dumps = json.loads = json.JSONEncoder.default = None
+    socket.socket.sendall = None
+    os.getpid = os._exit = os.kill = None
+    sys.stdout = sys.stderr = sys.stdin = None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return 1.0
+
+
+def damage():
+    """The worker cannot go on after this call, and its end would wait for a thread."""
+    os.chdir = None
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return 1.0
+
+
+def folder(expected):
+    return os.getcwd() == expected
+
+
+def limits():
+    core = resource.getrlimit(resource.RLIMIT_CORE)[0]
+    return core == 0 and os.environ["OMP_NUM_THREADS"] == "1" and os.getpgid(0) == os.getpid()
+
+
+def burn(threads):
+    """Uses more processor time than wall time: hashing is done without the interpreter lock."""
+    import hashlib
+
+    for _ in range(threads):
+        threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"x", b"y", 1 << 30)).start()
+    time.sleep(1000)
+
+
+def append_line(path):
+    with open(path, "a") as file:
+        file.write("called\n")
+    return 1.0

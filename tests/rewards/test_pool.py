@@ -1,0 +1,622 @@
+"""The reward pool, with real processes and functions that misbehave."""
+
+import ast
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.worker import children
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
+GB = 1 << 30
+
+
+def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, file=FUNCTIONS):
+    return RewardPool(
+        f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=memory_limit, start_limit=start_limit
+    )
+
+
+@pytest.fixture(scope="module")
+def patient():
+    """One worker, whose calls need not time out."""
+    with pool("act", workers=1, time_limit=30.0, memory_limit=GB // 4) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """Two workers, whose calls soon time out."""
+    with pool("act", time_limit=1.0) as one:
+        yield one
+
+
+def fails(pool, action, **arguments):
+    """The failure of one call, which must leave a call before and one after it alone."""
+    start = time.monotonic()
+    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    assert time.monotonic() - start < 30
+    assert scores.rewards == [1.5, 0.0, 2.5]
+    assert [failure.index for failure in scores.failures] == [1]
+    return scores.failures[0]
+
+
+def succeeds(pool, action, **arguments):
+    """The reward of one call, which must leave a call before and one after it alone."""
+    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    assert scores.failures == []
+    assert scores.rewards[::2] == [1.5, 2.5]
+    return scores.rewards[1]
+
+
+def is_alive(pid):
+    """Whether the process exists and is not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def eventually(condition, limit=10.0):
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > limit:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def stop(pid):
+    """Let the process do nothing more, and wait until this is so."""
+    os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def pids(pool):
+    return [worker.process.pid for worker in pool._workers]
+
+
+def own_children():
+    return [child for child in children(os.getpid()) if is_alive(child)]
+
+
+def test_the_order_is_that_of_the_calls():
+    seconds = [0.3, 0.01, 0.2, 0.0, 0.1, 0.02, 0.15, 0.03]
+    with pool("lasting", workers=3) as three:
+        assert three.score([{"seconds": s} for s in seconds]).rewards == seconds
+
+
+def test_calls_run_at_the_same_time_in_processes_apart():
+    with pool("pid", workers=3) as three:
+        scores = three.score([{}] * 300)
+        assert set(scores.rewards) == set(pids(three))
+        assert os.getpid() not in scores.rewards
+        assert three.score([]).rewards == []
+
+
+def test_limits_are_in_force(patient):
+    assert succeeds(patient, "limits") == 1.0
+
+
+def test_a_function_of_a_package(tmp_path):
+    """It is found as the trainer would find it."""
+    with RewardPool("tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB) as one:
+        assert one.score([{"x": 3}]).rewards == [3.0]
+
+
+def test_a_file_may_import_its_neighbours_and_hides_no_module(tmp_path):
+    (tmp_path / "neighbour.py").write_text("HALF = 0.5")
+    (tmp_path / "json.py").write_text("from neighbour import HALF\ndef f(x): return x * HALF")
+    with pool("f", file=tmp_path / "json.py") as two:
+        assert two.score([{"x": 3}]).rewards == [1.5]
+
+
+ENDLESS = ["spin", "sleep", "ignore_signals", "catch_everything", "backtrack"]
+
+
+@pytest.mark.parametrize("action", ENDLESS)
+def test_an_endless_call_times_out(hasty, action):
+    failure = fails(hasty, action)
+    assert failure.kind == "timeout"
+    assert "ran longer than 1 s, in " in failure.message
+    assert f"in {action} (functions.py, line " in failure.message
+
+
+def test_endless_calls_take_their_limits_together():
+    start = time.monotonic()
+    with pool("act", time_limit=0.5) as two:
+        scores = two.score([{"action": "ignore_signals"}] * 8)
+    assert [failure.kind for failure in scores.failures] == ["timeout"] * 8
+    assert [failure.index for failure in scores.failures] == list(range(8))
+    assert time.monotonic() - start < 20
+
+
+def test_the_others_go_on_while_one_hangs():
+    """A worker is left, and has done all other calls before the limit."""
+    with pool("act", time_limit=3.0) as two:
+        before = pids(two)
+        scores = two.score([{"action": "sleep"}] + [{"action": "pid"}] * 50)
+        assert [failure.kind for failure in scores.failures] == ["timeout"]
+        assert len(set(scores.rewards[1:])) == 1
+        assert scores.rewards[1] in before
+
+
+def test_time_is_counted_from_the_start_of_a_call():
+    with pool("lasting", time_limit=2.0) as two:
+        scores = two.score([{"seconds": 1.2}] * 4)  # the last ends after 2.4 s
+    assert scores.failures == []
+    assert scores.rewards == [1.2] * 4
+
+
+@pytest.mark.parametrize("action", ["eat_list", "eat_bytes"])
+def test_memory_is_limited(patient, action):
+    before = pids(patient)
+    failure = fails(patient, action)
+    assert failure.kind == "memory"
+    assert pids(patient) != before
+
+
+def test_memory_counts_beyond_what_the_imports_took(tmp_path):
+    (tmp_path / "large.py").write_text("data = bytearray(200_000_000)\ndef f(size): return sum(map(len, [bytearray(size)]))")
+    with pool("f", file=tmp_path / "large.py", memory_limit=100_000_000) as two:
+        scores = two.score([{"size": 50_000_000}, {"size": 150_000_000}])
+    assert scores.rewards == [50_000_000.0, 0.0]
+    assert scores.failures[0].kind == "memory"
+
+
+CRASHES = {
+    "exit_now": "exited with code 3",
+    "abort": "was killed by SIGABRT",
+    "segfault": "was killed by SIGSEGV",
+    "kill_self": "was killed by SIGKILL",
+    "close_all": "exited with code 1",
+    "close_all_and_hang": "closed the connection",
+    "answer_twice": "wrote to the connection",
+    "flood": "wrote to the connection",
+}
+
+
+@pytest.mark.parametrize("action", CRASHES)
+def test_a_crash_is_that_of_its_call(patient, action):
+    failure = fails(patient, action)
+    assert failure.kind == "crash"
+    assert CRASHES[action] in failure.message
+
+
+@pytest.mark.parametrize(("text", "repeat"), [("garbage\n", 1), ("garbage", 1), ("{}\n", 1), ("[" * 100_000 + "\n", 1)])
+def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
+    failure = fails(hasty, "write_to_all", text=text, repeat=repeat)
+    assert failure.kind == "crash"
+    assert failure.message.startswith("wrote to the connection between worker and trainer: ")
+    assert len(failure.message) < 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_forged_reward_is_no_number():
+    with pool("act", workers=1, time_limit=10) as one:
+        scores = one.score([{"action": "answer_nan"}])
+    assert scores.rewards == [0.0]
+    assert scores.failures[0].kind == "crash"
+
+
+def test_processor_time_is_limited(hasty):
+    """Where wall time is not: the limit of two threads comes before a wall time of many seconds."""
+    with pool("act", workers=1, time_limit=1.0) as one:
+        one._time_limit = 60.0  # of the trainer
+        failure = fails(one, "burn", threads=2)
+    assert failure.kind == "crash"
+    assert "SIGXCPU" in failure.message
+
+
+@pytest.mark.parametrize("action", ["fork_and_return", "fork_and_raise"])
+def test_a_forked_child_does_not_answer(patient, action):
+    before = pids(patient)
+    for _ in range(5):
+        assert succeeds(patient, action) == 1.0
+    assert pids(patient) == before
+
+
+def test_processes_left_behind_are_few(patient):
+    """Those of many calls cannot add up."""
+    worker = succeeds(patient, "leave_children", number=10)
+    assert succeeds(patient, "pid") == worker
+    worker = succeeds(patient, "leave_children", number=40)
+    assert succeeds(patient, "pid") != worker
+
+
+@pytest.mark.parametrize("leave_group", [False, True])
+def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
+    path = tmp_path / "child"
+    assert fails(hasty, "leave_child_and_hang", path=str(path), leave_group=leave_group).kind == "timeout"
+    assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+def test_children_end_with_a_crash_that_they_hide(tmp_path):
+    """A child keeps the connection of the dead worker open."""
+    path = tmp_path / "child"
+    with pool("act", workers=1, time_limit=1.0) as one:
+        failure = fails(one, "leave_child_and_exit", path=str(path))
+    assert (failure.kind, failure.message) == ("crash", "exited with code 3")
+    assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+def test_children_end_with_the_pool(tmp_path):
+    path = tmp_path / "child"
+    with pool("act", workers=1) as one:
+        assert succeeds(one, "leave_child", path=str(path)) == 1.0
+        assert is_alive(int(path.read_text()))
+    assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+def test_prints_go_nowhere(patient, capfd):
+    assert succeeds(patient, "print_much") == 1.0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "reward"),
+    [
+        ("echo", {"x": True}, 1.0),
+        ("echo", {"x": False}, 0.0),
+        ("echo", {"x": -3}, -3.0),
+        ("number", {"text": "1e-300"}, 1e-300),
+        ("array", {"values": [0.25]}, 0.25),
+        ("array", {"values": [True]}, 1.0),
+    ],
+)
+def test_numbers_are_rewards(patient, action, arguments, reward):
+    # `act` gives x to itself, and so not to echo.
+    result = patient.score([{"action": "", **arguments} if action == "echo" else {"action": action, **arguments}])
+    assert result.failures == []
+    assert result.rewards == [reward]
+    assert type(result.rewards[0]) is float
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "message"),
+    [
+        ("number", {"text": "nan"}, "returned nan"),
+        ("number", {"text": "inf"}, "returned inf"),
+        ("number", {"text": "-inf"}, "returned -inf"),
+        ("", {"x": "text"}, "returned 'text' of type str, not a number"),
+        ("", {"x": None}, "returned None of type NoneType, not a number"),
+        ("", {"x": [1.0]}, "returned [1.0] of type list, not a number"),
+        ("", {"x": "x" * 1_000_000}, "of type str, not a number"),
+        ("array", {"values": [0.25, 0.5]}, "of type Array, not a number"),
+        ("array", {"values": ["text"]}, "of type Array, not a number"),
+        ("large_integer", {}, "returned an integer that is too large"),
+    ],
+)
+def test_other_results_are_invalid(patient, action, arguments, message):
+    before = pids(patient)
+    failure = fails(patient, action, **arguments)
+    assert failure.kind == "invalid"
+    assert message in failure.message
+    assert len(failure.message) < 300
+    assert pids(patient) == before
+
+
+def line_of(text):
+    return FUNCTIONS.read_text().splitlines().index(text) + 1
+
+
+def test_an_exception_says_where(patient):
+    failure = fails(patient, "raise_error")
+    line = line_of('    raise ValueError("no good")')
+    assert (failure.kind, failure.message) == ("exception", f"ValueError: no good (functions.py, line {line})")
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("exit_python", "SystemExit: 3 "),
+        ("raise_long", "ValueError: long long"),
+        ("raise_strange", "ValueError:  [31m red     "),
+        ("raise_unprintable", "Unprintable: (it has no message"),
+        ("recurse", "RecursionError: "),
+        ("no_such_action", "KeyError: 'no_such_action'"),
+    ],
+)
+def test_exceptions_cost_their_call_alone(patient, action, message):
+    before = pids(patient)
+    failure = fails(patient, action)
+    assert failure.kind == "exception"
+    assert failure.message.startswith(message)
+    assert failure.message.isprintable()
+    assert len(failure.message) < 1000
+    assert pids(patient) == before
+
+
+def test_wrong_arguments_are_an_exception(patient):
+    scores = patient.score([{"x": 1}])
+    assert scores.failures[0].kind == "exception"
+    assert "missing 1 required positional argument: 'action'" in scores.failures[0].message
+
+
+def test_a_file_has_an_end(patient, tmp_path):
+    assert fails(patient, "write_file", path=str(tmp_path / "file"), size=2 * GB).kind == "exception"
+    assert succeeds(patient, "write_file", path=str(tmp_path / "file"), size=GB // 2) == 1.0
+
+
+def test_one_call_leaves_nothing_to_the_next(patient, tmp_path):
+    here = os.getcwd()
+    before = pids(patient)
+    (tmp_path / "gone").mkdir()
+    assert succeeds(patient, "change_surroundings", path=str(tmp_path / "gone")) == 1.0
+    assert succeeds(patient, "folder", expected=here) == 1.0
+    assert pids(patient) == before
+    assert fails(patient, "segfault").kind == "crash"
+
+
+def test_an_alarm_does_not_ring_in_the_next_call(patient):
+    scores = patient.score([{"action": "set_alarm"}, {"action": "lasting", "seconds": 0.5}])
+    assert scores.failures == []
+    assert scores.rewards == [1.0, 0.5]
+
+
+def test_what_makes_a_worker_unfit_is_not_put_on_the_next_call(patient):
+    for _ in range(5):  # it may die before, while or after the next one is sent
+        before = pids(patient)
+        assert succeeds(patient, "damage") == 1.0
+        assert pids(patient) != before
+
+
+def test_large_requests(patient):
+    text = "é\n" * 2_500_000
+    start = time.monotonic()
+    failure = fails(patient, "", x=text)
+    assert failure.message.startswith(r"returned 'é\né\n")
+    assert time.monotonic() - start < 30
+
+
+def test_what_json_cannot_say_is_refused(patient):
+    with pytest.raises(TypeError):
+        patient.score([{"action": "", "x": object()}])
+    assert succeeds(patient, "") == 0.0
+
+
+def test_a_worker_that_dies_between_calls_costs_nothing(hasty):
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        for pid in pids(hasty):
+            os.kill(pid, number)
+        assert succeeds(hasty, "") == 0.0
+
+
+def test_a_worker_that_dies_before_it_reads_its_call_costs_nothing(tmp_path):
+    """Stopped, it cannot read; then it dies with the call in its socket. The call is made once."""
+    path = tmp_path / "calls"
+    with pool("append_line", workers=1) as one:
+        (pid,) = pids(one)
+        stop(pid)
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        scores = one.score([{"path": str(path)}])
+        assert scores.failures == []
+        assert path.read_text() == "called\n"
+
+
+def test_a_worker_that_does_not_read_is_replaced(monkeypatch):
+    monkeypatch.setattr("maxrl_fast.rewards.pool.SEND_LIMIT", 0.5)
+    with pool("echo", workers=1) as one:
+        stop(pids(one)[0])
+        scores = one.score([{"x": "x" * 5_000_000}, {"x": 1}])
+    assert scores.rewards == [0.0, 1.0]
+    assert [(failure.index, failure.kind) for failure in scores.failures] == [(0, "crash")]
+
+
+def test_a_thread_that_ends_the_process_later(patient):
+    assert succeeds(patient, "die_later", seconds=0.2) == 1.0
+    assert eventually(lambda: not is_alive(pids(patient)[0]))
+    assert succeeds(patient, "") == 0.0
+
+
+WRITES_TO_ALL = r"""
+import os
+for fd in os.listdir("/proc/self/fd"):
+    try:
+        os.write(int(fd), b"[1]\n")
+    except OSError:
+        pass
+"""
+BAD_FILES = {
+    "import no_such_module_anywhere": "No module named 'no_such_module_anywhere'",
+    "def f(:\n": "syntax error in ",
+    "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
+    "import sys; sys.exit(4)": "SystemExit: 4",
+    "import os; os._exit(4)": "the process that loads it exited with code 4",
+    "import ctypes; ctypes.string_at(0)": "the process that loads it was killed by SIGSEGV",
+    "g = 1": "has no f",
+    "f = [1, 2]": "f in ",
+    WRITES_TO_ALL: "wrote to the connection",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_file_that_cannot_be_loaded(tmp_path, text):
+    (tmp_path / "bad.py").write_text(text)
+    before = own_children()
+    with pytest.raises(InputError) as error:
+        pool("f", file=tmp_path / "bad.py")
+    assert f"reward function {tmp_path / 'bad.py'}:f: " in str(error.value)
+    assert BAD_FILES[text] in str(error.value)
+    assert own_children() == before
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("/no/such/file.py:f", "there is no file /no/such/file.py"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("tests.rewards.functions:no_such_name", "tests.rewards.functions has no no_such_name"),
+        ("tests.rewards.functions:WAITS", "is not a function"),
+        ("functions.py", 'not "functions.py"'),
+        (":f", 'not ":f"'),
+        ("functions.py:", 'not "functions.py:"'),
+    ],
+)
+def test_a_name_that_leads_nowhere(function, message):
+    with pytest.raises(InputError) as error:
+        RewardPool(function, workers=2, time_limit=1, memory_limit=GB)
+    assert message in str(error.value)
+
+
+def test_loading_has_a_limit(tmp_path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
+    before = own_children()
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"loading it took longer than 1 s"):
+        pool("f", file=tmp_path / "slow.py", start_limit=1.0)
+    assert time.monotonic() - start < 20
+    assert own_children() == before
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}])
+def test_limits_must_make_sense(wrong):
+    with pytest.raises(InputError, match="must be positive and finite"):
+        pool("echo", **wrong)
+
+
+def test_workers_that_cannot_start_any_more(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text("import os\ndef f(x): return x if x else os._exit(3)")
+    with pool("f", file=path) as two:
+        assert two.score([{"x": 1}, {"x": 0}]).rewards == [1.0, 0.0]
+        path.write_text("raise OSError('the disk is gone')")
+        with pytest.raises(RewardError, match="the disk is gone"):
+            two.score([{"x": 0}] * 10)
+        path.write_text("def f(x): return x + 1")
+        assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # it was not for ever
+
+
+def test_stacks_are_shown(capfd):
+    with pool("act", time_limit=3.0) as two:
+        timer = threading.Timer(1.0, two.stacks)
+        timer.start()
+        scores = two.score([{"action": "backtrack"}, {"action": "sleep"}, {"action": ""}])
+        timer.join()
+        assert [failure.kind for failure in scores.failures] == ["timeout"] * 2
+        shown = capfd.readouterr().err
+        assert shown.count("reward worker ") == 2
+        assert "has call 0\n" in shown
+        assert "has call 1\n" in shown
+        assert "in backtrack\n" in shown
+        assert "in sleep\n" in shown
+
+
+def test_an_interrupt_leaves_no_process():
+    before = own_children()
+    with pool("act", time_limit=60.0) as two:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.score([{"action": "ignore_signals"}] * 10)
+        start = time.monotonic()
+        assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
+        assert time.monotonic() - start < 30  # what was interrupted does not run on
+    assert own_children() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        two.score([])
+    two.close()
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_workers():
+    """It goes to the process group in front, which is the trainer's."""
+    with pool("pid", workers=1) as one:
+        (pid,) = pids(one)
+        assert os.getpgid(pid) == pid != os.getpgrp()
+        assert os.getsid(pid) == pid
+
+
+TRAINER = """
+import os, sys, time
+from maxrl_fast.rewards.pool import RewardPool
+pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
+print([worker.process.pid for worker in pool._workers], flush=True)
+"""
+ENDS = {
+    "idle, killed": ("time.sleep(1000)", signal.SIGKILL),
+    "busy, killed": (
+        "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2], 'leave_group': False}])",
+        signal.SIGKILL,
+    ),
+    "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
+    "killed, and copied before": ("os.fork() or time.sleep(15); pool.score([{'action': 'sleep'}] * 2)", signal.SIGKILL),
+    "never closed": ("pass", None),
+    "failed": ("raise ValueError", None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_workers_end_with_the_trainer(tmp_path, end):
+    last, number = ENDS[end]
+    path = tmp_path / "child"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER + last, FUNCTIONS, path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with trainer:
+        workers = ast.literal_eval(trainer.stdout.readline().decode())
+        assert len(workers) == 2
+        if number:
+            if "busy" in end:
+                assert eventually(lambda: path.exists() and path.read_text())
+            time.sleep(0.5)
+            assert all(map(is_alive, workers))
+            trainer.send_signal(number)
+        trainer.wait(20)
+        if path.exists():
+            workers.append(int(path.read_text()))
+        assert eventually(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_loop_in_c_ends_with_the_trainer_when_its_time_is_used(tmp_path):
+    """It lets no thread and no handler of a signal run."""
+    start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._time_limit = 60.0")
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", start + "pool.score([{'action': 'backtrack'}])", FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    with trainer:
+        workers = ast.literal_eval(trainer.stdout.readline().decode())
+        time.sleep(0.5)
+        trainer.kill()
+        assert eventually(lambda: not any(map(is_alive, workers)), limit=30)
+
+
+def test_ten_thousand_calls_leak_nothing():
+    before = set(children(os.getpid()))
+    actions = ["exit_now", "sleep", "eat_bytes", "raise_error", "segfault", "close_all"]
+    with pool("act", time_limit=1.0) as two:
+        calls = [{"action": "", "x": i} for i in range(10_000)]
+        for i in range(500, 10_000, 500):
+            calls[i] = {"action": actions[i // 500 % len(actions)]}
+
+        def are_clean():
+            """No process, nor one to be waited for, but the workers."""
+            two.score([])
+            return set(children(os.getpid())) - before == set(pids(two))
+
+        two.score(calls[:600])
+        assert eventually(are_clean)
+        fds = len(os.listdir("/proc/self/fd"))
+        scores = two.score(calls)
+        assert len(scores.failures) == 19
+        failed = {failure.index for failure in scores.failures}
+        assert failed == set(range(500, 10_000, 500))
+        assert scores.rewards == [0.0 if i in failed else float(i) for i in range(10_000)]
+        # Replacements may be starting, but there is one for each that has gone.
+        assert eventually(are_clean)
+        assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_worker_starts_without_heavy_modules():
+    code = "import sys, maxrl_fast.rewards.worker; print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "\n"

@@ -1,0 +1,181 @@
+"""Rewards of a Python function in the trainer: what fails is left out of its group, counted by kind, and can stop a run."""
+
+import json
+
+import pytest
+import torch
+
+from maxrl_fast import ops, train
+from maxrl_fast.learner import Learner
+from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.parallel import Ranks
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
+from tests.test_train import base, read
+
+REWARDS = """
+import ctypes, os, time
+
+def length(prompt, response):
+    return len(response.split())
+
+def moves(prompt, response):
+    assert prompt.startswith("<bos> GRID_START WALL"), prompt
+    words = response.split()
+    if words[0] == "UP":
+        raise ValueError("up is not allowed")
+    if words[0] == "DOWN":
+        time.sleep(100)
+    if words[0] == "LEFT":
+        ctypes.string_at(0)
+    if words[0] == "RIGHT":
+        return float("nan")
+    return 1.0
+
+def by_length(prompt, response):
+    if response.startswith("RIGHT"):
+        raise ValueError("right is not allowed")
+    return len(response) % 2
+
+def broken(prompt, response):
+    raise KeyError(response)
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def pool(path, name, **options):
+    return RewardPool(f"{path}:{name}", workers=2, time_limit=options.get("time_limit", 1.0), memory_limit=10**9)
+
+
+def test_prompts_and_responses_reach_the_function_as_text(rewards):
+    task = MazeTask(5)
+    prompts = task.prompts("train", 0, 2)
+    responses = Rollouts.given([[UP, DONE], [UP], [DOWN, DOWN, DONE], [UP, UP, UP, UP]])
+    with pool(rewards, "length") as workers:
+        scorer = Scorer(task, workers)
+        assert scorer.score(prompts, responses).tolist() == [2, 1, 3, 4]
+        assert scorer.failures(Ranks(), "step 1") == (
+            dict.fromkeys(("exception", "timeout", "crash", "memory", "invalid"), 0),
+            "",
+        )
+
+
+def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
+    task = MazeTask(5)
+    responses = Rollouts.given([[UP], [DOWN], [DONE], [15], [16], [UP]])
+    with pool(rewards, "moves", time_limit=0.5) as workers:
+        scorer = Scorer(task, workers)
+        scored = scorer.score(task.prompts("train", 0, 1), responses)
+        assert scored.isnan().tolist() == [True, True, False, True, True, True]
+        assert scored[2] == 1
+        counts, sentence = scorer.failures(Ranks(), "step 7")
+    assert counts == {"exception": 2, "timeout": 1, "crash": 1, "memory": 0, "invalid": 1}
+    assert sentence.startswith(
+        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), such as: ValueError"
+    )
+    assert "up is not allowed" in sentence
+
+
+def test_the_task_scores_where_no_function_is_given():
+    task = MazeTask(5)
+    prompts, solutions = task.demonstrations(0, 4)
+    scorer = Scorer(task, None)
+    assert scorer.score(prompts, solutions).tolist() == [1, 1, 1, 1]
+    assert scorer.failures(Ranks(), "step 1") == ({}, "")
+
+
+FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2")
+
+
+@pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
+def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys, objective):
+    """The advantages are those of the groups without the rollouts whose reward failed, which learn nothing."""
+    task, seen, update = MazeTask(5), [], Learner.update
+
+    def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
+        seen.append((when, rollouts, advantages.clone()))
+        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    out = tmp_path / "run"
+    flags = [*FLAGS, "--reward", f"{rewards}:by_length", "--objective", *objective.split(), "--out", str(out)]
+    assert train.main([*base(), *flags]) == 0
+    (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == "step 1")
+    texts = [task.decode(part.tolist()) for part in rollouts.tokens.split(rollouts.lengths.tolist())]
+    failed = torch.tensor([text.startswith("RIGHT") for text in texts])
+    outcome = torch.tensor([0.0 if text.startswith("RIGHT") else len(text) % 2 for text in texts])
+    assert 0 < failed.sum() < 16
+    assert (advantages[failed] == 0).all()
+    assert (advantages != 0).any()
+    name, *size = objective.split()
+    if name in ESTIMATORS:
+        for g in range(4):
+            own = slice(4 * g, 4 * g + 4)
+            kept = ~failed[own]
+            inputs = {"lengths": rollouts.lengths[own][kept]} if name == "opo" else {}
+            options = {"k": 2} if size else {}
+            if kept.sum() > options.get("k", 0):
+                expected = ops.group_advantage(outcome[own][kept], name, **inputs, **options)
+                torch.testing.assert_close(advantages[own][kept], expected)
+    record = read(out / "metrics.jsonl")[0]
+    assert record["reward_exception"] == int(failed.sum())
+    assert record["reward_timeout"] == 0
+    assert record["reward_mean"] == pytest.approx(float(outcome[~failed].mean()))
+    assert f"warning: step 1: {int(failed.sum())} of 16 rewards failed (exception" in capsys.readouterr().err
+    assert read(out / "eval.jsonl")[0]["reward_errors"] > 0
+
+
+def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
+    assert train.main([*base(), *flags]) == 1
+    error = capsys.readouterr().err
+    assert "error: evaluation at step 0: 24 of 24 rewards failed (exception 24), such as: KeyError" in error
+    assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
+    assert error.endswith("then --resume goes on.\n")
+    rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
+    assert train.main(["--resume", str(out)]) == 0
+    assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("nowhere.py:score", "there is no file nowhere.py"),
+        ("{}:missing", "has no missing"),
+        ("score", 'a reward function is given as "path/to/file.py:name"'),
+    ],
+)
+def test_a_function_that_is_not_there_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
+    out = tmp_path / "run"
+    assert train.main([*base(), "--objective", "rloo", "--reward", reward.format(rewards), "--out", str(out)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_function_that_cannot_be_started_again_stops_the_run(rewards, tmp_path, capsys):
+    rewards.write_text(
+        REWARDS + "\nif os.path.exists(__file__ + '.started'):\n    raise RuntimeError('once only')\n"
+        "open(__file__ + '.started', 'w')\n"
+    )
+    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:crashes", "--out", str(tmp_path / "run")]
+    rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
+    assert train.main([*base(), *flags]) == 1
+    error = capsys.readouterr().err
+    assert "cannot be started any more" in error
+    assert "once only" in error
+
+
+def test_config_json_names_the_function(rewards, tmp_path):
+    out = tmp_path / "run"
+    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:length", "--out", str(out)]
+    assert train.main([*base(), *flags]) == 0
+    assert json.loads((out / "config.json").read_text())["reward"] == f"{rewards}:length"

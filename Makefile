@@ -3,6 +3,8 @@
 # make bench   set up, then the benchmarks of advantages, token losses, rollout and a training step (a quarter of an hour)
 # make peers   an environment of its own with TRL, then a training step beside TRL's
 # make test-vllm  an environment of its own with vLLM's CPU build, then the tests of --rollout vllm
+# make sanitize  the extension with AddressSanitizer and UBSan, and the tests that reach it (5 minutes)
+# make sanitize-gpu  on a machine with compute-sanitizer and a GPU: the tests marked gpu under memcheck
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
@@ -16,7 +18,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: train test test-vllm bench peers gpu format clean
+.PHONY: train test test-vllm sanitize sanitize-gpu bench peers gpu format clean
 
 train: $(STAMP)
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -26,6 +28,14 @@ test: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -q
+
+sanitize: $(STAMP)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q cmake ninja pybind11
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" tests/sanitize.sh $(RUN)
+
+sanitize-gpu:
+	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 bench: $(STAMP)
 	$(RUN) -m bench.advantages

@@ -112,6 +112,7 @@ MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, int64_t n, double m
   if (f.scale == Scale::kLeaveOneOut) divisor = static_cast<double>(n - 1) / n;
   if (f.scale == Scale::kStd) divisor = n > f.ddof ? sqrt(sum_of_squares / (n - f.ddof)) + f.eps : 0.0;
   if (f.scale == Scale::kMean) divisor = mean + f.eps;
+  if (divisor - divisor != 0.0) return static_cast<double>(NAN);  // squares beyond double's range: not "no advantage"
   return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, of no success: no advantage
 }
 

@@ -51,7 +51,8 @@ MAXRL_HOST_DEVICE inline GroupScore group_score(Score kind, int64_t n, double me
   if (kind == Score::kRloo) return {mean, n / others, 0.0};
   if (kind == Score::kDrGrpo) return {mean, 1.0, 0.0};
   const double deviation = sqrt(squares / others);
-  return {mean, 1.0 / (deviation + 1e-6), deviation};
+  // Squares beyond double's range must not pass for equal proxies.
+  return {mean, deviation - deviation == 0.0 ? 1.0 / (deviation + 1e-6) : static_cast<double>(NAN), deviation};
 }
 
 MAXRL_HOST_DEVICE inline double class_weight(bool balanced, int64_t n, int64_t num_correct, bool is_correct) {

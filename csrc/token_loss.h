@@ -47,8 +47,10 @@ struct TokenRows {
   const Real* temperatures;  // [T], or null: `temperature` for all
   double temperature;
 
+  // NaN where it is not above 0: exponents would rise, and the exponential is made for those that fall.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
-    return temperatures ? static_cast<double>(temperatures[t]) : temperature;
+    const double tau = temperatures ? static_cast<double>(temperatures[t]) : temperature;
+    return tau > 0.0 ? tau : static_cast<double>(NAN);
   }
   MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const { return targets[t] >= 0 && targets[t] < vocab_size; }
 };

@@ -122,7 +122,7 @@ def check(config: Config) -> None:
         )
     at_least_one = (
         "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads reward_workers"
+        "kv_heads eval_prompts eval_samples threads reward_workers max_prompt_tokens"
     )
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
     _require(
@@ -259,6 +259,13 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
     if config.rollout.rollout == "vllm" and ranks.size > 1:
         raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
+    sft_steps = (0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps
+    if sft_steps and not task.has_demonstrations:
+        raise InputError(f"sft_steps must be 0, as {task.name} has no solutions to learn from, got {sft_steps}")
+    held_out = task.num_test_prompts or 2**63
+    eval_prompts = config.evaluation.eval_prompts or min(256, held_out)
+    if eval_prompts > held_out:
+        raise InputError(f"eval_prompts must be at most the {held_out} prompts that are held out, got {eval_prompts}")
     device = resolve_device(config.run.device)
     corrects = objective.row is not None and (config.rollout.rollout == "vllm" or leaves_out(config))
     if config.rollout.decoder != "auto" and (device.type != "cpu" or config.rollout.rollout != "native"):
@@ -278,7 +285,8 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         **pacs,
         max_new_tokens=config.rollout.max_new_tokens or task.max_new_tokens,
         importance_cap=2.0 * corrects if config.rollout.importance_cap is None else config.rollout.importance_cap,
-        sft_steps=(0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps,
+        sft_steps=sft_steps,
+        eval_prompts=eval_prompts,
         loss=config.loss.loss or objective.loss,
         aggregation=config.loss.aggregation or objective.aggregation,
         out=out,

@@ -14,7 +14,7 @@ from maxrl_fast.rollout.native import MOST_ROWS, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
-def describe_run(config: Config, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
+def describe_run(config: Config, task: Task, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
     """What runs on what, said once at the start."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
@@ -33,8 +33,8 @@ def describe_run(config: Config, model: Decoder, ranks: Ranks, saved: Path | Non
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"
     return [
-        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {config.task.task} "
-        f"{config.task.maze_size}x{config.task.maze_size}, seed {config.run.seed}",
+        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {task.name}, "
+        f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}; {config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; "
         f"results in {config.run.out}",

@@ -21,18 +21,18 @@ class Health:
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
-    _present: set[str] = field(default_factory=set)
+    _absent: dict[str, int] = field(default_factory=dict)  # steps since a sign was there
 
     def observe(self, record: Record) -> list[Sign]:
-        """The signs that begin with this step; one that lasts is told once."""
+        """The signs that begin with this step; one that lasts, or comes back within ten steps, is told once."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:
             return []
         found = {kind: rule(self._first, self._recent) for kind, rule in SIGNS.items()}
         present = {kind: sign for kind, sign in found.items() if sign is not None}
-        begun = [Sign(kind, *sign) for kind, sign in present.items() if kind not in self._present]
-        self._present = set(present)
+        begun = [Sign(kind, *sign) for kind, sign in present.items() if self._absent.get(kind, STEPS) >= STEPS]
+        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()} | dict.fromkeys(present, 0)
         return begun
 
 

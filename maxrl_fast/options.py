@@ -41,12 +41,20 @@ class ObjectiveOptions:
 class TaskOptions:
     """Where prompts come from."""
 
-    task: Literal["maze"] = "maze"
-    """Task."""
+    task: Literal["maze", "dataset"] = "maze"
+    """maze, or dataset: prompts of a file, with --data, --reward and --model."""
     maze_size: int = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     maze_strict: bool = False
     """A rollout must end on the goal; otherwise what comes after the goal is ignored."""
+    data: Annotated[Path | None, _unset("FILE", "none")] = None
+    """JSON Lines file of prompts for dataset: text, or chat messages; the other keys are arguments of the reward function."""
+    test_data: Annotated[Path | None, _unset("FILE", "none, a tenth of --data")] = None
+    """The same, of held-out prompts."""
+    prompt_key: str = "prompt"
+    """Key of the prompt in a line."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out."""
     reward: Annotated[str | None, _unset("FILE:FUNCTION", "the task's own")] = None
     """Python function(prompt, response, **columns) -> float that scores responses, as rewards.py:length or package.module:f;
     it runs in processes of its own."""
@@ -185,7 +193,7 @@ class EvaluationOptions:
 
     eval_every: int = 0
     """Steps between evaluations; 0: only before and after."""
-    eval_prompts: int = 256
+    eval_prompts: Annotated[int | None, _unset("INT", "256, or all that are held out")] = None
     """Held-out prompts."""
     eval_samples: int = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""

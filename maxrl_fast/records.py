@@ -6,6 +6,7 @@ V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Prompts:
     tokens: Tensor  # [sum of prompt lengths] int64, packed
     cu_seqlens: Tensor  # [G+1] int64
     ids: Tensor  # [G] int64, each prompt's index in its task
+    columns: tuple[dict[str, Any], ...] | None = None  # [G], what a reward function is told beside the response
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -45,10 +47,11 @@ class Prompts:
     def take(self, start: int, count: int) -> "Prompts":
         """Prompts `start` to `start + count - 1`, fewer at the end."""
         cu_seqlens = self.cu_seqlens[start : start + count + 1]
-        return Prompts(self.tokens[cu_seqlens[0] : cu_seqlens[-1]], cu_seqlens - cu_seqlens[0], self.ids[start : start + count])
+        tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
+        return Prompts(tokens, cu_seqlens - cu_seqlens[0], ids, self.columns and self.columns[start : start + count])
 
     def to(self, device: torch.device) -> "Prompts":
-        return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device))
+        return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device), self.columns)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -55,6 +55,8 @@ def train(
     """Warm start, evaluation, reinforcement learning, evaluation: what of it `progress` says is still to be done."""
     num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
+    num_evaluated = config.evaluation.eval_prompts
+    assert num_evaluated is not None
     advantages = advantages_of(config)
     sampling = Sampling.of(config, task)
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
@@ -89,7 +91,7 @@ def train(
         is_due = step in (0, config.optimizer.steps) or (every and step % every == 0)
         if not is_due or step in progress.evaluations:
             return
-        with clock("evaluation"), screen.stage("evaluate", config.evaluation.eval_prompts, lines=1) as stage:
+        with clock("evaluation"), screen.stage("evaluate", num_evaluated, lines=1) as stage:
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
@@ -100,7 +102,7 @@ def train(
                 engine,
                 task,
                 scorer,
-                config.evaluation.eval_prompts,
+                num_evaluated,
                 config.evaluation.eval_samples,
                 sampling,
                 seed=seed,
@@ -203,7 +205,7 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device, watc
     Raises:
         InputError: where that shows the configuration to be wrong.
     """
-    task = build_task(config.task, config.run.seed)
+    task = build_task(config.task, config.run.seed, config.model.model)
     config = resolve(config, task, ranks)
     out = config.run.out
     assert out is not None
@@ -227,7 +229,7 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device, watc
         if not config.run.resume:
             held.enter_context(locked(out, ranks.is_first))
         files = RunFiles(config, ranks.is_first, saved)
-        for line in describe_run(config, model, ranks, saved.directory if saved else None):
+        for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
             screen.say(line)
         screen.say(f"rollout engine: {engine.describe()}")
         return supervise(config, task, scorer, model, engine, files, saved, screen, ranks, watch)

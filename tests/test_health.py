@@ -67,5 +67,10 @@ def test_a_spike_of_the_gradient_is_told_against_the_steps_before():
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # nothing was learned before
 
 
+def test_a_sign_that_comes_and_goes_is_not_told_each_time():
+    told = observed(Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)])
+    assert [sign.kind for _, sign in told] == ["truncated"]
+
+
 def test_nothing_is_said_of_the_first_steps():
     assert observed(Health(), [HEALTHY | {"truncated": 1.0}] * (STEPS - 1)) == []

@@ -3,8 +3,6 @@ pickled, and no code of a checkpoint is run."""
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from maxrl_fast.durable import written_aside
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling
+from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
+from maxrl_fast.model.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # of a file: written in one call, in which a process says nothing to the other ranks
@@ -34,25 +34,30 @@ def save_checkpoint(
     """Write a model so that `transformers` loads it. Written aside and renamed: a kill leaves all of it or nothing.
 
     Args:
-        directory: must not exist.
         weights: of Decoder.weights; stored in config.dtype.
         tokenizer_files: by file name, JSON contents or the bytes of the file.
         stop_ids: the ids that end a response, for generation_config.json.
         shard_bytes: of one file of weights; larger models are sharded.
     """
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    with written_aside(directory) as aside:
+        write_policy(aside, config, weights, tokenizer_files, stop_ids, shard_bytes)
+
+
+def write_policy(
+    directory: Path,
+    config: DecoderConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer_files: dict[str, Any],
+    stop_ids: tuple[int, ...],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The files of `save_checkpoint`, into a folder that is there."""
     generation = {"eos_token_id": list(stop_ids), "do_sample": True}
     files = {"config.json": hf_config(config), "generation_config.json": generation, **tokenizer_files}
     for name, content in files.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
-        (aside / name).write_bytes(text)
-    _save_weights(aside, config, weights, shard_bytes)
-    for path in (*aside.iterdir(), aside):
-        _fsync(path)
-    aside.rename(directory)
-    _fsync(directory.parent)
+        (directory / name).write_bytes(text)
+    _save_weights(directory, config, weights, shard_bytes)
 
 
 def _save_weights(aside: Path, config: DecoderConfig, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
@@ -73,14 +78,6 @@ def _save_weights(aside: Path, config: DecoderConfig, weights: Iterable[tuple[st
         (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     for file, shard in zip(names, shards, strict=True):
         save_file(shard, aside / file, metadata={"format": "pt"})
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def hf_config(config: DecoderConfig) -> dict[str, Any]:
@@ -105,27 +102,20 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def load_checkpoint(directory: Path) -> Decoder:
-    """The decoder of a checkpoint directory, on the CPU in float32. Everything is checked before any weight is read.
+    """The decoder of a checkpoint directory, on the CPU in float32. Everything is checked before any weight is read, and
+    before memory is taken: what config.json declares must be in the files.
 
     Raises:
         InputError: naming the file, and the tensor or key, that is missing, unknown, of the wrong shape or broken.
     """
-    config = read_config(directory / "config.json")
-    model = Decoder.empty(config)
-    wanted = {name: tuple(weight.shape) for name, weight in model.weights()}
+    path = directory / "config.json"
+    config = read_config(path)
     where = {name: path for name, path in _find_tensors(directory).items() if not name.endswith(".rotary_emb.inv_freq")}
-    for name in sorted(wanted.keys() - where.keys()):
-        raise InputError(f"{_named(directory)} lacks the tensor {name}")
-    for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
-        layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(f"{where[name]} has the tensor {name}, which {layers} does not")
-    files = {path: _open(path) for path in sorted(set(where.values()))}
-    for name, shape in wanted.items():
-        tensor = files[where[name]].get_slice(name)
-        if tuple(tensor.get_shape()) != shape:
-            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {tuple(tensor.get_shape())}")
-        if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(f"{where[name]}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
+    files = _check_tensors(directory, config, where)
+    try:
+        model = Decoder.empty(config)
+    except RuntimeError as error:  # of PyTorch's allocator
+        raise InputError(f"the model of {directory} does not fit into memory: {error}") from error
     with torch.no_grad():
         for name, weight in model.weights():
             try:
@@ -133,6 +123,40 @@ def load_checkpoint(directory: Path) -> Decoder:
             except (OSError, SafetensorError) as error:
                 raise InputError(f"cannot read {name} from {where[name]}: {error}") from error
     return model
+
+
+def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path]) -> dict[Path, Any]:
+    """The open files, whose headers have the tensors that the configuration wants, in these shapes, and no others."""
+    if config.num_hidden_layers > len(where):  # not even their names are made
+        raise InputError(f"{_named(directory)} has {len(where)} tensors, too few for {config.num_hidden_layers} layers")
+    wanted = _shapes(config)
+    for name in wanted:
+        if name not in where:
+            raise InputError(f"{_named(directory)} lacks the tensor {name}")
+    for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
+        layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
+        raise InputError(f"{where[name]} has the tensor {shown(name)}, which {layers} does not")
+    files = {path: _open(path) for path in sorted(set(where.values()))}
+    for name, shape in wanted.items():
+        tensor = files[where[name]].get_slice(name)
+        if tuple(tensor.get_shape()) != shape:
+            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
+        if tensor.get_dtype() not in ("F32", "BF16", "F16"):
+            raise InputError(f"{where[name]}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
+    return files
+
+
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights, from a model of one layer that has no memory."""
+    with torch.device("meta"):
+        one = Decoder(dataclasses.replace(config, num_hidden_layers=1))
+    of_one = {name: tuple(weight.shape) for name, weight in one.weights()}
+    first = "model.layers.0."
+    shapes = {name: shape for name, shape in of_one.items() if not name.startswith(first)}
+    of_layer = {name.removeprefix(first): shape for name, shape in of_one.items() if name.startswith(first)}
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
+    return shapes
 
 
 def _named(directory: Path) -> Path:
@@ -143,9 +167,12 @@ def _named(directory: Path) -> Path:
 def _open(path: Path) -> Any:
     """The tensors of a file; its header is checked against its size."""
     try:
+        check_regular(path)
         return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read the weights {path}: {error}") from error
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: of PyTorch's mmap
+        raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
@@ -153,24 +180,18 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     path = _named(directory)
     if path.name == WEIGHTS:
         return dict.fromkeys(_open(path).keys(), path)
-    listed = _read_json(path).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(x, str) and Path(x).name == x for x in listed.values()):
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not all(_is_file_name(x) for x in listed.values()):
         raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
     where = {name: directory / file for file in sorted(set(listed.values())) for name in _open(directory / file).keys()}  # noqa: SIM118
     for name, file in listed.items():
         if where.get(name) != directory / file:
-            raise InputError(f"{directory / file} lacks the tensor {name} that {path} says it has")
+            raise InputError(f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has")
     return where
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read the checkpoint's {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} must hold a JSON object, got {content!r:.80}")
-    return content
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -179,16 +200,17 @@ def read_config(path: Path) -> DecoderConfig:
     Raises:
         InputError: on a file that cannot be read, an unknown architecture, or a variant that is not supported.
     """
-    fields = _read_json(path)
+    fields = read_json(path)
     model_type = fields.get("model_type")
-    if model_type not in FAMILIES:
-        raise InputError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}")
     wanted = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False}
     for key, value in wanted.items():
         if key in fields and fields[key] != value and not (model_type == "qwen2" and key == "attention_bias"):
-            raise InputError(f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key])}")
-    if any(kind != "full_attention" for kind in fields.get("layer_types") or ()):
-        raise InputError(f"{path}: layer_types must all be full_attention, got {fields['layer_types']!r:.80}")
+            raise InputError(f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}")
+    layer_types = fields.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise InputError(f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}")
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):  # of transformers 4 and 5
         if not isinstance(fields.get(key) or {}, dict):
@@ -198,37 +220,57 @@ def read_config(path: Path) -> DecoderConfig:
     part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "llama3") or part != 1.0:
         raise InputError(f"{path}: rotary embeddings must be of type default or llama3, and whole, got {rope!r:.200}")
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    tied = fields.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
     try:
-        heads = fields["num_attention_heads"]
         return DecoderConfig(
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            intermediate_size=fields["intermediate_size"],
-            num_hidden_layers=fields["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            **{name: fields[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers")},
+            **_attention_sizes(fields),
             max_position_embeddings=fields["max_position_embeddings"],
-            rope_theta=float(rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            rope_theta=_number({"rope_theta": 10000.0} | fields | rope, "rope_theta"),
+            rms_norm_eps=_number({"rms_norm_eps": 1e-6} | fields, "rms_norm_eps"),
+            tie_word_embeddings=tied,
             model_type=model_type,
             rope_scaling=_rope_scaling(rope) if kind == "llama3" else None,
             dtype=dtype,
         )
     except KeyError as error:
         raise InputError(f"{path} lacks the key {error}") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
 
 
+def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
+    """hidden_size, and those that may be left to follow from it and the number of heads."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    check_sizes(hidden_size=hidden, num_attention_heads=heads)
+    size = fields.get("head_dim")
+    if size is None:
+        if hidden % heads:
+            raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}")
+        size = hidden // heads
+    kv_heads = fields.get("num_key_value_heads")
+    kv_heads = heads if kv_heads is None else kv_heads
+    return {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
+
+
+def _number(fields: dict[str, Any], name: str) -> float:
+    """A number above 0."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r:.80}")
+    return float(value)
+
+
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling:
-    return RopeScaling(
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
-    )
+    factor, low, high = (_number(rope, f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
+    if not low < high:
+        raise ValueError(f"high_freq_factor must be above low_freq_factor, got {high} and {low}")
+    longest = rope["original_max_position_embeddings"]
+    check_sizes(original_max_position_embeddings=longest)
+    return RopeScaling(factor, low, high, longest)

@@ -26,6 +26,18 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin [U, 1, D/2]
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
 
 
+_LARGEST_SIZE = 2**31 - 1  # so that the number of a matrix's elements fits into 64 bits
+
+
+def check_sizes(**sizes: object) -> None:
+    """A ValueError where one of the sizes is no whole number of at least 1, or so large that no tensor could have it."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
+        if value > _LARGEST_SIZE:
+            raise ValueError(f"{name} must be a whole number of at most {_LARGEST_SIZE}, got {value!r:.80}")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's stretch of the rotary embedding to contexts longer than it was trained on at first."""
@@ -58,10 +70,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
             raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}")
-        for field in dataclasses.fields(self)[:8]:
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} must be a whole number of at least 1, got {value!r}")
+        check_sizes(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:8]})
+        check_sizes(**{"num_attention_heads * head_dim": self.num_attention_heads * self.head_dim})
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.files import TOKENIZER_BYTES, check_regular
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -22,6 +23,7 @@ def load_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise InputError(f"{directory} needs transformers for its tokenizer: pip install 'maxrl_fast[hf]' ({error})") from error
+    _check_files(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the file's parser does
@@ -46,4 +48,12 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
     """The tokenizer's files by name, for checkpoints of a policy that started from this directory."""
+    _check_files(directory)
     return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
+
+
+def _check_files(directory: Path) -> None:
+    """Refuse what its reader would wait for, or read without end."""
+    for name in (*FILES, "config.json", "generation_config.json"):
+        if (directory / name).exists():
+            check_regular(directory / name, TOKENIZER_BYTES)

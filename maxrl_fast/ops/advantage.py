@@ -7,11 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops.checks import can_look_at, check_flag, check_tensor, check_whole, is_integer
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_kernel import DTYPES, result_dtype
 from maxrl_fast.ops.groups import Groups
 
 _kernel = torch.ops.maxrl_fast.group_advantage.default
+_LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
 
 
 def group_advantage(
@@ -54,27 +56,42 @@ def group_advantage(
 
     Raises:
         ValueError: on an unknown estimator; k or order outside the range (of the largest group); what the estimator needs and
-            lacks, or does not take; shapes, dtypes or offsets that do not fit; a reward on the CPU that is not finite, or not
-            0 or 1 where only those have a meaning. On a GPU rewards and offsets are not looked at, which would stall it: a
-            group with such a reward becomes NaN.
+            lacks, or does not take; shapes, dtypes, devices or offsets that do not fit; a reward on the CPU that is not
+            finite, or not 0 or 1 where only those have a meaning, and a length below 0. On a GPU rewards and offsets are not
+            looked at, which would stall it: a group with such a reward becomes NaN.
+        TypeError: on what should be a tensor and is none.
     """
+    check_tensor("rewards", rewards)
     shape, uneven = rewards.shape, offsets is not None or group_ids is not None
     if not shape or (uneven and len(shape) != 1):
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan_of = _plan if torch.compiler.is_compiling() else _cached_plan  # a compiler traces no cache
-    plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    given = tuple(options.items())
+    try:
+        plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
+    except TypeError:  # what the cache cannot keep is refused by name
+        plan = _plan(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
     row = plan.row
     if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
         _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
-    if group_ids is not None:
-        _check_like_rewards("group_ids", group_ids, "integers", shape)
-    if valid is not None:
-        _check_like_rewards("valid", valid, "bool", shape)
-    if lengths is not None:
-        _check_like_rewards("lengths", lengths, "integers", shape)
-    if logprobs is not None:
-        _check_like_rewards("logprobs", logprobs, "floating", shape)
+    for name, tensor, kind in (
+        ("offsets", offsets, None),
+        ("group_ids", group_ids, "integers"),
+        ("valid", valid, "bool"),
+        ("lengths", lengths, "integers"),
+        ("logprobs", logprobs, "floating"),
+        ("greedy_correct", greedy_correct, None),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, rewards.device, "the rewards are")
+            if kind is not None:
+                _check_like_rewards(name, tensor, kind, shape)
+    if max_group_size is not None:
+        check_whole("max_group_size", max_group_size, "a whole number of at least 0", lambda x: x >= 0)
+        max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
+    if lengths is not None and can_look_at(lengths):
+        _check_lengths(lengths, valid)
 
     dtype = result_dtype(rewards)
     if rewards.numel() == 0:
@@ -90,7 +107,7 @@ def group_advantage(
             groups=groups,
             rewards=values,
             logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
-            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct),
+            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
         )
         if row.before is not None:
             values = row.before(inputs, plan.options)
@@ -140,9 +157,8 @@ def _plan(
     scale_by_k: bool,
     given: tuple[tuple[str, float], ...],
 ) -> _Plan:
-    row = ESTIMATORS.get(estimator)
-    if row is None:
-        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+    row = _row(estimator)
+    check_flag("scale_by_k", scale_by_k)
     options = row.resolve_options(estimator, dict(given))
     if scale_by_k and not row.scales_by_k:
         raise ValueError(f"{estimator} takes no scale_by_k")
@@ -164,8 +180,17 @@ def _plan(
 _cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
 
 
+def _row(estimator: str) -> Estimator:
+    row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
+    if row is None:
+        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r:.80}")
+    return row
+
+
 def _kernel_dtype(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in DTYPES else tensor.float()
+    if tensor.dtype in DTYPES:
+        return tensor
+    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large whole numbers do not fit into float32
 
 
 def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:
@@ -177,9 +202,16 @@ def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor
 def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} must have the shape of rewards, {tuple(shape)}, got {tuple(tensor.shape)}")
-    is_kind = tensor.is_floating_point() if kind == "floating" else (tensor.dtype == torch.bool) == (kind == "bool")
-    if not is_kind or (kind == "integers" and tensor.is_floating_point()):
+    is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
+    if not is_kind[kind]:
         raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:
+    counted = lengths.long()  # the largest unsigned numbers become negative
+    below = counted < 0 if valid is None else (counted < 0) & valid
+    if bool(below.any()):
+        raise ValueError(f"lengths must be at least 0, got {int(counted[below][0])}")
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
@@ -235,16 +267,24 @@ def effective_weight(
 
     Returns:
         W_n(p) like `pass_rate`, float64.
+
+    Raises:
+        ValueError, TypeError: where group_advantage does, and on a pass rate outside [0, 1].
     """
-    row = ESTIMATORS.get(estimator)
-    if row is not None and not row.has_weight:
-        raise ValueError(f"the weight of {estimator} {row.weight}")
+    row = _row(estimator)
+    if not row.has_weight:
+        raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
+    wanted = f"a whole number from 1 to {_LARGEST_WEIGHED}"
+    check_whole("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
+    check_tensor("pass_rate", pass_rate)
+    if pass_rate.device.type != "meta" and not bool(((pass_rate.double() >= 0) & (pass_rate.double() <= 1)).all()):
+        raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
-    lengths = torch.ones(n + 1, n, dtype=torch.int64) if row is not None and "lengths" in row.inputs else None
+    lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
     advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
-    difference = advantages[1:, 0] - advantages[:-1, -1]  # [n], by c = 0..n-1
     p = pass_rate.double().flatten()[:, None]
-    c = torch.arange(n, dtype=torch.float64)
-    choices = torch.lgamma(torch.tensor(float(n), dtype=torch.float64)) - torch.lgamma(c + 1) - torch.lgamma(n - c)
+    difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
+    c = torch.arange(n, dtype=torch.float64, device=p.device)
+    choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
     probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
     return (probability @ difference).view(pass_rate.shape)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import tables
+from maxrl_fast.ops.checks import check_finite, check_number
 from maxrl_fast.ops.groups import Groups
 
 
@@ -99,7 +100,7 @@ class Estimator:
         given = {"k": k, "order": order}
         for option, value in given.items():
             if value is not None and (self.size is None or option != self.size.name):
-                raise ValueError(f"{name} takes no {option}, got {option}={value}")
+                raise ValueError(f"{name} takes no {option}, got {option}={value!r:.80}")
         if self.size is None:
             return 0
         size = given[self.size.name]
@@ -113,11 +114,12 @@ class Estimator:
     def check_size(self, name: str, size: int, n: int | None) -> None:
         """A ValueError that states the range where the size does not fit groups of n (None: uneven, not known yet)."""
         assert self.size is not None
-        if not isinstance(size, int):
-            raise ValueError(f"{name} needs a whole number as {self.size.name}, got {size!r}")
-        if size < self.size.smallest or (n is not None and size > n - self.size.below_n):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise ValueError(f"{name} needs a whole number as {self.size.name}, got {size!r:.80}")
+        largest = _LARGEST_SIZE if n is None else n - self.size.below_n
+        if not self.size.smallest <= size <= largest:
             rollouts = "" if n is None else f" for N = {n} rollouts"
-            raise ValueError(f"{name} needs {self.size.wanted(n)}{rollouts}, got {size}")
+            raise ValueError(f"{name} needs {self.size.wanted(n)}{rollouts}, got {size!r:.80}")
 
     def resolve_options(self, name: str, given: Mapping[str, float]) -> dict[str, float]:
         """All options; a ValueError on those it does not take, lacks, or that cannot be."""
@@ -127,16 +129,26 @@ class Estimator:
         options = {**self.options, **given}
         if missing := [option for option, value in options.items() if value is None]:
             raise ValueError(f"{name} needs {' and '.join(missing)}")
-        resolved = {option: float(value) for option, value in options.items() if value is not None}
-        if resolved.get("ddof", 0.0) not in (0.0, 1.0):
-            raise ValueError(f"ddof must be 0 or 1, got {given['ddof']}")
-        if resolved.get("eps", 0.0) < 0:
-            raise ValueError(f"eps must be at least 0, got {given['eps']}")
-        if not 0 < resolved.get("quantile", 0.5) <= 1:
-            raise ValueError(f"quantile must be above 0 and at most 1, got {given['quantile']}")
+        resolved = {option: _checked(option, value) for option, value in options.items()}
         if not resolved.get("false_positive_rate", 0.0) + resolved.get("false_negative_rate", 0.0) < 1:
             raise ValueError("false_positive_rate and false_negative_rate must add up to less than 1")
         return resolved
+
+
+_LARGEST_SIZE = 2**53  # exact as the operator's parameter; no group is larger
+_OPTIONS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "ddof": ("0 or 1", lambda x: x in (0.0, 1.0)),
+    "eps": ("at least 0", lambda x: x >= 0),
+    "quantile": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "false_positive_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "false_negative_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
+}
+
+
+def _checked(option: str, value: Any) -> float:
+    """The option's value; a ValueError where it cannot be."""
+    number = check_finite(option, value)
+    return check_number(option, value, *_OPTIONS[option]) if option in _OPTIONS else number
 
 
 _CENTRED_TABLES = (tables.maxpo, tables.expected_improvement_leave_one_out, tables.maxrl, tables.passk_training)
@@ -173,8 +185,9 @@ def _penalise_likely(inputs: Inputs, options: Mapping[str, float]) -> Tensor:
     assert inputs.logprobs is not None
     groups = inputs.groups
     kernel = torch.ops.maxrl_fast.group_advantage.default
+    logprobs = inputs.logprobs.to(torch.promote_types(inputs.logprobs.dtype, torch.float32))  # the ranks come in its dtype
     ranks = kernel(
-        inputs.logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
+        logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
     )  # rank/N
     rewards = inputs.rewards.to(torch.promote_types(inputs.rewards.dtype, torch.float32))
     return rewards * (1 - options["penalty"] * ranks.to(rewards.dtype))

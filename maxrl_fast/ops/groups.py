@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops.checks import is_integer
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -31,10 +33,10 @@ class Groups:
                 raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
             return cls(tuple(rewards.shape), offsets.numel() - 1, offsets.long().contiguous(), None, valid)
         assert group_ids is not None
-        if group_ids.is_floating_point():
+        if not is_integer(group_ids):
             raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
         # How many groups there are is not read back: up to S, the last ones empty.
-        ids, order = group_ids.sort(stable=True)
+        ids, order = group_ids.long().sort(stable=True)
         group = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids[1:] != ids[:-1]).long().cumsum(0)])
         starts = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
         return cls(tuple(rewards.shape), len(ids), starts, order, valid)
@@ -44,17 +46,20 @@ class Groups:
         tensor = tensor.contiguous()
         return tensor if tensor.shape == self.shape else tensor.view(self.shape)
 
-    def spread(self, name: str, per_group: Tensor) -> Tensor:
-        """A tensor with one value a group, or one a rollout, like the viewed rewards."""
-        if per_group.numel() == self.num_groups and self.order is None:
+    def spread(self, name: str, per_group: Tensor, shape: torch.Size) -> Tensor:
+        """A bool tensor with one value a group, or one a rollout as rewards of `shape` are, like the viewed rewards."""
+        if per_group.dtype != torch.bool:
+            raise ValueError(f"{name} must be bool, got {per_group.dtype}")
+        if per_group.numel() == self.num_groups > 0 and self.order is None:
             return per_group.flatten()[self._index(per_group.device)]
-        if per_group.numel() != torch.Size(self.shape).numel():
-            raise ValueError(f"{name} must be one a group or like rewards, got the shape {tuple(per_group.shape)}")
-        return self.view(per_group)
+        if per_group.shape == shape:
+            return self.view(per_group)
+        raise ValueError(f"{name} must be one a group or like rewards, got the shape {tuple(per_group.shape)}")
 
     def _index(self, device: torch.device) -> Tensor:
         """The group of each rollout, int64, like the viewed rewards."""
         if self.offsets is None:
             return torch.arange(self.num_groups, device=device)[:, None].expand(self.shape)
         groups = torch.searchsorted(self.offsets, torch.arange(self.shape[0], device=device), right=True) - 1
+        groups = groups.clamp(0, self.num_groups - 1)  # of offsets that the kernel will refuse
         return groups if self.order is None else torch.zeros_like(groups).scatter(0, self.order, groups)

@@ -16,6 +16,8 @@ def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
+    if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}")
     gradient = _Gradient(logits.detach())
     sums: Tensor = _Loss.apply(logits, gradient, arguments)
     _Spent.apply(logits)

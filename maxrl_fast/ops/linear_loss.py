@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops.checks import check_tensor, check_whole
 from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, check_rows, prepare
-from maxrl_fast.ops.token_kernel import SUMS, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_kernel import DTYPES, SUMS, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
 from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
 
@@ -130,6 +131,10 @@ def linear_token_logprobs(
 
 def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[int, int]:
     """V, and the tokens of a chunk."""
+    for name, matrix in (("hidden", hidden), ("weight", weight)):
+        check_tensor(name, matrix)
+    if hidden.dtype not in DTYPES:
+        raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.device != weight.device:
         raise ValueError(
             f"hidden [T, H] and weight [V, H] must have one H and device, got {tuple(hidden.shape)} on {hidden.device} and "
@@ -137,8 +142,8 @@ def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[in
         )
     if weight.dtype not in (hidden.dtype, torch.float32):
         raise ValueError(f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if chunk_tokens is not None:
+        check_whole("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
     row_bytes = max(len(weight) * hidden.element_size(), 1)
     return len(weight), chunk_tokens or max(_CHUNK_BYTES.get(hidden.device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops.checks import check_choice, check_finite, check_tensor, check_whole
 from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS, log_ratio_reward_reference, pacs_loss_reference
-from maxrl_fast.ops.token_batch import check_sequences
+from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
@@ -28,14 +29,20 @@ def log_ratio_reward(
         [S], of logprobs' dtype, summed in float64.
 
     Raises:
-        ValueError: on shapes and dtypes that do not fit.
+        ValueError: on shapes, dtypes and devices that do not fit, and a beta that is not finite.
+        TypeError: on what should be a tensor and is none.
     """
+    check_tensor("logprobs", logprobs)
+    check_tensor("ref_logprobs", ref_logprobs, logprobs.device, "logprobs are")
     for name, values in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
-        if values.dim() != 1 or len(values) != len(logprobs) or values.dtype not in DTYPES:
-            wanted = f"float32 or float64 [T] = [{len(logprobs)}]"
+        if values.dim() != 1 or values.shape != logprobs.shape or values.dtype not in DTYPES:
+            wanted = f"float32 or float64 [T] = {list(logprobs.shape)}"
             raise ValueError(f"{name} must be {wanted}, got {values.dtype} {tuple(values.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != logprobs.shape):
-        raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
+    if mask is not None:
+        check_tensor("mask", mask, logprobs.device, "logprobs are")
+        if mask.dtype != torch.bool or mask.shape != logprobs.shape:
+            raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
+    beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
     operator = _OPS.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
     proxies: Tensor = operator(
@@ -43,7 +50,7 @@ def log_ratio_reward(
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
         None if mask is None else mask.contiguous(),
-        float(beta),
+        beta,
     )
     return proxies
 
@@ -81,13 +88,14 @@ def pacs_loss(
         score_correct and score_wrong, the mean of psi over correct and over wrong rollouts (0 without any).
 
     Raises:
-        ValueError: on unknown names, shapes that do not fit, and, on a CPU, labels other than 0 and 1. On a GPU, where
-            looking would wait for the device, the loss becomes NaN for such a label.
+        ValueError: on unknown names, shapes, dtypes, devices and numbers that do not fit, and, on a CPU, labels other than 0
+            and 1. On a GPU, where looking would wait for the device, the loss becomes NaN for such a label.
+        TypeError: on what should be a tensor and is none.
     """
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
-    if weight not in WEIGHTS:
-        raise ValueError(f"weight must be one of {', '.join(WEIGHTS)}, got {weight!r}")
+    check_choice("score", score, SCORES)
+    check_choice("weight", weight, WEIGHTS)
+    check_tensor("reward_proxy", reward_proxy)
+    check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
     size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
     if size < 0 or reward_proxy.dtype not in DTYPES:
         raise ValueError(f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} {tuple(reward_proxy.shape)}")
@@ -97,14 +105,11 @@ def pacs_loss(
     if isinstance(groups, Tensor):
         check_sequences(groups, size, reward_proxy.device)
         offsets = groups.to(torch.int64).contiguous()
-    elif groups < 1 or size % groups:
-        raise ValueError(f"groups must be a number of rollouts that divides S = {size}, or offsets, got {groups}")
     else:
-        group_size = groups
-    if denominator is None:
-        denominator = max(size, 1)
-    if not isinstance(denominator, Tensor):
-        denominator = torch.full((), denominator, dtype=torch.float64, device=reward_proxy.device)
+        wanted = f"a number of rollouts that divides S = {size}, or offsets"
+        group_size = check_whole("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
+        group_size = min(group_size, max(size, 1))
+    denominator = as_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device)
     operator = _OPS.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
     sums, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
@@ -113,7 +118,7 @@ def pacs_loss(
         group_size,
         score,
         weight == "balanced",
-        denominator.double().reshape(()),
+        denominator,
     )
     named = dict(zip(PACS_SUMS, sums.detach().unbind(), strict=True))
     correct = named["correct"]

@@ -1,10 +1,13 @@
 """What the token losses are made of besides logits: the checked arguments of ops.policy_gradient_loss."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from maxrl_fast.ops.checks import can_look_at, check_choice, check_finite, check_number, check_tensor, is_integer
 
 LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
@@ -73,12 +76,19 @@ class TokenBatch:
 
     def _with_tokens(self, choose: Any, cu_seqlens: Tensor) -> "TokenBatch":
         per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
+        per_sequence = ["sequence_tokens", "sequence_log_ratio"]
         for name in ("advantages", "importance_weights"):
-            if (values := getattr(self, name)) is not None and self.is_per_token(values):
-                per_token.append(name)
+            values = getattr(self, name)
+            (per_token if values is not None and self.is_per_token(values) else per_sequence).append(name)
         if isinstance(self.temperature, Tensor):
             per_token.append("temperature")
         chosen = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
+        if len(chosen["targets"]) == self.num_sequences:
+            # One number a token must not pass for one a sequence: an empty sequence more tells them apart.
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:]])
+            for name in per_sequence:
+                if (values := getattr(self, name)) is not None:
+                    chosen[name] = torch.cat([values, values.new_ones(1)])
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
     def can_teach(self, options: LossOptions) -> Tensor:
@@ -139,33 +149,14 @@ def prepare(
     """Check the arguments of ops.policy_gradient_loss for T, V = shape, and bring them to the kernels' types.
 
     Raises:
-        ValueError: as policy_gradient_loss says.
+        ValueError, TypeError: as policy_gradient_loss says.
     """
-    for option, choice, allowed in (
-        ("loss", loss, LOSSES),
-        ("kl", kl, KL_ESTIMATORS),
-        ("aggregation", aggregation, AGGREGATIONS),
-    ):
-        if choice not in allowed:
-            raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {choice!r}")
-    if kl_coef and ref_logprobs is None:
+    options = _options(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
+    if options.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-    real = real_dtype(logits_dtype)
-    num_tokens, num_sequences = shape[0], len(cu_seqlens) - 1
-    check_rows(shape, targets, temperature, device)
-    check_sequences(cu_seqlens, num_tokens, device)
-    for name, values in (("advantages", advantages), ("importance_weights", importance_weights)):
-        if values is not None and (values.dim() != 1 or len(values) not in (num_tokens, num_sequences)):
-            raise ValueError(
-                f"{name} must be [S] = [{num_sequences}] or [T] = [{num_tokens}], got the shape {tuple(values.shape)}"
-            )
-    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs), ("mask", mask)):
-        if values is not None and values.shape != (num_tokens,):
-            raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, got {mask.dtype}")
     for name, values in (
         ("advantages", advantages),
         ("importance_weights", importance_weights),
@@ -173,8 +164,26 @@ def prepare(
         ("ref_logprobs", ref_logprobs),
         ("mask", mask),
     ):
-        if values is not None and values.device != device:
-            raise ValueError(f"{name} must be on {device} as the logits are, got {values.device}")
+        if values is not None or name == "advantages":
+            check_tensor(name, values, device, "the logits are")
+    real = real_dtype(logits_dtype)
+    num_tokens = shape[0]
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (num_tokens,)):
+        raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+    check_rows(shape, targets, temperature, device, mask)
+    check_sequences(cu_seqlens, num_tokens, device)
+    num_sequences = len(cu_seqlens) - 1
+    for name, values in (("advantages", advantages), ("importance_weights", importance_weights)):
+        if values is not None and (values.dim() != 1 or len(values) not in (num_tokens, num_sequences)):
+            raise ValueError(
+                f"{name} must be [S] = [{num_sequences}] or [T] = [{num_tokens}], got the shape {tuple(values.shape)}"
+            )
+    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
+        if values is not None and values.shape != (num_tokens,):
+            raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
+    if importance_weights is not None and can_look_at(importance_weights):
+        of_tokens = mask if len(importance_weights) != num_sequences else None
+        _check_values("importance_weights", importance_weights, "at least 0", importance_weights.float() < 0, of_tokens)
 
     def cast(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.detach().to(real).contiguous()
@@ -197,8 +206,37 @@ def prepare(
         sequence_tokens=sequence_tokens,
         denominator=_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device),
     )
-    limit = float("inf") if dual_clip is None else dual_clip
-    return batch, LossOptions(loss, clip_low, clip_high, limit, kl, kl_coef, entropy_coef)
+    return batch, options
+
+
+def _options(
+    loss: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl: str,
+    kl_coef: float,
+    entropy_coef: float,
+) -> LossOptions:
+    check_choice("loss", loss, LOSSES)
+    check_choice("kl", kl, KL_ESTIMATORS)
+    return LossOptions(
+        loss,
+        check_number("clip_low", clip_low, "a number of at least 0", lambda x: x >= 0),
+        check_number("clip_high", clip_high, "a number of at least 0", lambda x: x >= 0),
+        math.inf if dual_clip is None else check_number("dual_clip", dual_clip, "a number above 1", lambda x: x > 1),
+        kl,
+        check_finite("kl_coef", kl_coef),
+        check_finite("entropy_coef", entropy_coef),
+    )
+
+
+def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError for the first number that is wrong; what is masked may be anything."""
+    is_wrong = is_wrong if mask is None else is_wrong & mask
+    if bool(is_wrong.any()):
+        first = int(is_wrong.nonzero()[0])
+        raise ValueError(f"{name} must be {wanted}, got {values[first].item()} at {first}")
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -206,34 +244,54 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_rows(shape: tuple[int, int], targets: Tensor, temperature: float | Tensor, device: torch.device) -> None:
+def check_rows(
+    shape: tuple[int, int],
+    targets: Tensor,
+    temperature: float | Tensor,
+    device: torch.device,
+    mask: Tensor | None = None,
+) -> None:
     """Raise ValueError where targets or temperature do not go with T, V = shape."""
+    check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
             f"targets must be whole numbers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
             f"{tuple(targets.shape)} on {targets.device}"
         )
     if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
         if temperature.shape != (shape[0],) or temperature.device != device:
             raise ValueError(
                 f"temperature must be a number or [T] = [{shape[0]}] on {device}, got the shape "
                 f"{tuple(temperature.shape)} on {temperature.device}"
             )
-    elif not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be a finite number above 0, got {temperature}")
+        if can_look_at(temperature):
+            tau = temperature.detach().double()
+            is_wrong = ~((tau > 0) & (tau < math.inf))
+            _check_values("temperature", temperature, "a finite number above 0", is_wrong, mask)
+    else:
+        check_number("temperature", temperature, "a finite number above 0", lambda x: 0 < x < math.inf)
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
     """Raise ValueError where cu_seqlens cannot be; its values are looked at on a CPU only, where that waits for nothing."""
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.is_floating_point() or cu_seqlens.device != device:
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens) or cu_seqlens.device != device:
         raise ValueError(
             f"cu_seqlens must be whole numbers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
-    if device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_look_at(cu_seqlens):
         return
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != num_tokens or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {num_tokens}, got {cu_seqlens.tolist()}")
+    bounds = cu_seqlens.to(torch.int64)
+    # Compared and not subtracted: differences of numbers of few bits, or of large ones, overflow.
+    falls = bounds[1:] < bounds[:-1]
+    if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
+        got = f"{bounds[:8].tolist()}" + ("" if len(bounds) <= 8 else f" and {len(bounds) - 8} more")
+        if bool(falls.any()):
+            first = int(falls.nonzero()[0])
+            got += f", where {int(bounds[first])} is followed by {int(bounds[first + 1])}"
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {num_tokens}, got {got}")
 
 
 def _denominator(
@@ -248,6 +306,22 @@ def _denominator(
         if aggregation == "token_mean" and mask is not None:
             return mask.sum().clamp_min(1).double()
         given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
-    if isinstance(given, Tensor):
-        return given.detach().to(device, torch.float64).reshape(())
-    return torch.full((), given, dtype=torch.float64, device=device)
+    return as_denominator(given, device)
+
+
+def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
+    """[] float64 on the device.
+
+    Raises:
+        ValueError: on what is not one number above 0.
+    """
+    if not isinstance(given, Tensor):
+        given = check_number("denominator", given, "a finite number above 0", lambda x: 0 < x < math.inf)
+        return torch.full((), given, dtype=torch.float64, device=device)
+    check_tensor("denominator", given)
+    if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
+        where = "on the logits' device or a CPU"
+        raise ValueError(f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}")
+    if can_look_at(given) and not 0 < float(given) < math.inf:
+        raise ValueError(f"denominator must be a finite number above 0, got {float(given)}")
+    return given.detach().to(device, torch.float64).reshape(())

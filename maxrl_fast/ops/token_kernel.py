@@ -66,7 +66,8 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
 
 def _matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _C.Matrix:
     """A matrix whose rows are contiguous, at any distance."""
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or (shape[1] > 1 and tensor.stride(1) != 1):
+    side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not side_by_side:
         raise ValueError(
             f"{name} must be {dtype} {tuple(shape)} on {device} with elements of a row side by side, got {tensor.dtype} "
             f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"

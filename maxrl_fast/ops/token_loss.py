@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops.checks import check_flag, check_tensor
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_kernel import SUMS, loss_arguments, split_temperature
+from maxrl_fast.ops.token_kernel import DTYPES, SUMS, loss_arguments, split_temperature
 from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
 
 _OPS = torch.ops.maxrl_fast
@@ -29,8 +30,9 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tens
         logprobs [T] and entropy [T], float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: on shapes that do not fit, and, on a CPU, on a target that is not in the vocabulary; on a GPU, where
-            looking would wait for the device, its numbers become NaN.
+        ValueError: on shapes, dtypes and devices that do not fit, and, on a CPU, on a target that is not in the vocabulary
+            and a temperature that is not above 0; on a GPU, where looking would wait for the device, its numbers become NaN.
+        TypeError: on what should be a tensor and is none.
     """
     check_rows(_shape(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
@@ -106,13 +108,17 @@ def policy_gradient_loss(
         and clipped_high (whether the clip limited the ratio), kl, entropy, mismatch (|logp - old|). 0 where there are none.
 
     Raises:
-        ValueError: on an unknown name, on shapes that do not fit, where reference log-probs or a denominator are needed and
-            absent, and, on a CPU, on a target that counts and is not in the vocabulary, or on cu_seqlens that do not rise
-            from 0 to T. On a GPU, where looking would wait for the device, the loss becomes NaN for such a target.
+        ValueError: on an unknown name, on shapes, dtypes, devices and numbers that do not fit, where reference log-probs or
+            a denominator are needed and absent, and, on a CPU, on a target that counts and is not in the vocabulary, on a
+            temperature or denominator that is not above 0, an importance weight below 0, or on cu_seqlens that do not rise
+            from 0 to T. On a GPU, where looking would wait for the device, the loss becomes NaN for such a target or
+            temperature.
+        TypeError: on what should be a tensor and is none.
         RuntimeError: from the backward pass, where in_place overwrote what something else needs. On a GPU, and with
             in_place, the backward pass can run only once.
     """
     shape = _shape(logits)
+    check_flag("in_place", in_place)
     batch, options = prepare(
         logits.dtype,
         logits.device,
@@ -136,8 +142,8 @@ def policy_gradient_loss(
         denominator=denominator,
     )
     needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-    if in_place and needs_gradient and logits.is_leaf:
-        raise ValueError("in_place needs logits that were computed, got a leaf, whose value is a parameter's own")
+    if in_place and needs_gradient and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
+        raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device):
         return loss_and_metrics(token_loss_reference(logits, batch, options), logits)
     if options.loss == "gspo" and batch.old_logprobs is not None:
@@ -172,8 +178,9 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating [T, V], got {logits.dtype} {tuple(logits.shape)}")
+    check_tensor("logits", logits)
+    if logits.dim() != 2 or logits.dtype not in DTYPES:
+        raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
     return logits.shape[0], logits.shape[1]
 
 

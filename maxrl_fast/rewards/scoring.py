@@ -50,9 +50,9 @@ class Scorer:
         if self._pool is None:
             return self._task.score(prompts, rollouts)
         num_rollouts = len(rollouts.lengths) // len(prompts)
-        questions = [self._task.decode(tokens) for tokens in _split(prompts.tokens, prompts.lengths)]
-        answers = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
-        calls = [{"prompt": questions[s // num_rollouts], "response": answer} for s, answer in enumerate(answers)]
+        columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in _split(prompts.tokens, prompts.lengths)]
+        responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
+        calls = [{**columns[s // num_rollouts], "response": response} for s, response in enumerate(responses)]
         try:
             scores = self._pool.score(calls)
         except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all

@@ -10,10 +10,13 @@ from maxrl_fast.records import Prompts, Rollouts
 class Task(Protocol):
     """What the trainer asks of a task."""
 
+    name: str  # for the report at the start of a run
     vocab_size: int
     stop_ids: tuple[int, ...]  # a response ends with the first of these
     prompt_length: int  # the longest prompt, in tokens
     max_new_tokens: int  # the default limit of a response, in tokens
+    num_test_prompts: int | None  # held out; None: as many as one wants
+    has_demonstrations: bool
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """Prompts by index; split is "train" or "test"."""

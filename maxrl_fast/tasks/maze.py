@@ -138,12 +138,15 @@ class MazeTask:
     """
 
     vocab_size = VOCAB_SIZE
+    num_test_prompts: int | None = None
+    has_demonstrations = True
     stop_ids: tuple[int, ...] = (DONE, EOS)
 
     def __init__(self, size: int = 9, seed: int = 0, strict: bool = False):
         if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
             raise InputError(f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}")
         self.size, self.seed, self.strict = size, seed, strict
+        self.name = f"maze {size}x{size}"
         self.prompt_length = size * (size + 1) + 4
         longest = 2 * ((size - 1) // 2) ** 2  # of any simple path with DONE; 128 at 17x17, where the paper allows 180
         self.max_new_tokens = longest if size < 17 else max(longest, 180)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from maxrl_fast.checkpoints import Saved
 from maxrl_fast.curves import draw_curves
 from maxrl_fast.durable import write_json
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.hardware import versions
 from maxrl_fast.options import Config
+from maxrl_fast.resume import Saved
 
 LOGS = ("metrics", "eval", "warnings")
 
@@ -32,14 +32,15 @@ class RunFiles:
 
     def __init__(self, config: Config, is_writer: bool = True, saved: Saved | None = None):
         assert config.run.out is not None
-        self.out, self._is_writer = config.run.out, is_writer
+        self.out, self._config, self._is_writer = config.run.out, config, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in LOGS}
         if not is_writer:
             return
         try:
             if not config.run.resume and (self.out / "config.json").exists():  # two were started at once, and one has ended
                 raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
-            write_json(self.out / "config.json", {**config.flat(), "versions": versions(), "command": sys.argv})
+            if saved is None:
+                self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
             self._logs = {log: self._open(log, saved.logs.get(log, 0) if saved else 0) for log in LOGS}
@@ -47,6 +48,11 @@ class RunFiles:
             self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if config.run.resume else None)
         except OSError as error:
             raise InputError(f"cannot write to --out {self.out}: {error}") from error
+
+    def write_config(self) -> None:
+        """config.json: options, versions, command."""
+        if self._is_writer:
+            write_json(self.out / "config.json", {**self._config.flat(), "versions": versions(), "command": sys.argv})
 
     def _open(self, log: str, size: int) -> Any:
         """A log of `size` bytes to append to; what it holds is in `history`."""

@@ -103,7 +103,7 @@ def _table(*columns: str) -> Table:
 
 def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
     table = _table("held-out prompts", "before", "after", "change")
-    rows = {f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f") for k in before.pass_at_k}
+    rows = {f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f") for k in before.pass_at_k if k in after.pass_at_k}
     rows["response length, tokens"] = (before.response_length_mean, after.response_length_mean, ".1f")
     rows["truncated"] = (before.truncated, after.truncated, ".3f")
     for name, (x, y, form) in rows.items():

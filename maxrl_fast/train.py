@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from maxrl_fast.advantages import advantages_of
-from maxrl_fast.checkpoints import Checkpoints, Saved, check_same, find_saved
+from maxrl_fast.checkpoints import Checkpoints
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
 from maxrl_fast.durable import locked
@@ -27,6 +27,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
+from maxrl_fast.resume import Saved, check_same, find_saved
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite
 from maxrl_fast.rollout.engines import build_engine
@@ -255,7 +256,7 @@ def supervise(
         StopSignal(ranks, torch.device(config.run.device)) as stop,
         Watchdog(clock, config.run.stall_limit, ranks, tell, scorer.dump_stacks),
     ):
-        checkpoints = Checkpoints(config, task, ranks, stop, clock, saved, files.log_sizes)
+        checkpoints = Checkpoints(config, task, ranks, stop, clock, saved, files)
         try:
             train(config, task, scorer, model, engine, files, checkpoints, progress, clock, screen, ranks)
         except Interrupted as error:

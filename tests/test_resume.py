@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: the same samples, metrics and weights as without the stop, to the last bit."""
 
+import json
 import os
 import random
 import re
@@ -16,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.checkpoints import checkpoints_of
 from maxrl_fast.learner import Learner
+from maxrl_fast.resume import checkpoints_of
 from tests.test_train import SMALL, base, read, without_timings
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +188,8 @@ def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, mess
     error = capsys.readouterr().err
     assert message in error
     assert bool(error) == bool(message)
+    options = json.loads((out / "config.json").read_text())
+    assert (options["lora_rank"], options["lr"], options["steps"]) == (0, 3e-4, 8 if "--steps 8" in flags and not code else 6)
 
 
 def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
@@ -286,7 +289,7 @@ def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path):
 
 def mark(out):
     """Changes when a process has taken the folder over."""
-    path = out / "config.json"
+    path = out / "lock"
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

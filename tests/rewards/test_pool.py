@@ -386,10 +386,18 @@ def test_what_json_cannot_say_is_refused(patient):
 
 
 def test_a_worker_that_dies_between_calls_costs_nothing(hasty):
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        for pid in pids(hasty):
+    for pid in pids(hasty):
+        os.kill(pid, signal.SIGKILL)
+    assert succeeds(hasty, "") == 0.0
+
+
+def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
+    before = pids(hasty)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for pid in before:
             os.kill(pid, number)
-        assert succeeds(hasty, "") == 0.0
+    assert succeeds(hasty, "") == 0.0
+    assert pids(hasty) == before
 
 
 def test_a_worker_that_dies_before_it_reads_its_call_costs_nothing(tmp_path):

@@ -111,9 +111,9 @@ def train(
                 progress=after_chunk,
                 ranks=ranks,
             )
-        progress.evaluations[step] = evaluation
         if complaint := scorer.failures(ranks, f"evaluation at step {step}")[1]:
             screen.warn(complaint)
+        progress.evaluations[step] = evaluation
         files.write("eval", {"step": step, **vars(evaluation)})
         screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
         checkpoints.mark_best(progress, learner)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(config, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
-    except StorageError:  # which `run` has said
+    except (StorageError, torch.OutOfMemoryError):  # which `supervise` has said
         return 1
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
@@ -266,6 +266,12 @@ def supervise(
             kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
             screen.complain(f"{error}; {kept}. {error.advice}")
             if isinstance(error, StorageError) and watch:  # this rank's alone: the others are told, and end
+                raise
+            code = 1
+        except torch.OutOfMemoryError as error:
+            needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
+            screen.complain(f"{str(error).partition('. ')[0]}; {needs_less}; --resume goes on from {checkpoints.newest}")
+            if watch:
                 raise
             code = 1
         except KeyboardInterrupt:

@@ -295,6 +295,17 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, 
     load_checkpoint(tmp_path / "run" / "latest")
 
 
+def test_a_gpu_that_is_full_says_what_needs_less(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(Learner, "logprobs", full)
+    assert run(tmp_path / "run", "--importance-cap", "2") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: CUDA out of memory; a lower --token-budget")
+    assert f"--resume goes on from {tmp_path / 'run' / 'checkpoints' / 'step-000000'}" in error
+
+
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--steps", "100000", "--out", str(out)]

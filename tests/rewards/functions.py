@@ -137,7 +137,7 @@ def leave_children(number):
 
 def print_much():
     line = "x" * 1_000_000
-    for _ in range(100):
+    for _ in range(700):
         print(line)
         print(line, file=sys.stderr)
         os.write(1, line.encode())

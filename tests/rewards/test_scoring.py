@@ -144,6 +144,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
     assert train.main(["--resume", str(out)]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in read(out / "eval.jsonl")] == [0, 3]
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,14 @@ class GroupAdvantages:
         rollouts: Rollouts,
         rewards: Tensor,
         valid: Tensor | None,
-        greedy_correct: Tensor | None,
+        greedy_rewards: Tensor | None,
     ) -> None:
-        """Take a step's rollouts and their rewards [G, N], and which of them have one, before its first update."""
+        """Take a step's rollouts, their rewards [G, N], which of them have one, and those [G] of the likeliest responses,
+        before its first update."""
         known = {
             "lengths": rollouts.lengths.view(rewards.shape),
             "logprobs": rollouts.mean_logprobs.view(rewards.shape),
-            "greedy_correct": greedy_correct,  # [G]
+            "greedy_correct": None if greedy_rewards is None else greedy_rewards > 0.5,  # [G]
         }
         inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
         options = self.options

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,7 +24,7 @@ from maxrl_fast.learner import Learner
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
-from maxrl_fast.resume import Saved, checkpoints_of, machine_of
+from maxrl_fast.resume import Saved, checkpoints_of, machine_of, set_aside_after
 from maxrl_fast.run_files import RunFiles
 from maxrl_fast.state import Progress, load_learner, random_states, save_learner, set_random_states
 from maxrl_fast.tasks import Task
@@ -64,7 +64,9 @@ class Checkpoints:
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
             set_random_states(saved.random)
-            self._files.write_config()  # now that nothing can be wrong with it any more
+            if self._ranks.is_first:
+                with self._stored("what the run goes on with"):
+                    set_aside_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner) -> None:
         """After a step: save if it is time to, or if the run is to stop.
@@ -104,11 +106,22 @@ class Checkpoints:
         if directory == self.newest:
             return
         with self._clock("checkpoint"):
-            try:
+            with self._stored(f"the checkpoint {directory}"):
                 self._write(directory, progress, learner)
-            except (OSError, SafetensorError) as error:
-                raise StorageError(f"cannot write the checkpoint {directory}: {error}") from error
             self.newest = directory
+            if self._ranks.is_first:
+                with self._stored(f"{self.out / 'latest'} or config.json"):
+                    point(self.out / "latest", directory)
+                    self._files.write_config()  # which may have changed since it was resumed
+                self._remove_old()
+
+    @contextmanager
+    def _stored(self, what: str) -> Iterator[None]:
+        """What the disk refuses becomes a StorageError."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"cannot write {what}: {error}") from error
 
     def _write(self, directory: Path, progress: Progress, learner: Learner) -> None:
         weights = learner.model.weights()  # gathered by all ranks together
@@ -123,25 +136,26 @@ class Checkpoints:
             fields = {
                 "progress": dataclasses.asdict(progress),
                 "decoder": dataclasses.asdict(learner.model.config),
-                "logs": self._files.log_sizes(),
+                "logs": self._files.log_marks(),
                 "random": random_states(),
                 "options": self._config.flat(),
+                "data": self._task.fingerprint,
                 "machine": machine_of(self._ranks),
             }
             (aside / "progress.json").write_text(json.dumps(fields))
             write_checksums(aside)
-        point(self.out / "latest", directory)
-        self._remove_old()
 
     @contextmanager
     def _aside(self, directory: Path, together: bool) -> Iterator[Path]:
         """The folder that the first rank makes and renames, and in which the others may write meanwhile."""
-        if self._ranks.is_first and directory.exists():  # damaged, else the run would have gone on from it
-            shutil.rmtree(directory)
         aside = written_aside(directory) if self._ranks.is_first else nullcontext(aside_of(directory))
         with aside as folder:
             if together:
                 self._ranks.wait_for_all()
+                if not folder.is_dir():
+                    raise StorageError(
+                        f"{self.out} must be a folder that all processes see, but rank {self._ranks.rank} does not"
+                    )
             yield folder
             if together:
                 self._ranks.wait_for_all()
@@ -151,7 +165,8 @@ class Checkpoints:
         if progress.is_best(progress.step):
             self.save(progress, learner)
             if self._ranks.is_first:
-                point(self.out / "best", self.out / "checkpoints" / progress.name)
+                with self._stored(str(self.out / "best")):
+                    point(self.out / "best", self.out / "checkpoints" / progress.name)
 
     def _remove_old(self) -> None:
         """All but the newest, the best, and the one after the warm start."""
@@ -160,4 +175,6 @@ class Checkpoints:
         spared = {START, best.resolve().name if best.is_symlink() else ""}
         for directory in checkpoints_of(self.out)[: -keep if keep else 0]:
             if directory.name not in spared:
-                shutil.rmtree(directory)
+                with suppress(OSError):  # as where a file is open on a network's disk: no reason to end a run
+                    directory.rename(aside_of(directory))
+                    shutil.rmtree(aside_of(directory))

@@ -34,6 +34,8 @@ FREE = (
     *("save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_samples", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate"),
 )
+# those that a trained policy has taken on for good,
+POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")
 # and those that change it by rounding alone. All others change the mathematics.
 ROUNDING = ("device", "threads", "sharding", "decoder", "token_budget", "checkpoint_activations", "compile", "kv_cache_gb")
 
@@ -63,7 +65,7 @@ def parse(arguments: Sequence[str]) -> Config:
 def _toml_as_flags(file: Path) -> list[str]:
     try:
         options = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of too many digits
         raise InputError(f"--config must be a readable TOML file, got {file}: {error}") from error
     return _as_flags(file, options)
 
@@ -226,9 +228,19 @@ def _takes_size(config: Config, name: str) -> bool:
     return row is not None and row.size is not None and row.size.name == name
 
 
+def _absolute(config: Config) -> dict[str, Any]:
+    """The files that a run reads again when it is resumed, perhaps from another folder."""
+    paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
+    resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
+    file, colon, function = (config.task.reward or "").rpartition(":")
+    if file.endswith(".py"):
+        resolved["reward"] = f"{Path(file).absolute()}{colon}{function}"
+    return resolved
+
+
 def _refuse_used(out: Path) -> None:
     try:
-        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {"lock"})
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:
@@ -237,15 +249,17 @@ def _refuse_used(out: Path) -> None:
         raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}{go_on}")
 
 
-def changes(before: dict[str, Any], config: Config) -> tuple[list[str], list[str]]:
-    """What differs from the options of a run that is resumed, as "lr: 0.1 before, 0.2 now": what changes the mathematics, and
-    what changes rounding."""
+def changes(before: dict[str, Any], config: Config) -> tuple[list[str], list[str], list[str]]:
+    """What differs from the options of a run that is resumed, as "lr: 0.1 before, 0.2 now": what would change the policy's
+    shape, what changes the mathematics, and what changes rounding."""
     now = config.flat()
     differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
     if config.optimizer.lr_schedule == "constant" and "steps" in differing:
         differing.remove("steps")  # else the learning rate depends on how many there are
-    said = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
-    return [said[name] for name in differing if name not in ROUNDING], [said[name] for name in differing if name in ROUNDING]
+    kinds: dict[bool | None, list[str]] = {None: [], False: [], True: []}
+    for name in differing:
+        kinds[None if name in POLICY else name in ROUNDING].append(f"{name}: {before[name]} before, {now[name]} now")
+    return kinds[None], kinds[False], kinds[True]
 
 
 def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
@@ -289,6 +303,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         eval_prompts=eval_prompts,
         loss=config.loss.loss or objective.loss,
         aggregation=config.loss.aggregation or objective.aggregation,
+        **_absolute(config),
         out=out,
         device=device.type,
         dtype=str(resolve_dtype(config.run.dtype, device)).removeprefix("torch."),

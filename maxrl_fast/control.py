@@ -15,6 +15,7 @@ import torch
 from maxrl_fast.parallel import STUCK, Ranks, dump_stacks
 
 ECHO = 1.0  # seconds in which a signal that comes again is the same one: from the terminal, and passed on by torchrun
+TELL_LIMIT = 5.0  # seconds in which the other ranks hear of it
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -39,10 +40,6 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the signals back: there is no safe point to come."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,8 +52,7 @@ class StopSignal:
                 name = SIGNALS[signal.Signals(number)]
                 os.write(2, f"\n{name}: saving and stopping after this step; again, to stop at once without saving\n".encode())
         elif now - self._since > ECHO:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            raise KeyboardInterrupt
+            raise SystemExit(128 + number)
 
     @property
     def number(self) -> int:
@@ -136,11 +132,13 @@ class Watchdog(threading.Thread):
             stage, silence = self._clock.silence()
             if silence > self._limit:
                 message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
-                self._tell(message)
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # which may be what is stuck
+                telling.start()
                 os.write(
                     2,
                     f"\nerror: {message}. --resume goes on from the last checkpoint; the stacks say where it waits.\n".encode(),
                 )
                 dump_stacks(f"rank {self._ranks.rank}")
                 self._dump_workers()
+                telling.join(TELL_LIMIT)
                 os._exit(1)  # the main thread may be where no exception reaches it

@@ -20,6 +20,4 @@ class StorageError(RuntimeError):
 class RewardError(RuntimeError):
     """The reward function fails too often, or cannot be run any more. The message says how, with an example; exit code 1."""
 
-    advice = (
-        "Mend it, or raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate; then --resume goes on."
-    )
+    advice = "Mend it, or raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate; then --resume goes on."

@@ -56,14 +56,13 @@ def evaluate(
     device: torch.device,
     ks: Iterable[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    check_stop: Callable[[], None] = lambda: None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
     """pass@k over the first `num_prompts` test prompts, `num_samples` responses to each.
 
     The ranks divide the prompts. The random numbers depend on the seed, the prompt and the sample alone, so that two
     policies meet the same luck.
-    `progress` is called with the number of prompts done, then `check_stop`, which may raise.
+    `progress` is called with the number of prompts done, and may raise.
     """
     ranks = ranks or Ranks()
     chunk = 32 * ranks.size
@@ -80,7 +79,6 @@ def evaluate(
             lengths.append(rollouts.lengths)
             truncated.append(rollouts.truncated)
         progress(start + count)
-        check_stop()
     none = torch.zeros(0, dtype=torch.int64, device=device)
     num_correct, num_tokens, num_truncated, num_failed = (
         ranks.concatenate(torch.cat([none, *(x.long() for x in parts)])) for parts in (correct, lengths, truncated, failed)

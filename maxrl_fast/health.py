@@ -50,7 +50,7 @@ def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] |
 
 
 def _all_solved(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(record["pass_at_1"] < 1 for record in recent[-STEPS:]):
+    if any(record["pass_at_1"] < 1 or record["frac_groups_dead"] < 1 for record in recent[-STEPS:]):
         return None
     return 1.0, f"every rollout of the last {STEPS} steps was solved, so nothing is learned: take harder prompts"
 
@@ -67,7 +67,7 @@ def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] |
 
 def _dead_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
     dead, reward = _mean("frac_groups_dead", recent[-STEPS:]), _mean("reward_mean", recent[-STEPS:])
-    if not 0.9 < dead < 1:
+    if dead <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
         return None
     return dead, (
         f"{dead:.0%} of the prompts of the last {STEPS} steps had rollouts of equal reward and taught nothing (mean reward "

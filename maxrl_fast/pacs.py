@@ -76,7 +76,7 @@ class Pacs:
         rollouts: Rollouts,
         rewards: Tensor,
         valid: Tensor | None,
-        greedy_correct: Tensor | None,
+        greedy_rewards: Tensor | None,
     ) -> None:
         """Take a step's rollouts and their rewards [G, N], 0 or 1, and which of them have one, before its first update."""
         everything = torch.arange(rewards.numel(), device=rewards.device)

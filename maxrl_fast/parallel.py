@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ START_LIMIT = 300.0  # the same before its first sign of life
 PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
 LATECOMER = 15.0  # seconds in which the first rank, should it have started later, finds the same mistake and says it
 BEAT = 1.0  # seconds between signs of life
-STUCK = "the run is stuck"  # what a message begins with upon which all ranks write their stacks
+STUCK, SILENT = "the run is stuck", "has not been heard of for"  # in messages upon which ranks write their stacks
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,26 @@ class Watch(threading.Thread):
         self._store, self._ranks = store, ranks
         self._stopped = threading.Event()
         self._heard = {rank: (b"", time.monotonic()) for rank in range(ranks.size) if rank != ranks.rank}
+        self._turned = time.monotonic()  # when this thread last had an answer of the store
+        self.dump_workers: Callable[[], None] = lambda: None  # makes worker processes write their stacks
+
+    def start(self) -> None:
+        """Begin; another thread watches this one, which waits without a limit for a store whose process is frozen."""
+        super().start()
+        threading.Thread(target=self._watch_store, name="watch of the store", daemon=True).start()
+
+    def _watch_store(self) -> None:
+        while not self._stopped.wait(BEAT):
+            silence = time.monotonic() - self._turned
+            if silence > SILENCE_LIMIT:
+                self._end(f"the store that connects the ranks, of rank 0 or torchrun, has not answered for {silence:.0f} s")
+
+    def _end(self, message: str) -> None:
+        """End this process with its stacks: the main thread may wait inside a collective, where no exception reaches it."""
+        print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
+        dump_stacks(f"rank {self._ranks.rank}")
+        self.dump_workers()
+        os._exit(1)
 
     def run(self) -> None:
         beat = 0
@@ -203,13 +223,14 @@ class Watch(threading.Thread):
             try:
                 self._store.set(f"alive/{self._ranks.rank}", str(beat))
                 message = self._failure()
+                self._turned = time.monotonic()
             except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
                 message = f"the store that connects the ranks does not answer: {error}"
             if message and not self._stopped.wait(PATIENCE):
+                if STUCK in message or SILENT in message:
+                    self._end(message)
                 print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
-                if STUCK in message:
-                    dump_stacks(f"rank {self._ranks.rank}")
-                os._exit(1)  # the main thread may be waiting inside a collective, where no exception reaches it
+                os._exit(1)
 
     def _failure(self) -> str | None:
         """What happened to another rank."""
@@ -223,7 +244,7 @@ class Watch(threading.Thread):
             if beat != last:
                 self._heard[rank] = (beat, now)
             elif now - since > (SILENCE_LIMIT if beat else START_LIMIT) and beat != b"done":
-                return f"rank {rank} has not been heard of for {now - since:.0f} s"
+                return f"rank {rank} {SILENT} {now - since:.0f} s"
         return None
 
     def say_failed(self, message: str) -> str | None:

@@ -1,6 +1,7 @@
 """What a run goes on from: its newest whole checkpoint, and whether its options are still the same."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.state import Progress
+from maxrl_fast.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Saved:
     directory: Path
     progress: Progress
     decoder: DecoderConfig
-    logs: dict[str, int]  # bytes of each log when it was written
+    logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when it was written
     random: dict[str, Any]
     options: dict[str, Any]
+    data: str  # what identifies the task's prompts
     machine: dict[str, Any]  # versions, and number of processes
 
     @classmethod
@@ -34,7 +37,7 @@ class Saved:
         sizes = dict(fields["decoder"])
         if sizes["rope_scaling"] is not None:
             sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-        rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
+        rest = {name: fields[name] for name in ("logs", "random", "options", "data", "machine")}
         return cls(directory, Progress.of_json(fields["progress"]), DecoderConfig(**sizes), **rest)
 
 
@@ -48,6 +51,15 @@ def checkpoints_of(out: Path) -> list[Path]:
     folder = out / "checkpoints"
     names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
     return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=_order)
+
+
+def set_aside_after(directory: Path) -> None:
+    """Checkpoints newer than the one that a run goes on from, which are damaged, take another name: damaged-step-..."""
+    for newer in checkpoints_of(directory.parent.parent):
+        if _order(newer) > _order(directory):
+            aside = newer.with_name(f"damaged-{newer.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            newer.rename(aside)
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
@@ -76,13 +88,16 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
         raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above")
     whole = json.loads(ranks.text_from_first(json.dumps(whole)))
     if whole is None:
+        log = out / "metrics.jsonl"
+        if ranks.is_first and log.exists() and log.stat().st_size:
+            raise InputError(f"{out} has metrics but no checkpoints: put {out / 'checkpoints'} back, or begin in another --out")
         warn(f"{out} has no checkpoint yet: the run starts anew")
         return None
     return Saved.of_json(Path(whole[0]), whole[1])
 
 
-def check_same(saved: Saved, config: Config, ranks: Ranks, warn: Callable[[str], None]) -> None:
-    """Compare a resolved configuration with that of the run that it goes on with.
+def check_same(saved: Saved, config: Config, task: Task, ranks: Ranks, warn: Callable[[str], None]) -> None:
+    """Compare a resolved configuration, and the task's prompts, with those of the run that it goes on with.
 
     Args:
         warn: is told of what keeps the numbers from being bitwise the same.
@@ -90,7 +105,12 @@ def check_same(saved: Saved, config: Config, ranks: Ranks, warn: Callable[[str],
     Raises:
         InputError: naming the options that change the mathematics, unless they are allowed to.
     """
-    mathematics, rounding = changes(saved.options, config)
+    policy, mathematics, rounding = changes(saved.options, config)
+    if policy:
+        shape = "; ".join(policy)
+        raise InputError(f"the policy in {saved.directory} is of another shape ({shape}), which a resume cannot change")
+    if saved.data != task.fingerprint:
+        mathematics.append("the prompts of the files are others")
     if mathematics and not config.run.allow_changes:
         differing = "; ".join(mathematics)
         raise InputError(f"{saved.directory} was trained with other options ({differing}); --allow-changes goes on with these")

@@ -1,5 +1,6 @@
 """The files of a run: config.json, the logs metrics.jsonl, eval.jsonl and warnings.jsonl, TensorBoard events, curves.png."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -43,7 +44,7 @@ class RunFiles:
                 self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
-            self._logs = {log: self._open(log, saved.logs.get(log, 0) if saved else 0) for log in LOGS}
+            self._logs = {log: self._open(log, *(saved.logs[log] if saved else (0, None))) for log in LOGS}
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
             self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if config.run.resume else None)
         except OSError as error:
@@ -54,20 +55,17 @@ class RunFiles:
         if self._is_writer:
             write_json(self.out / "config.json", {**self._config.flat(), "versions": versions(), "command": sys.argv})
 
-    def _open(self, log: str, size: int) -> Any:
-        """A log of `size` bytes to append to; what it holds is in `history`."""
+    def _open(self, log: str, size: int, sha256: str | None) -> Any:
+        """A log to append to, cut back to the `size` bytes that had this SHA-256; what they hold is in `history`. One that was
+        moved away begins anew."""
         path = self.out / f"{log}.jsonl"
-        if path.exists() and path.stat().st_size < size:
-            raise InputError(f"{path} must have the {size:,} bytes that it had at the checkpoint, got {path.stat().st_size:,}")
-        file = open(path, "a+", buffering=1)  # noqa: SIM115
-        file.truncate(size if os.fstat(file.fileno()).st_size else 0)  # a log that was moved away begins anew
-        file.seek(0)
-        try:
-            self.history[log] = [json.loads(line) for line in file]
-        except ValueError as error:
-            raise InputError(
-                f"{path} is not what the run wrote: {error}; move it away, and the run goes on without it"
-            ) from error
+        kept = path.read_bytes()[:size] if path.exists() else b""
+        if kept and sha256 not in (None, hashlib.sha256(kept).hexdigest()):
+            wanted = f"begin with the {size:,} bytes that it had at the checkpoint; moved away, it begins anew"
+            raise InputError(f"{path} must {wanted}, got {path.stat().st_size:,} bytes that do not")
+        file = open(path, "a", buffering=1)  # noqa: SIM115
+        file.truncate(len(kept))
+        self.history[log] = [json.loads(line) for line in kept.splitlines()]
         return file
 
     def write(self, log: str, record: dict[str, Any]) -> None:
@@ -94,12 +92,15 @@ class RunFiles:
             else:
                 self._board.add_scalar(f"{log}/{name}", value, record["step"])
 
-    def log_sizes(self) -> dict[str, int]:
-        """Bytes of every log, all of them on the disk."""
+    def log_marks(self) -> dict[str, tuple[int, str]]:
+        """Bytes and SHA-256 of every log, all of them on the disk."""
         self._board.flush()
-        for file in self._logs.values():
+        marks = {}
+        for log, file in self._logs.items():
             os.fsync(file.fileno())
-        return {log: os.fstat(file.fileno()).st_size for log, file in self._logs.items()}
+            content = (self.out / f"{log}.jsonl").read_bytes()
+            marks[log] = (len(content), hashlib.sha256(content).hexdigest())
+        return marks
 
     def listing(self) -> dict[str, str]:
         """Where to find what."""

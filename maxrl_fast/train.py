@@ -8,6 +8,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -29,7 +30,7 @@ from maxrl_fast.options import Config
 from maxrl_fast.parallel import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
 from maxrl_fast.resume import Saved, check_same, find_saved
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Engine, Sampling, check_finite
+from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
@@ -96,7 +97,8 @@ def train(
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
-                clock.beat()
+                if complaint := scorer.failures(ranks, f"evaluation at step {step}")[1]:
+                    screen.warn(complaint)
                 checkpoints.stop_point(progress, learner)
 
             evaluation = evaluate(
@@ -111,8 +113,6 @@ def train(
                 progress=after_chunk,
                 ranks=ranks,
             )
-        if complaint := scorer.failures(ranks, f"evaluation at step {step}")[1]:
-            screen.warn(complaint)
         progress.evaluations[step] = evaluation
         files.write("eval", {"step": step, **vars(evaluation)})
         screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
@@ -137,16 +137,21 @@ def train(
             if config.rollout.importance_cap:
                 with clock("log-probs"):
                     rollouts, corrections = learner.corrected(prompts, rollouts, config.rollout.importance_cap)
-            greedy_correct = None
+            greedy_rewards = None
             if advantages.needs_greedy:
                 with clock("rollout"):
                     greedy = engine.generate(part, 1, sampling.greedy, seed=seed, step=step)
-                greedy_correct = ranks.concatenate(scorer.score(part, greedy)) > 0.5  # [G]
+                with clock("reward"):
+                    greedy_rewards = ranks.concatenate(scorer.score(part, greedy))  # [G]
+                rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
             errors, complaint = scorer.failures(ranks, f"step {step}")
-            valid = None if not complaint else ~rewards.isnan()
-            rewards = rewards.nan_to_num()
+            valid = None
+            if complaint:  # failed rewards are NaN, and their rollouts in no group
+                valid = ~rewards.isnan()
+                rewards = rewards.nan_to_num()
+            check_rewards(rewards, prompts, step)
             with clock("advantage") as begin_time:
-                advantages.begin(learner, prompts, rollouts, rewards, valid, greedy_correct)
+                advantages.begin(learner, prompts, rollouts, rewards, valid, greedy_rewards)
             engine.sleep()
             lr = learning_rate(step, config.optimizer)
             updates, laps = [], [begin_time]
@@ -154,7 +159,8 @@ def train(
                 with clock("advantage") as advantage_time:
                     current = advantages.for_update(sequences)  # [S]
                 with clock("update") as update_time:
-                    updates.append(learner.update(prompts, rollouts, current, sequences, when=f"step {step}", lr=lr))
+                    known = sequences if valid is None else sequences[valid.flatten()[sequences]]
+                    updates.append(learner.update(prompts, rollouts, current, known, when=f"step {step}", lr=lr))
                 laps += [advantage_time, update_time]
             extra = advantages.end(step)
             with clock("weights to rollout"):
@@ -191,7 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(config, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
-    except (StorageError, torch.OutOfMemoryError):  # which `supervise` has said
+    except StorageError:  # which `supervise` has said
+        return 1
+    except torch.OutOfMemoryError as error:
+        needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
+        Screen().complain(f"{str(error).partition('. ')[0]}; {needs_less}; --resume goes on from the last checkpoint")
         return 1
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
@@ -208,8 +218,8 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device, watc
     """
     task = build_task(config.task, config.run.seed, config.model.model)
     config = resolve(config, task, ranks)
-    out = config.run.out
-    assert out is not None
+    out = Path(ranks.text_from_first(str(config.run.out)))  # whose name may hold the time
+    config = config.replace(out=out)
     torch.set_num_threads(config.run.threads or 1)
     with contextlib.ExitStack() as held:
         saved = None
@@ -219,7 +229,7 @@ def run(config: Config, ranks: Ranks, screen: Screen, device: torch.device, watc
         model = build_policy(config, task, saved.decoder if saved else None)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
         if saved:
-            check_same(saved, config, ranks, screen.warn)
+            check_same(saved, config, task, ranks, screen.warn)
         if config.run.dry_run:
             screen.say(estimate(config, task, model))
             return 0
@@ -251,7 +261,10 @@ def supervise(
     """Train under the watchdog; signals, and what goes wrong, become a sentence and an exit code."""
     progress, code = saved.progress if saved else Progress(), 0
     clock = Stopwatch(progress.seconds)
+    scorer.beat = clock.beat
     tell = watch.say_failed if watch else lambda message: None
+    if watch:
+        watch.dump_workers = scorer.dump_stacks
     with (
         StopSignal(ranks, torch.device(config.run.device)) as stop,
         Watchdog(clock, config.run.stall_limit, ranks, tell, scorer.dump_stacks),
@@ -268,13 +281,7 @@ def supervise(
             if isinstance(error, StorageError) and watch:  # this rank's alone: the others are told, and end
                 raise
             code = 1
-        except torch.OutOfMemoryError as error:
-            needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
-            screen.complain(f"{str(error).partition('. ')[0]}; {needs_less}; --resume goes on from {checkpoints.newest}")
-            if watch:
-                raise
-            code = 1
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the second signal
             screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
             raise
     try:

@@ -53,8 +53,9 @@ def test_a_signal_asks_once_and_then_insists(number, monkeypatch, capfd):
         assert "saving and stopping after this step" in capfd.readouterr().err
         signal.raise_signal(signal.SIGTERM)  # torchrun passes on what the terminal has sent
         now[0] += 2 * ECHO
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit) as stopped:
             signal.raise_signal(number)
+    assert stopped.value.code == 128 + number
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

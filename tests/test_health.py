@@ -67,6 +67,16 @@ def test_a_spike_of_the_gradient_is_told_against_the_steps_before():
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # nothing was learned before
 
 
+@pytest.mark.parametrize("reward", [0.5, -1.0])
+def test_groups_of_equal_rewards_of_any_height_are_dead(reward):
+    sick = HEALTHY | {"reward_mean": reward, "pass_at_1": 0.0, "frac_groups_dead": 1.0}
+    assert [sign.kind for _, sign in observed(Health(), [sick] * STEPS)] == ["dead_groups"]
+
+
+def test_high_rewards_that_differ_are_no_sign():
+    assert observed(Health(), [HEALTHY | {"reward_mean": 37.0, "pass_at_1": 1.0}] * 3 * STEPS) == []
+
+
 def test_a_sign_that_comes_and_goes_is_not_told_each_time():
     told = observed(Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)])
     assert [sign.kind for _, sign in told] == ["truncated"]

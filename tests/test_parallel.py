@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from maxrl_fast import train
 from maxrl_fast.parallel import Ranks, is_sharded
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
@@ -158,9 +159,12 @@ def wait_for(path, process, limit=120):
 
 FAILING = """
 import os, signal, sys, time
+from pathlib import Path
 import torch
 from maxrl_fast.parallel import Ranks
 ranks = Ranks.of_environment()
+if ranks.is_first:
+    Path({pid!r}).write_text(str(os.getpid()))
 with ranks.connected(torch.device("cpu")):
     ranks.sum(torch.ones(1))
     if ranks.rank == 1:
@@ -172,7 +176,8 @@ with ranks.connected(torch.device("cpu")):
 def start_ranks_apart(tmp_path, failure, port):
     """Two ranks as on two machines: no torchrun ends one when the other fails."""
     script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(failure=failure))
+    pid = str(tmp_path / "pid")
+    script.write_text(FAILING.format(failure=failure.format(pid=pid), pid=pid))
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     return [
         subprocess.Popen([sys.executable, str(script)], env=shared | {"RANK": str(rank)}, text=True, stderr=subprocess.PIPE)
@@ -200,6 +205,19 @@ def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, messa
     assert re.search(message, error), error
 
 
+def test_a_frozen_store_ends_the_others_within_a_minute(tmp_path, unused_port):
+    """Rank 0 has the store by which the ranks hear of each other: nothing answers any more."""
+    first, second = start_ranks_apart(tmp_path, "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)", unused_port)
+    try:
+        _, error = second.communicate(timeout=60 + 30)
+    finally:
+        first.kill()
+        second.kill()
+    assert second.returncode == 1
+    assert re.search(r"the store that connects the ranks, .* has not answered for 4\d s; rank 1 stops", error)
+    assert "stacks of rank 1" in error
+
+
 def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
     """Stopped, as when its machine hangs: no connection is closed, nothing is said."""
     first, second = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", unused_port)
@@ -210,6 +228,27 @@ def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
         second.kill()
     assert first.returncode == 1
     assert re.search(r"rank 1 has not been heard of for 4\d s; rank 0 stops", error)
+
+
+WITHOUT_OUT = """
+import os, sys, time
+strftime = time.strftime
+time.strftime = lambda *a: "second-" + os.environ["RANK"]  # as when the clock turns between two processes
+from maxrl_fast import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_all_ranks_write_in_one_folder_whatever_the_time(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text(WITHOUT_OUT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
+    flags = ["--steps", "1", "--sharding", "full"]
+    subprocess.run([*launch, *SMALL, *flags], cwd=tmp_path, env=environment, check=True, timeout=200, stdout=subprocess.DEVNULL)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["maxpo-second-0"]
+    assert len(list((tmp_path / "runs" / "maxpo-second-0" / "latest" / "state").iterdir())) == 2
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--resume", "runs/maxpo-second-0"]) == 0
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: the same samples, metrics and weights as without the stop, to the last bit."""
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.learner import Learner
 from maxrl_fast.resume import checkpoints_of
+from maxrl_fast.run_files import RunFiles
 from tests.test_train import SMALL, base, read, without_timings
 
 ROOT = Path(__file__).parents[1]
@@ -153,16 +155,115 @@ def test_checkpoints_that_are_all_damaged_are_an_error(whole_runs, tmp_path, cap
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_log_that_is_too_short_is_named(whole_runs, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 100), flip_a_bit])
+def test_a_log_that_has_changed_is_named(whole_runs, tmp_path, capsys, damage):
     out = copied(whole_runs / "maxpo", tmp_path)
-    os.truncate(out / "metrics.jsonl", 100)
+    damage(out / "metrics.jsonl")
     assert train.main(["--resume", str(out)]) == 2
-    assert re.search(r"metrics.jsonl must have the [\d,]+ bytes .*, got 100", capsys.readouterr().err)
+    assert re.search(r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err)
+    (out / "metrics.jsonl").unlink()
+    assert train.main(["--resume", str(out)]) == 0
+
+
+def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, monkeypatch):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    for name in ("step-000004", "step-000006"):
+        flip_a_bit(out / "checkpoints" / name / STATE)
+    stop_at(monkeypatch, "step 3")
+    assert train.main(["--resume", str(out), "--keep-checkpoints", "1"]) == 143
+    monkeypatch.undo()
+    assert (out / "latest").resolve().name == "step-000003"
+    assert {"step-000003", "damaged-step-000004"} <= {path.name for path in (out / "checkpoints").iterdir()}
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_metrics_without_checkpoints_are_not_thrown_away(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    before = (out / "metrics.jsonl").read_bytes()
+    assert train.main(["--resume", str(out)]) == 2
+    assert "has metrics but no checkpoints" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_allowed_changes_that_came_to_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
+    """The run goes on with its own options, where it was killed before the first checkpoint with others."""
+    out = copied(whole_runs / "maxpo", tmp_path)
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
+    child = os.fork()
+    if not child:
+        train.main(["--resume", str(out), "--lr", "0.5", "--allow-changes"])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / "maxpo", out)
+
+
+@pytest.mark.parametrize("name", ["point", "RunFiles.write_config", "RunFiles.log_marks"])
+def test_what_the_disk_refuses_beside_a_checkpoint_is_a_sentence_too(tmp_path, monkeypatch, capsys, name):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"maxrl_fast.checkpoints.{name}", full)
+    if name == "RunFiles.write_config":  # at the start it is bad input
+        monkeypatch.setattr("maxrl_fast.run_files.RunFiles.__init__", with_write_config(full))
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
+    assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
+
+
+def with_write_config(full):
+    """RunFiles' own start with a disk that fills up after it."""
+    start = RunFiles.__init__
+
+    def started(self, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RunFiles, "write_config", lambda self: None)
+            start(self, *arguments)
+
+    return started
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(whole_runs, tmp_path, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def refused(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError("in use")
+        rmtree(path, ignore_errors=True)
+
+    monkeypatch.setattr("maxrl_fast.checkpoints.shutil.rmtree", refused)
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--keep-checkpoints", "1") == 0
+    monkeypatch.undo()
+    assert_same(whole_runs / "maxpo", tmp_path / "run")
+
+
+def test_warnings_are_the_same_after_a_stop(tmp_path, monkeypatch):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def nothing(prompt, response):\n    return 0\n")
+    flags = ("--objective", "rloo", "--reward", f"{reward}:nothing", "--reward-workers", "1", "--steps", "14")
+    assert run(tmp_path / "whole", *flags) == 0
+    assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == ["no_reward"]
+    stop_at(monkeypatch, "step 12")
+    assert run(tmp_path / "stopped", *flags) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_folder_with_a_lock_alone_is_free(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("process 1 on nowhere\n")
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--steps", "1") == 0
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_path, capsys):
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints")
+    for log in ("metrics", "eval"):
+        os.truncate(out / f"{log}.jsonl", 0)
     assert train.main(["--resume", str(out)]) == 0
     assert "has no checkpoint yet" in capsys.readouterr().err
     assert_same(whole_runs / "maxpo", out)
@@ -179,7 +280,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_pa
         ("--token-budget 100", 0, "not to the last bit as it would have (token_budget: 4096 before, 100 now)"),
         ("--eval-prompts 4", 0, ""),
         ("--out elsewhere", 2, "--resume goes on in its own folder"),
-        ("--lora-rank 3 --allow-changes", 2, "lacks the tensor model."),
+        ("--lora-rank 3 --allow-changes", 2, "is of another shape (lora_rank: 0 before, 3 now), which a resume cannot change"),
+        ("--layers 3 --allow-changes", 2, "is of another shape (layers: 2 before, 3 now)"),
     ],
 )
 def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, message):

@@ -303,7 +303,7 @@ def test_a_gpu_that_is_full_says_what_needs_less(tmp_path, capsys, monkeypatch):
     assert run(tmp_path / "run", "--importance-cap", "2") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: CUDA out of memory; a lower --token-budget")
-    assert f"--resume goes on from {tmp_path / 'run' / 'checkpoints' / 'step-000000'}" in error
+    assert error.endswith("--resume goes on from the last checkpoint\n")
 
 
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):

@@ -185,12 +185,12 @@ def _penalise_likely(inputs: Inputs, options: Mapping[str, float]) -> Tensor:
     assert inputs.logprobs is not None
     groups = inputs.groups
     kernel = torch.ops.maxrl_fast.group_advantage.default
-    logprobs = inputs.logprobs.to(torch.promote_types(inputs.logprobs.dtype, torch.float32))  # the ranks come in its dtype
+    dtype = torch.promote_types(inputs.rewards.dtype, torch.float32)
+    logprobs = inputs.logprobs.to(torch.promote_types(inputs.logprobs.dtype, dtype))  # the ranks come in its dtype
     ranks = kernel(
         logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
     )  # rank/N
-    rewards = inputs.rewards.to(torch.promote_types(inputs.rewards.dtype, torch.float32))
-    return rewards * (1 - options["penalty"] * ranks.to(rewards.dtype))
+    return inputs.rewards.to(dtype) * (1 - options["penalty"] * ranks.to(dtype))
 
 
 def _unless_greedy_correct(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:

@@ -322,6 +322,6 @@ def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
     if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
         where = "on the logits' device or a CPU"
         raise ValueError(f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}")
-    if can_look_at(given) and not 0 < float(given) < math.inf:
-        raise ValueError(f"denominator must be a finite number above 0, got {float(given)}")
+    if can_look_at(given) and not 0 < float(given.detach()) < math.inf:
+        raise ValueError(f"denominator must be a finite number above 0, got {float(given.detach())}")
     return given.detach().to(device, torch.float64).reshape(())

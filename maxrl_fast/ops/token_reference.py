@@ -20,7 +20,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, options: LossOptions
     keep = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
     must_read = batch.can_teach(options)
     # What is masked may be anything; NaN would come back through a gradient of 0.
-    logits = torch.where(must_read[:, None], logits, 0.0)
+    logits = torch.where(batch.needed_rows(options)[:, None], logits, 0.0)
     logp, entropy = token_logprobs_reference(logits, batch.targets.where(keep, 0), batch.temperature)
     old, ref = (None if x is None else torch.where(keep, x, logp.detach()) for x in (batch.old_logprobs, batch.ref_logprobs))
     advantage = batch.by_token(batch.advantages)

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +26,7 @@ from maxrl_fast.rewards.worker import MESSAGE_LENGTH, kill_tree
 # Not `python -m`: with the trainer's sys.path a module is found, or hidden, here as it is there.
 START = "import sys; sys.path[:] = sys.argv[7:]; from maxrl_fast.rewards.worker import main; main()"
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+MARK = "MAXRL_FAST_REWARD_WORKER"  # in the environment of a worker, and so of what it starts
 FRAME_LIMIT = 1 << 20  # bytes of an answer
 SEND_LIMIT = 10.0  # seconds in which an idle worker reads a call
 EXIT_LIMIT = 0.5  # seconds between the end of a connection and that of the process
@@ -54,6 +57,7 @@ class Scores:
 
     rewards: list[float]
     failures: list[Failure]
+    num_left: int = 0  # calls that were not made, as too many had failed
 
 
 @dataclass
@@ -71,13 +75,21 @@ class Batch:
         self.waiting = deque(range(len(self.calls)))
 
 
+def kill_marked(mark: bytes) -> None:
+    """Kill the processes whose environment has this: those that a worker started, and that left its session and its family."""
+    for pid in os.listdir("/proc"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if pid.isdecimal() and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 class Worker:
     """A process that computes rewards, and what it is doing: starting (until `is_ready`), waiting, or the call `index`."""
 
     def __init__(self, function: str, time_limit: float, memory_limit: int) -> None:
         """Start it; OSError if the system has no process or descriptor left."""
         self.connection, theirs = socket.socketpair()
-        self.is_ready = False
+        self.is_ready, self.mark = False, uuid.uuid4().hex
         self.file = ""  # of the function
         self.index: int | None = None  # in the batch
         self.number = 0  # of the call, never used twice
@@ -99,7 +111,7 @@ class Worker:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=os.environ | ONE_THREAD,
+                    env=os.environ | ONE_THREAD | {MARK: self.mark},
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C is not for it, and it leads a group that can be killed
                 )
@@ -109,6 +121,7 @@ class Worker:
         """End it and what it has started. Its process is still to be waited for."""
         if self.process.returncode is None:  # else the number may be another process's by now
             kill_tree(self.process.pid)
+        kill_marked(f"{MARK}={self.mark}".encode())
         self.connection.close()
         self.stacks.close()
 
@@ -193,8 +206,17 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def score(self, calls: Sequence[dict[str, Any]]) -> Scores:
+    def score(
+        self,
+        calls: Sequence[dict[str, Any]],
+        most_failures: int | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> Scores:
         """Call the function once with each of `calls`, its keyword arguments (JSON values: a tuple arrives as a list).
+
+        Args:
+            most_failures: with more of them it gives up, and the other calls are left.
+            beat: is called whenever a worker has said something or was given up.
 
         Raises:
             RewardError: workers cannot be started any more.
@@ -210,14 +232,23 @@ class RewardPool:
                     if batch.waiting and worker.is_ready and worker.index is None:
                         self._send(worker, batch.waiting.popleft())
                 self._turn()
+                beat()
+                if most_failures is not None and len(batch.failures) > most_failures:
+                    break
+            num_left = len(batch.waiting) + self._abandon()
         except BaseException:
-            for worker in list(self._workers):
-                if worker.index is not None:
-                    self._remove(worker)
+            self._abandon()
             raise
         finally:
             self._batch = Batch([])
-        return Scores(batch.rewards, sorted(batch.failures, key=lambda failure: failure.index))
+        return Scores(batch.rewards, sorted(batch.failures, key=lambda failure: failure.index), num_left)
+
+    def _abandon(self) -> int:
+        """End the workers that have a call; how many they are."""
+        busy = [worker for worker in self._workers if worker.index is not None]
+        for worker in busy:
+            self._remove(worker)
+        return len(busy)
 
     def stacks(self) -> None:
         """Write to stderr where each worker is in its Python code: for a watchdog, in whatever thread. A second at most."""

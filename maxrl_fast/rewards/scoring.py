@@ -1,6 +1,7 @@
 """How responses are scored: by the task itself, or by a Python function in worker processes."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from maxrl_fast.errors import RewardError
 from maxrl_fast.options import TaskOptions
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rewards.pool import Failure, RewardPool, Scores
+from maxrl_fast.rewards.pool import Failure, RewardPool
 from maxrl_fast.tasks import Task
 
 KINDS = ("exception", "timeout", "crash", "memory", "invalid")
@@ -20,13 +21,15 @@ class Scorer:
 
     Args:
         pool: runs the function that scores in place of the task; None: the task does.
-        max_error_rate: largest fraction of rewards that may fail between two calls of `failures`.
+        max_error_rate: largest fraction of the rewards of a call of `score`, or between two of `failures`, that may fail.
+        beat: is called whenever a response has been scored.
     """
 
     def __init__(self, task: Task, pool: RewardPool | None, max_error_rate: float = 1.0):
         self._task, self._pool, self._max_error_rate = task, pool, max_error_rate
+        self.beat: Callable[[], None] = lambda: None
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
-        self._broken = ""
+        self._broken, self._gave_up = "", False
 
     @classmethod
     def of(cls, options: TaskOptions, task: Task) -> "Scorer":
@@ -53,15 +56,18 @@ class Scorer:
         columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in _split(prompts.tokens, prompts.lengths)]
         responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
         calls = [{**columns[s // num_rollouts], "response": response} for s, response in enumerate(responses)]
+        rewards = torch.full((len(calls),), float("nan"))
         try:
-            scores = self._pool.score(calls)
+            scores = self._pool.score(calls, most_failures=int(self._max_error_rate * len(calls)), beat=self.beat)
         except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all
             self._broken = str(error)
-            scores = Scores([0.0] * len(calls), [Failure(i, "crash", self._broken) for i in range(len(calls))])
-        self._num_scored += len(calls)
+            return rewards.to(rollouts.tokens.device)
+        self._num_scored += len(calls) - scores.num_left
         self._failures += scores.failures
-        rewards = torch.tensor(scores.rewards, dtype=torch.float32)
-        rewards[[failure.index for failure in scores.failures]] = float("nan")
+        self._gave_up |= scores.num_left > 0
+        if not scores.num_left:
+            rewards = torch.tensor(scores.rewards, dtype=torch.float32)
+            rewards[[failure.index for failure in scores.failures]] = float("nan")
         return rewards.to(rollouts.tokens.device)
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
@@ -76,18 +82,18 @@ class Scorer:
         num_scored, failures = self._num_scored, self._failures
         self._num_scored, self._failures = 0, []
         found = Counter(failure.kind for failure in failures)
-        counts = [num_scored, bool(self._broken), *(found[kind] for kind in KINDS)]
-        num_scored, is_broken, *by_kind = ranks.sum(torch.tensor(counts)).tolist()
+        counts = [num_scored, bool(self._broken), self._gave_up, *(found[kind] for kind in KINDS)]
+        num_scored, is_broken, gave_up, *by_kind = ranks.sum(torch.tensor(counts)).tolist()
         counted = dict(zip(KINDS, by_kind, strict=True))
         num_failed = sum(by_kind)
+        if is_broken:
+            raise RewardError(f"{when}: {ranks.texts(self._broken)[0]}")
         if not num_failed:
             return counted, ""
-        examples = ranks.texts(self._broken or (failures[0].message if failures else ""))
+        examples = ranks.texts(failures[0].message if failures else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in counted.items() if count)
         sentence = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), such as: {examples[0]}"
-        if is_broken:
-            raise RewardError(sentence)
-        if num_failed > self._max_error_rate * num_scored:
+        if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
             raise RewardError(f"{sentence}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
         return counted, sentence
 

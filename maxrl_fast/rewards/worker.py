@@ -31,6 +31,7 @@ from typing import Any
 MESSAGE_LENGTH = 500  # characters
 FILE_LIMIT = 1 << 30  # bytes in a file that the function writes
 CHILDREN_LIMIT = 32  # processes, dead ones that nobody waited for included, that calls may leave behind before a fresh start
+LARGEST = 3.4028234663852886e38  # that float32 has
 WATCH_INTERVAL = 1.0  # seconds
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 80
@@ -179,8 +180,8 @@ def reward_of(result: Any) -> float:
         reward = float(value)
     except OverflowError:
         raise InvalidReward("returned an integer that is too large") from None
-    if not math.isfinite(reward):
-        raise InvalidReward(f"returned {reward}")
+    if not abs(reward) <= LARGEST:
+        raise InvalidReward(f"returned {reward}, not a finite number of float32")
     return reward
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
@@ -121,6 +122,15 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
             f"sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, got "
             f"{sampling.temperature}, {sampling.top_k}, {sampling.top_p} and {sampling.min_p}"
         )
+
+
+def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
+    """Raise NonFiniteError naming the first prompt with a reward [G, N] that is not finite."""
+    broken = (~rewards.isfinite()).nonzero()
+    if len(broken):
+        group, rollout = broken[0].tolist()
+        reward = float(rewards[group, rollout])
+        raise NonFiniteError(f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is {reward}")
 
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:

@@ -11,6 +11,7 @@ class Task(Protocol):
     """What the trainer asks of a task."""
 
     name: str  # for the report at the start of a run
+    fingerprint: str  # of what the prompts come from beside the options, such as files
     vocab_size: int
     stop_ids: tuple[int, ...]  # a response ends with the first of these
     prompt_length: int  # the longest prompt, in tokens

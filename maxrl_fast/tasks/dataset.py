@@ -1,5 +1,6 @@
 """Prompts of a user's file, read by the tokenizer of a checkpoint, whose responses a Python function scores."""
 
+import hashlib
 import json
 import zlib
 from functools import lru_cache
@@ -53,6 +54,7 @@ class DatasetTask:
             lines = [line for line, is_held_out in zip(lines, held_out, strict=True) if not is_held_out]
         else:
             test = read_lines(options.test_data, options.prompt_key)
+        self.fingerprint = hashlib.sha256(json.dumps([lines, test]).encode()).hexdigest()
         self._limit, self._num_long = options.max_prompt_tokens, 0
         self._lines = {"train": self._tokenized(lines), "test": self._tokenized(test)}
         self._order = lru_cache(2)(self._shuffled)

@@ -138,6 +138,7 @@ class MazeTask:
     """
 
     vocab_size = VOCAB_SIZE
+    fingerprint = ""
     num_test_prompts: int | None = None
     has_demonstrations = True
     stop_ids: tuple[int, ...] = (DONE, EOS)

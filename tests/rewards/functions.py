@@ -122,9 +122,19 @@ def leave_child_and_hang(path, leave_group):
     time.sleep(1000)
 
 
-def leave_child_and_exit(path):
-    leave_child(path)
+def leave_child_and_exit(path, leave_group):
+    leave_child(path, leave_group)
     os._exit(3)
+
+
+def leave_orphan(path):
+    """As a daemon does: its parent ends at once, and it leads a session of its own."""
+    middle = os.fork()
+    if middle == 0:
+        leave_child(path, leave_group=True)
+        os._exit(0)
+    os.waitpid(middle, 0)
+    return 1.0
 
 
 def leave_children(number):

@@ -241,21 +241,35 @@ def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
-def test_children_end_with_a_crash_that_they_hide(tmp_path):
+@pytest.mark.parametrize("leave_group", [False, True])
+def test_children_end_with_a_crash_that_they_hide(tmp_path, leave_group):
     """A child keeps the connection of the dead worker open."""
     path = tmp_path / "child"
     with pool("act", workers=1, time_limit=1.0) as one:
-        failure = fails(one, "leave_child_and_exit", path=str(path))
+        failure = fails(one, "leave_child_and_exit", path=str(path), leave_group=leave_group)
     assert (failure.kind, failure.message) == ("crash", "exited with code 3")
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
-def test_children_end_with_the_pool(tmp_path):
+@pytest.mark.parametrize("action", ["leave_child", "leave_orphan"])
+def test_children_end_with_the_pool(tmp_path, action):
     path = tmp_path / "child"
     with pool("act", workers=1) as one:
-        assert succeeds(one, "leave_child", path=str(path)) == 1.0
+        assert succeeds(one, action, path=str(path)) == 1.0
         assert is_alive(int(path.read_text()))
     assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+def test_it_gives_up_when_too_many_fail():
+    beats = []
+    with pool("act", workers=2, time_limit=0.3) as two:
+        scores = two.score([{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60], 3, lambda: beats.append(1))
+        assert scores.rewards[0] == 2.0
+        assert 4 <= len(scores.failures) <= 5
+        assert scores.num_left == 61 - 1 - len(scores.failures)
+        assert len(beats) >= 4
+        assert two.score([{"action": "number", "text": "3"}] * 5).rewards == [3.0] * 5
+    assert scores.num_left > 50
 
 
 def test_prints_go_nowhere(patient, capfd):
@@ -288,6 +302,7 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
         ("number", {"text": "nan"}, "returned nan"),
         ("number", {"text": "inf"}, "returned inf"),
         ("number", {"text": "-inf"}, "returned -inf"),
+        ("number", {"text": "1e39"}, "returned 1e+39, not a finite number of float32"),
         ("", {"x": "text"}, "returned 'text' of type str, not a number"),
         ("", {"x": None}, "returned None of type NoneType, not a number"),
         ("", {"x": [1.0]}, "returned [1.0] of type list, not a number"),

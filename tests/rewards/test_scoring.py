@@ -1,6 +1,7 @@
 """Rewards of a Python function in the trainer: what fails is left out of its group, counted by kind, and can stop a run."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -133,12 +134,46 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     assert read(out / "eval.jsonl")[0]["reward_errors"] > 0
 
 
+def test_failed_rewards_learn_nothing_from_entropy_either(rewards, tmp_path):
+    out = tmp_path / "run"
+    flags = [*FLAGS, "--reward", f"{rewards}:by_length", "--objective", "rloo", "--entropy-coef", "0.1", "--out", str(out)]
+    assert train.main([*base(), *flags]) == 0
+    for record in read(out / "metrics.jsonl"):
+        assert record["num_sequences_trained"] == 16 - record["reward_exception"]
+    assert read(out / "metrics.jsonl")[0]["reward_exception"] > 0
+
+
+def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monkeypatch):
+    score, seen, update = Scorer.score, [], Learner.update
+
+    def without_first_greedy(self, prompts, rollouts):
+        rewards = score(self, prompts, rollouts)
+        return torch.cat([torch.tensor([float("nan")]), rewards[1:]]) if len(rewards) == len(prompts) else rewards
+
+    def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
+        seen.append(sequences.clone())
+        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Scorer, "score", without_first_greedy)
+    monkeypatch.setattr(Scorer, "failures", lambda *_: ({"timeout": 1}, "one failed"))
+    monkeypatch.setattr(Learner, "update", spy)
+    assert train.main([*base(), "--objective", "self", "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    assert seen[-1].tolist() == list(range(4, 16))
+
+
+def test_a_task_whose_rewards_are_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: torch.full((len(rollouts.lengths),), float("inf")))
+    assert train.main([*base(), "--objective", "rloo", "--out", str(tmp_path / "run")]) == 1
+    assert "step 1: the reward of rollout 0 of prompt 320 is inf; the last good checkpoint" in capsys.readouterr().err
+
+
 def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    assert "error: evaluation at step 0: 24 of 24 rewards failed (exception 24), such as: KeyError" in error
+    # Of the 24 it gave up after three; the other worker may have had one more.
+    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), such as: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     assert error.endswith("then --resume goes on.\n")
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
@@ -150,7 +185,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [
-        ("nowhere.py:score", "there is no file nowhere.py"),
+        ("nowhere.py:score", "there is no file"),
         ("{}:missing", "has no missing"),
         ("score", 'a reward function is given as "path/to/file.py:name"'),
     ],

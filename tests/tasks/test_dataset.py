@@ -102,7 +102,9 @@ def test_long_prompts_are_left_out_and_said(tmp_path, policy):
     task = task_of(path, policy, max_prompt_tokens=30)
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
-    with pytest.raises(InputError, match="must leave some prompts of at most 3 tokens to train with, got none of 1 and 0 lines"):
+    with pytest.raises(
+        InputError, match="must leave some prompts of at most 3 tokens to train with, got none of 1 and 0 lines"
+    ):
         task_of(written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3)
 
 
@@ -166,7 +168,8 @@ def job(tmp_path, policy):
     reward.write_text(REWARD)
     data = written(tmp_path / "sums.jsonl", SUMS)
     return [
-        *("--task", "dataset", "--data", str(data), "--reward", f"{reward}:right", "--model", str(policy)),
+        *("--task", "dataset", "--data", os.path.relpath(data), "--reward", f"{os.path.relpath(reward)}:right"),
+        *("--model", os.path.relpath(policy)),
         *("--prompts", "8", "--rollouts", "4", "--k", "2", "--steps", "9", "--max-new-tokens", "6", "--eval-samples", "2"),
         *("--threads", "1", "--dtype", "float32", "--reward-workers", "1"),
     ]
@@ -179,8 +182,12 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     stop_at(monkeypatch, "step 7")  # 56 prompts, of 60 with those held out
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    monkeypatch.chdir(tmp_path / "whole")
+    assert train.main(["--resume", "../stopped"]) == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
+    written(tmp_path / "sums.jsonl", SUMS[1:])
+    assert train.main(["--resume", "../stopped"]) == 2
+    assert "trained with other options (the prompts of the files are others)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

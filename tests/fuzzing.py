@@ -1,0 +1,182 @@
+"""What the fuzz tests draw from: tensors in any layout, and arguments that do not belong where they are put.
+
+`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz.py tests/test_config_fuzz.py` draws 20 times as many examples, and
+others each time. Without it the examples are the same in every run.
+"""
+
+import math
+import os
+import re
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import torch
+
+FACTOR = float(os.environ.get("MAXRL_FAST_FUZZ", "1"))
+REFUSALS = (ValueError, TypeError)
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [
+    *FLOATS,
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+]
+SCALARS: list[Any] = [
+    *(None, True, False, 0, 1, 2, 3, -1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**400, -(10**400)),
+    *(0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -0.5, 1e-320, 1e-40, 1e300, math.nan, math.inf, -math.inf),
+    *("", "2", "0.5", "k1", "ppo", "nan", "no such thing", b"2", 1j, [1], (), {}, {1}, object(), range(3), max),
+    *(np.float32(0.5), np.int64(2), np.array([1.0, 2.0])),
+    *(torch.tensor(2), torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([1, 2]), torch.tensor(1j)),
+]
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e30, -1e30, 1e300, math.nan, math.inf, -math.inf, 254.0, 2.0**31, 2.0**62]
+
+
+def settings(max_examples: int) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=max(1, int(max_examples * FACTOR)),
+        deadline=None,
+        derandomize=FACTOR <= 1,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+def assert_explains(error: BaseException) -> None:
+    """A sentence that says what was wanted; a conversion or comparison that Python gave up on says nothing of the kind."""
+    assert re.search(r"\b(must|needs|takes|more than|give offsets or)\b", str(error)), f"{type(error).__name__}: {error}"
+    assert len(str(error)) < 1000
+
+
+def relaid(draw, tensor):
+    """The same numbers in another layout."""
+    fits = {"step": tensor.dim() > 0, "transposed": tensor.dim() == 2, "column": tensor.dim() == 1}
+    fits |= dict.fromkeys(("negated", "requires_grad"), tensor.dtype in FLOATS)
+    kind = draw(st.sampled_from(["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)]))
+    if kind == "step":
+        wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 1, dtype=tensor.dtype)
+        wide[..., 1::2] = tensor
+        return wide[..., 1::2]
+    if kind == "offset":
+        start = draw(st.integers(1, 3))
+        flat = torch.zeros(tensor.numel() + 5, dtype=tensor.dtype)
+        flat[start : start + tensor.numel()] = tensor.flatten()
+        return flat[start : start + tensor.numel()].view(tensor.shape)
+    if kind == "transposed":
+        return tensor.T.contiguous().T
+    if kind == "column":
+        return torch.stack([tensor, tensor], 1)[:, 1]
+    if kind == "negated":  # data_ptr() shows the other sign
+        return torch._neg_view(-tensor)
+    return tensor.clone().requires_grad_() if kind == "requires_grad" else tensor
+
+
+def strange(draw, value):
+    """Something else in the place of an argument: another tensor where it is one, or any object."""
+    if not isinstance(value, torch.Tensor) or draw(st.integers(0, 5)) == 0:
+        return draw(st.sampled_from(SCALARS))
+    change = draw(st.sampled_from(["dtype", "shape", "numbers", "numbers", "device", "layout", "relaid", "expanded"]))
+    if change == "dtype":
+        return value.to(draw(st.sampled_from(DTYPES)))
+    if change == "shape":
+        return reshaped(draw, value)
+    if change == "numbers":
+        return with_numbers(draw, value)
+    if change == "device":
+        return value.to("meta")
+    if change == "layout":
+        return value.float().to_sparse()
+    if change == "expanded":
+        return value[:1].expand(value.shape) if value.dim() and len(value) else value
+    return relaid(draw, value)
+
+
+def reshaped(draw, value):
+    change = draw(st.sampled_from(["scalar", "empty", "more dims", "fewer", "longer", "flat", "turned", "one"]))
+    if change == "scalar":
+        return value.new_ones(())
+    if change == "empty":
+        return value.new_ones(draw(st.sampled_from([(0,), (0, 3), (3, 0), (0, 0), (2, 0, 3)])))
+    if change == "more dims":
+        return value[None] if draw(st.booleans()) else value[..., None]
+    if change == "fewer":
+        return value[:-1] if value.dim() else value
+    if change == "longer":
+        return torch.cat([value, value[-1:]]) if value.dim() else value
+    if change == "turned":
+        return value.T.contiguous() if value.dim() == 2 else value.flip(0) if value.dim() else value
+    return value.flatten() if change == "flat" else value.flatten()[:1]
+
+
+def with_numbers(draw, value):
+    """With some of the numbers replaced by ones at the edge of the dtype, or beyond what they may be."""
+    value = value.detach().clone()
+    if not value.numel():
+        return value
+    flat = value.view(-1)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, value.numel() - 1))
+        if value.is_floating_point():
+            flat[place] = torch.tensor(draw(st.sampled_from(NUMBERS)), dtype=torch.float64).to(value.dtype)
+        elif value.dtype == torch.bool:
+            flat[place] = not flat[place]
+        else:
+            limits = torch.iinfo(value.dtype)
+            edges = [limits.min, limits.min + 1, -2, -1, 0, 1, 2, 3, 7, 200, 2**31, limits.max - 1, limits.max]
+            flat[place] = draw(st.sampled_from([x for x in edges if limits.min <= x <= limits.max]))
+    return value
+
+
+def attempt(function, arguments):
+    """What it returns and None, or None and how it refuses; any other exception passes."""
+    try:
+        return function(**arguments), None
+    except REFUSALS as error:
+        return None, error
+
+
+def call_with_strangers(draw, function, arguments, check, may_refuse=False):
+    """Call `function` with up to two arguments exchanged for strange ones, the others laid out anyhow.
+
+    It must refuse in words, or return what `check` lets pass, given the result and the arguments. With nothing strange among
+    them it must return, unless it `may_refuse`.
+    """
+    names = sorted(arguments)
+    chosen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if draw(st.integers(0, 3)) else []
+    given = {}
+    for name in names:
+        value = arguments[name]
+        if name in chosen:
+            value = strange(draw, value)
+        elif isinstance(value, torch.Tensor) and draw(st.booleans()):
+            value = relaid(draw, value)
+        given[name] = value
+    hypothesis.note(f"{chosen} of {given}")
+    result, error = attempt(function, given)
+    if error is not None:
+        assert chosen or may_refuse, f"nothing was strange, and yet: {error}"
+        assert_explains(error)
+        return
+    devices = {x.device.type for x in given.values() if isinstance(x, torch.Tensor)}
+    if "meta" in devices:  # nothing but shapes, and of all or none
+        assert devices == {"meta"}
+    else:
+        check(result, **given)
+
+
+def exact(tensor, dtype=torch.float64):
+    """A tensor of `dtype` on its own, by PyTorch's conversions; fails where it is not what can have such values."""
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.device.type == "cpu"
+    assert tensor.layout is torch.strided
+    assert not tensor.is_complex()
+    return tensor.detach().to(torch.float64).clone().to(dtype)
+
+
+def whole(tensor):
+    """The numbers of a tensor of whole ones."""
+    assert tensor.device.type == "cpu"
+    assert not tensor.is_floating_point()
+    assert not tensor.is_complex()
+    return [int(x) for x in tensor.tolist()]

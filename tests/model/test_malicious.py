@@ -1,0 +1,325 @@
+"""Checkpoints made to harm: each is refused in a sentence that names the file, at once and without the memory it asks for."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import load_checkpoint, read_config, save_checkpoint
+from maxrl_fast.model.files import JSON_BYTES
+from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
+from maxrl_fast.tasks.maze import MazeTask
+from tests.models import tiny_decoder
+
+TASK = MazeTask(5)
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("head_dim", "max_position_embeddings")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return save(tmp_path / "checkpoint")
+
+
+def save(directory, **options):
+    model = tiny_decoder()
+    save_checkpoint(directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, **options)
+    return directory
+
+
+def refusal(directory, load=load_checkpoint, seconds=5.0):
+    """The sentence, which comes soon, whatever was declared."""
+    start = time.monotonic()
+    with pytest.raises(InputError) as caught:
+        load(directory)
+    assert time.monotonic() - start < seconds
+    message = str(caught.value)
+    assert len(message) < 1200
+    assert "\n" not in message
+    return message
+
+
+def edit_config(directory, changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "value", [10**15, 10**400, 2**31, 0, -1, True, 32.0, "32", float("nan"), float("inf"), [32], {"size": 32}, "9" * 10**6]
+)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_cannot_be(directory, name, value):
+    edit_config(directory, {name: value})
+    message = refusal(directory)
+    assert "config.json: " in message
+    assert "must be" in message
+
+
+@pytest.mark.parametrize("name", set(SIZES) - {"max_position_embeddings"})
+@pytest.mark.parametrize("value", [2**31 - 2, 10**9, 10**6, 20])
+def test_sizes_that_no_file_has(directory, name, value):
+    """As many layers or columns as fit into a number, and a file that has two layers of 32."""
+    edit_config(directory, {name: value})
+    assert str(directory) in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": ["qwen2"]},
+        {"model_type": {}},
+        {"model_type": "qwen2" * 10**5},
+        {"layer_types": 5},
+        {"layer_types": "full_attention"},
+        {"layer_types": [["full_attention"]]},
+        {"dtype": {"float32": 1}},
+        {"dtype": 32},
+        {"tie_word_embeddings": "false"},
+        {"tie_word_embeddings": 1},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": 10**400},
+        {"rms_norm_eps": "1e-6"},
+        {"rms_norm_eps": True},
+        {"rope_parameters": {"rope_theta": float("inf")}},
+        {"rope_parameters": {"rope_theta": -1.0}},
+        {"rope_parameters": {"rope_theta": 10**400}},
+        {"rope_parameters": {"rope_type": ["default"]}},
+        {"rope_parameters": {"rope_type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        {"rope_parameters": [1]},
+        {"head_dim": None, "hidden_size": 33},
+        {"hidden_act": ["silu"] * 10**5},
+        {"use_sliding_window": {"deep": [10**400]}},
+    ],
+)
+def test_values_of_the_wrong_kind(directory, changes):
+    edit_config(directory, changes)
+    assert "config.json" in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 10**5,
+        b'{"a":' * 10**5,
+        b'{"vocab_size": ' + b"9" * 10**5 + b"}",
+        b'{"vocab_size": 1e999999',
+        b"\xff\xfe{}",
+        b"",
+        b"null",
+        b'"text"',
+        b"{}",
+    ],
+)
+def test_broken_json(directory, name, content):
+    (directory / name).write_bytes(content)
+    assert name in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_too_large_is_not_read(directory, name):
+    with open(directory / name, "wb") as file:
+        file.truncate(10**12)  # sparse: it takes no room
+    assert f"must have at most {JSON_BYTES} bytes, got 1000000000000" in refusal(directory)
+    (directory / name).unlink()
+    (directory / name).symlink_to("/proc/self/status")  # which says that it has no bytes, and has some
+    assert name in refusal(directory)
+
+
+def exchange(directory, name, kind):
+    path = directory / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": name, "nowhere": "nothing here", "pipe behind a link": "pipe"}[kind])
+        if kind == "pipe behind a link":
+            os.mkfifo(directory / "pipe")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "nowhere", "pipe behind a link"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+def test_what_is_no_file(directory, name, kind):
+    exchange(directory, name, kind)
+    if name == "tokenizer.json":
+        if kind not in ("loop", "nowhere"):
+            assert name in refusal(directory, load_tokenizer, seconds=30)
+            assert name in refusal(directory, tokenizer_files)
+    elif name.endswith("index.json") and kind in ("loop", "nowhere"):
+        load_checkpoint(directory)  # there is none
+    else:
+        assert name in refusal(directory)
+
+
+def test_links_are_followed_as_the_cache_of_hugging_face_needs(directory):
+    blobs = directory.parent / "blobs"
+    blobs.mkdir()
+    for path in list(directory.iterdir()):
+        path.rename(blobs / f"blob-{path.name}")
+        path.symlink_to(f"../blobs/blob-{path.name}")
+    loaded = load_checkpoint(directory)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny_decoder().parameters(), strict=True))
+    assert len(load_tokenizer(directory)) == TASK.vocab_size
+
+
+def header_of(path):
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def write(path, header, data, declared=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if declared is None else declared).to_bytes(8, "little") + text + data)
+
+
+NORM = "model.norm.weight"
+
+
+def changed(header, **fields):
+    return header | {NORM: header[NORM] | fields}
+
+
+def doubled(header, shape):
+    """The header with its first tensor twice, the second time as large as a lie."""
+    text = json.dumps(header)
+    lie = json.dumps({NORM: {"dtype": "F32", "shape": shape, "data_offsets": header[NORM]["data_offsets"]}})
+    return (text[:-1] + ", " + lie[1:]).encode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path, h, d: write(path, h, d, declared=len(d) * 100),
+        lambda path, h, d: write(path, h, d, declared=2**63),
+        lambda path, h, d: write(path, h, d, declared=2**64 - 1),
+        lambda path, h, d: write(path, h, d, declared=0),
+        lambda path, h, d: write(path, h, d, declared=10**8),
+        lambda path, h, d: write(path, json.dumps(h).encode()[:-1], d),
+        lambda path, h, d: write(path, b"[" * 10**5, d),
+        lambda path, h, d: write(path, b"\xff" * 100, d),
+        lambda path, h, d: write(path, doubled(h, [2**40]), d),
+        lambda path, h, d: write(path, changed(h, data_offsets=[0, 2**62]), d),
+        lambda path, h, d: write(path, changed(h, data_offsets=[len(d), len(d) + 128]), d),
+        lambda path, h, d: write(path, changed(h, data_offsets=[128, 0]), d),
+        lambda path, h, d: write(path, changed(h, data_offsets=[-128, 0]), d),
+        lambda path, h, d: write(path, changed(h, data_offsets=[0, 128]), d),  # where another tensor is
+        lambda path, h, d: write(path, changed(h, shape=[2**40]), d),
+        lambda path, h, d: write(path, changed(h, shape=[2**32, 2**32]), d),
+        lambda path, h, d: write(path, changed(h, shape=[2**63, 2]), d),
+        lambda path, h, d: write(path, changed(h, shape=[10**400]), d),
+        lambda path, h, d: write(path, changed(h, shape=[1] * 10**4 + [32]), d),
+        lambda path, h, d: write(path, changed(h, shape=[-32]), d),
+        lambda path, h, d: write(path, changed(h, dtype="F4096"), d),
+        lambda path, h, d: write(path, changed(h, dtype="F64"), d),
+        lambda path, h, d: write(path, h | {"x" * 10**6: h[NORM]}, d),
+        lambda path, h, d: write(path, h, d[:-1]),
+        lambda path, h, d: write(path, h, d + b"more"),
+        lambda path, h, d: path.write_bytes(b""),
+        lambda path, h, d: path.write_bytes(b"\x08\0\0"),
+    ],
+)
+def test_broken_headers_of_tensors(directory, damage):
+    path = directory / "model.safetensors"
+    damage(path, *header_of(path))
+    assert "model.safetensors" in refusal(directory)
+
+
+def test_the_longest_names_are_cut(directory):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"x" * 10**6: torch.ones(1), "a\nb": torch.ones(1)}, path)
+    assert "model.safetensors has the tensor " in refusal(directory)
+
+
+def sharded(directory):
+    path = save(directory, shard_bytes=30_000) / "model.safetensors.index.json"
+    return path, json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../model.safetensors", "..", ".", "", "/etc/passwd", "a/b", "\0", "a\0b", "x" * 10**4, "config.json"),
+        *(None, 5, ["model-00001-of-00003.safetensors"], {}, "nothing.safetensors", "\ud800"),
+    ],
+)
+def test_an_index_that_leads_elsewhere(tmp_path, file):
+    path, index = sharded(tmp_path / "sharded")
+    (tmp_path / "model.safetensors").write_bytes(b"not to be opened")
+    index["weight_map"][NORM] = file
+    path.write_text(json.dumps(index))
+    message = refusal(path.parent)
+    assert str(path.parent) in message
+
+
+@pytest.mark.parametrize("weight_map", [None, 5, [], ["a"], "text", {}])
+def test_an_index_that_is_none(tmp_path, weight_map):
+    path, _ = sharded(tmp_path / "sharded")
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    assert "index.json" in refusal(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("tokenizer.json", content) for content in (b"{", b"[" * 10**5, b"\xff" * 100, b"{}", b"null", b'{"model": 5}')),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": ["a b"]}}'),
+        ("tokenizer_config.json", b"[" * 10**5),
+        ("tokenizer_config.json", b'{"model_max_length": ' + b"9" * 10**5 + b"}"),
+    ],
+)
+def test_broken_tokenizers(directory, name, content):
+    (directory / name).write_bytes(content)
+    assert str(directory) in refusal(directory, load_tokenizer, seconds=60)
+
+
+LOAD = """
+import resource, sys
+from pathlib import Path
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import load_checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    load_checkpoint(Path(sys.argv[1]))
+except InputError as error:
+    print("refused:", error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_what_is_declared_takes_no_memory(directory):
+    """Sizes of a model of 8 TB, a file to which it does not belong, and a process that may not grow by 1 GB."""
+    edit_config(directory, dict.fromkeys(("hidden_size", "intermediate_size"), 10**6) | {"vocab_size": 10**6})
+    run = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
+    sentence, megabytes = run.stdout.splitlines()
+    assert "must have shape" in sentence
+    assert int(megabytes) < 200
+
+
+def test_pages_of_a_sparse_file_are_not_read_for_a_header(directory):
+    """A file may be as long as its header says and yet hold nothing: 4 TB of zeros, of which the machine has less memory."""
+    size = 10**12
+    path = directory / "model.safetensors"
+    header, data = header_of(path)
+    end = len(data)
+    header["extra"] = {"dtype": "F32", "shape": [size], "data_offsets": [end, end + 4 * size]}
+    write(path, header, data)
+    os.truncate(path, path.stat().st_size + 4 * size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "model.safetensors" in refusal(directory)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+def test_the_checkpoint_that_was_damaged_loads(directory):
+    assert read_config(directory / "config.json").hidden_size == 32
+    load_checkpoint(directory)

@@ -15,6 +15,7 @@ import tyro
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype
+from maxrl_fast.model.files import JSON_BYTES, check_regular
 from maxrl_fast.objectives import OBJECTIVES, estimator_options
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
@@ -64,6 +65,7 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def _toml_as_flags(file: Path) -> list[str]:
     try:
+        check_regular(file, JSON_BYTES)
         options = tomllib.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of too many digits
         raise InputError(f"--config must be a readable TOML file, got {file}: {error}") from error
@@ -73,6 +75,7 @@ def _toml_as_flags(file: Path) -> list[str]:
 def _run_as_flags(out: Path) -> list[str]:
     file = out / "config.json"
     try:
+        check_regular(file, JSON_BYTES)
         options = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error

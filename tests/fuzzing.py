@@ -105,7 +105,7 @@ def reshaped(draw, value):
     if change == "longer":
         return torch.cat([value, value[-1:]]) if value.dim() else value
     if change == "turned":
-        return value.T.contiguous() if value.dim() == 2 else value.flip(0) if value.dim() else value
+        return value.T.contiguous() if value.dim() == 2 else value.double().flip(0).to(value.dtype) if value.dim() else value
     return value.flatten() if change == "flat" else value.flatten()[:1]
 
 

@@ -218,6 +218,14 @@ class Decoder(nn.Module):
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
+    @classmethod
+    def count(cls, config: DecoderConfig) -> int:
+        """How many weights a decoder of these sizes has; no memory is taken, whatever they are."""
+        with torch.device("meta"):
+            one = cls(dataclasses.replace(config, num_hidden_layers=1))
+        of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
+        return sum(weight.numel() for weight in one.parameters()) + (config.num_hidden_layers - 1) * of_layer
+
     def initialise(self, seed: int) -> None:
         """Weights from N(0, 0.02), biases 0, norms 1, as Qwen2 starts; the same for a seed on every machine."""
         generator = torch.Generator().manual_seed(seed)

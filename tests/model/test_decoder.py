@@ -89,3 +89,9 @@ def test_an_unknown_family_is_refused():
     with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, llama, got 'gpt2'"):
         tiny_decoder(model_type="gpt2")
     assert isinstance(tiny_decoder(), Decoder)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_weights_are_counted_without_memory(layers):
+    model = tiny_decoder(num_hidden_layers=layers)
+    assert Decoder.count(model.config) == sum(weight.numel() for weight in model.parameters())

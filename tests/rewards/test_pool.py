@@ -535,6 +535,15 @@ def test_stacks_are_shown(capfd):
         assert "in sleep\n" in shown
 
 
+@pytest.fixture
+def interruptible():
+    """A process in the background may have been started with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process():
     before = own_children()
     with pool("act", time_limit=60.0) as two:

@@ -157,6 +157,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
         )
     if learner.shares_weights:
         _load_parts(folder, tensors, no_dist=False)
+        _share_frozen(learner)
         return
     if ranks.is_first and any(folder.glob("shard-*")):
         _load_parts(folder, tensors, no_dist=True)
@@ -164,6 +165,16 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
         _load_whole(folder, tensors)
     for tensor in tensors.values():
         ranks.from_first(tensor)
+
+
+def _share_frozen(learner: Learner) -> None:
+    """Give the reference policy the weights that are never trained, of which sharding has made it a copy of its own."""
+    if learner.reference is not None:
+        weights = dict(learner.model.named_parameters())
+        with torch.no_grad():
+            for name, own in learner.reference.named_parameters():
+                if not weights[name].requires_grad:
+                    own.copy_(weights[name])
 
 
 def _names(folder: Path) -> set[str]:

@@ -115,9 +115,11 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
         assert result == expected
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path):
+@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # adapters of which the fourth rank has no part
+def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path, more_flags):
     """Saved in parts by two ranks, whole by one, in parts by four: each goes on with what the others wrote."""
-    out, flags = tmp_path / "run", ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01"]
+    out = tmp_path / "run"
+    flags = ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01", *more_flags]
     run_job(tmp_path / "alone", 1, *flags)
     run_job(out, 2, *flags, "--sharding", "full", "--steps", "2")
     assert len(list((out / "latest" / "state").glob("shard-*"))) == 2

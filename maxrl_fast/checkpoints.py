@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what lies in one, when it is written, which are kept, and which one a run goes on from.
+"""The checkpoints of a run: what lies in one, when it is written, and which are kept; resume.py finds them again.
 
 OUT/checkpoints/step-000090/    warm-start-000040/ before reinforcement learning
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype

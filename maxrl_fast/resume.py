@@ -114,10 +114,9 @@ def check_same(saved: Saved, config: Config, task: Task, ranks: Ranks, warn: Cal
     if mathematics and not config.run.allow_changes:
         differing = "; ".join(mathematics)
         raise InputError(f"{saved.directory} was trained with other options ({differing}); --allow-changes goes on with these")
-    now = json.loads(json.dumps(machine_of(ranks)))
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"
-        for name, value in now.items()
+        for name, value in machine_of(ranks).items()
         if saved.machine.get(name) != value
     ]
     if mathematics:

@@ -15,7 +15,7 @@ import torch
 from maxrl_fast.parallel import STUCK, Ranks, dump_stacks
 
 ECHO = 1.0  # seconds in which a signal that comes again is the same one: from the terminal, and passed on by torchrun
-TELL_LIMIT = 5.0  # seconds in which the other ranks hear of it
+TELL_LIMIT = 30.0  # seconds in which the other ranks hear that this one is stuck, and write their stacks
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -107,7 +107,7 @@ class Watchdog(threading.Thread):
     Args:
         clock: of the run.
         limit: seconds that a stage may take without progress.
-        tell: hands the message to the other ranks, who end with their stacks too.
+        tell: hands the message to the other ranks, and waits until they have written their stacks too.
         dump_workers: makes worker processes write their stacks.
     """
 
@@ -132,13 +132,13 @@ class Watchdog(threading.Thread):
             stage, silence = self._clock.silence()
             if silence > self._limit:
                 message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
-                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # which may be what is stuck
-                telling.start()
                 os.write(
                     2,
                     f"\nerror: {message}. --resume goes on from the last checkpoint; the stacks say where it waits.\n".encode(),
                 )
                 dump_stacks(f"rank {self._ranks.rank}")
                 self._dump_workers()
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # which may be what is stuck
+                telling.start()
                 telling.join(TELL_LIMIT)
                 os._exit(1)  # the main thread may be where no exception reaches it

@@ -31,6 +31,7 @@ START_LIMIT = 300.0  # the same before its first sign of life
 PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
 LATECOMER = 15.0  # seconds in which the first rank, should it have started later, finds the same mistake and says it
 BEAT = 1.0  # seconds between signs of life
+STACKS_LIMIT = datetime.timedelta(seconds=20)  # in which the ranks hear that one is stuck, and write their stacks
 STUCK, SILENT = "the run is stuck", "has not been heard of for"  # in messages upon which ranks write their stacks
 
 
@@ -207,13 +208,16 @@ class Watch(threading.Thread):
         while not self._stopped.wait(BEAT):
             silence = time.monotonic() - self._turned
             if silence > SILENCE_LIMIT:
+                self._write_stacks()
                 self._end(f"the store that connects the ranks, of rank 0 or torchrun, has not answered for {silence:.0f} s")
 
-    def _end(self, message: str) -> None:
-        """End this process with its stacks: the main thread may wait inside a collective, where no exception reaches it."""
-        print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
+    def _write_stacks(self) -> None:
         dump_stacks(f"rank {self._ranks.rank}")
         self.dump_workers()
+
+    def _end(self, message: str) -> None:
+        """End this process: the main thread may wait inside a collective, where no exception reaches it."""
+        print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 
     def run(self) -> None:
@@ -226,11 +230,12 @@ class Watch(threading.Thread):
                 self._turned = time.monotonic()
             except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
                 message = f"the store that connects the ranks does not answer: {error}"
+            if message and (STUCK in message or SILENT in message):
+                self._write_stacks()  # at once: the rank that is stuck waits for them before it ends
+                with contextlib.suppress(RuntimeError, dist.DistError):
+                    self._store.set(f"stacks/{self._ranks.rank}", "written")
             if message and not self._stopped.wait(PATIENCE):
-                if STUCK in message or SILENT in message:
-                    self._end(message)
-                print(f"error: {message}; rank {self._ranks.rank} stops", file=sys.stderr, flush=True)
-                os._exit(1)
+                self._end(message)
 
     def _failure(self) -> str | None:
         """What happened to another rank."""
@@ -256,6 +261,16 @@ class Watch(threading.Thread):
         except (RuntimeError, dist.DistError):  # the store may be what failed
             return None
         return None if said == own else said
+
+    def say_stuck(self, message: str) -> None:
+        """Let the other ranks write their stacks and end, with this rank's message; return once they have written them.
+
+        This rank has written its own. Its end breaks the collective that the others wait in, and with it their stacks.
+        """
+        self.say_failed(message)
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._store.set(f"stacks/{self._ranks.rank}", "written")
+            self._store.wait([f"stacks/{rank}" for rank in range(self._ranks.size)], STACKS_LIMIT)
 
     def stop(self) -> None:
         """This rank is done."""

@@ -262,7 +262,7 @@ def supervise(
     progress, code = saved.progress if saved else Progress(), 0
     clock = Stopwatch(progress.seconds)
     scorer.beat = clock.beat
-    tell = watch.say_failed if watch else lambda message: None
+    tell = watch.say_stuck if watch else lambda message: None
     if watch:
         watch.dump_workers = scorer.dump_stacks
     with (

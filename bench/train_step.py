@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measure import matrix_rate, milliseconds, peak_bytes, synchronize
-from maxrl_fast.batching import Batch, Packer, gather_sequences
+from maxrl_fast.batching import Batch, Packer
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
@@ -38,7 +38,7 @@ from maxrl_fast.model.policy import build_policy
 from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import group_advantage, linear_policy_gradient_loss
 from maxrl_fast.options import Config, OptimizerOptions
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.screen import Screen

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,6 @@ class Batch:
     old_logprobs: Tensor  # [T] float32
     importance_weights: Tensor | None  # [T] float32
     target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
-
-
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Whole numbers from each start on, `lengths` of them, end to end: [sum of lengths] int64."""
-    shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
-    return torch.arange(len(shift), device=shift.device) + shift
-
-
-def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed positions [T'] of the chosen sequences, end to end, and their own cu_seqlens."""
-    lengths = cu_seqlens.diff()[sequences]
-    return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
 
 _FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # products a machine does in the time in which it moves one number

@@ -21,6 +21,8 @@ from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.registry import is_file
+from maxrl_fast.trackers import check_tracker
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +36,7 @@ OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
 FREE = (
     *("save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_samples", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate"),
+    *("keep_samples", "diagnose_every", "log_to", "log_project"),
 )
 # those that a trained policy has taken on for good,
 POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")
@@ -132,7 +135,8 @@ def check(config: Config) -> None:
     _require(options, at_least_one, "at least 1", lambda x: x >= 1)
     _require(
         options,
-        "top_k sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank",
+        "top_k sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling keep_samples "
+        "diagnose_every",
         "at least 0",
         lambda x: x >= 0,
     )
@@ -149,6 +153,7 @@ def check(config: Config) -> None:
         "finite and at least 0",
         lambda x: 0 <= x < math.inf,
     )
+    _require(options, "reward_threshold", "finite", math.isfinite)
     _require(options, "min_p max_reward_error_rate", "in [0, 1]", lambda x: 0 <= x <= 1)
     _require(options, "top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
@@ -157,6 +162,7 @@ def check(config: Config) -> None:
         _check_pacs(options)
     else:
         _check_estimator(config, options)
+    check_tracker(options["log_to"])
     if options["resume"] is not None and options["out"] not in (None, options["resume"]):
         raise InputError(f"--resume goes on in its own folder, {options['resume']}, got --out {options['out']}")
     if options["prompts"] % options["updates_per_step"]:
@@ -235,9 +241,10 @@ def _absolute(config: Config) -> dict[str, Any]:
     """The files that a run reads again when it is resumed, perhaps from another folder."""
     paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
-    file, colon, function = (config.task.reward or "").rpartition(":")
-    if file.endswith(".py"):
-        resolved["reward"] = f"{Path(file).absolute()}{colon}{function}"
+    for name, value in (("reward", config.task.reward), ("task", config.task.task)):
+        if value is not None and is_file(value):
+            file, _, function = value.rpartition(":")
+            resolved[name] = f"{Path(file).absolute()}:{function}"
     return resolved
 
 
@@ -276,7 +283,8 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
     if config.rollout.rollout == "vllm" and ranks.size > 1:
         raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
-    sft_steps = (0 if config.model.model else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps
+    has_none = config.model.model is not None or not task.has_demonstrations
+    sft_steps = (0 if has_none else 100) if config.warm_start.sft_steps is None else config.warm_start.sft_steps
     if sft_steps and not task.has_demonstrations:
         raise InputError(f"sft_steps must be 0, as {task.name} has no solutions to learn from, got {sft_steps}")
     held_out = task.num_test_prompts or 2**63

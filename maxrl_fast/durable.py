@@ -56,17 +56,24 @@ def written_aside(directory: Path) -> Iterator[Path]:
     fsync(directory.parent)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write or replace a JSON file."""
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file to write aside, which becomes `path` at the end; on an exception it is removed."""
     aside = aside_of(path)
     try:
-        aside.write_text(json.dumps(content, indent=2) + "\n")
+        yield aside
         fsync(aside)
         aside.rename(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write or replace a JSON file."""
+    with replaced(path) as aside:
+        aside.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def point(link: Path, target: Path) -> None:

@@ -1,33 +1,20 @@
-"""Evaluation on held-out prompts: unbiased pass@k."""
+"""Evaluation on held-out prompts: unbiased pass@k; of a checkpoint by `python -m maxrl_fast.evaluate CHECKPOINT`."""
 
-from collections.abc import Callable, Iterable
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
 from maxrl_fast.parallel import Ranks
+from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.tasks import Task
-
-
-def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al. 2021, eq. 1).
-
-    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither over- nor underflows badly.
-    """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@k of {num_samples} samples needs 1 <= k <= {num_samples}, got {k}")
-    wrong = (num_samples - num_correct).double()[..., None]
-    i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
-    return 1 - ((wrong - i) / (num_samples - i)).clamp_min(0).prod(-1)
-
-
-def powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, ... up to `largest`."""
-    return [2**i for i in range(largest.bit_length())]
 
 
 @dataclass(frozen=True)
@@ -44,6 +31,11 @@ class Evaluation:
         return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
 
 
+def is_correct(rewards: Tensor) -> Tensor:
+    """Whether responses of these rewards count as correct, bool; failed ones (NaN) do not."""
+    return rewards > 0.5
+
+
 def evaluate(
     engine: Engine,
     task: Task,
@@ -57,24 +49,32 @@ def evaluate(
     ks: Iterable[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
     ranks: Ranks | None = None,
+    keep: Callable[[Prompts, Rollouts, Tensor], None] | None = None,
+    split: str = "test",
+    chunk: int = 32,
 ) -> Evaluation:
-    """pass@k over the first `num_prompts` test prompts, `num_samples` responses to each.
+    """pass@k over the first `num_prompts` prompts of the split, `num_samples` responses to each.
 
     The ranks divide the prompts. The random numbers depend on the seed, the prompt and the sample alone, so that two
     policies meet the same luck.
-    `progress` is called with the number of prompts done, and may raise.
+
+    Args:
+        progress: is called with the number of prompts done, and may raise.
+        keep: is called with every chunk of this rank's prompts, their rollouts and rewards [S], NaN where they failed.
+        chunk: prompts that a rank samples at a time.
     """
     ranks = ranks or Ranks()
-    chunk = 32 * ranks.size
     correct, lengths, truncated, failed = [], [], [], []
-    for start in range(0, num_prompts, chunk):
-        count = min(chunk, num_prompts - start)
+    for start in range(0, num_prompts, chunk * ranks.size):
+        count = min(chunk * ranks.size, num_prompts - start)
         own_start, own_count = ranks.part(count)
         if own_count:
-            prompts = task.prompts("test", start + own_start, own_count).to(device)
+            prompts = task.prompts(split, start + own_start, own_count).to(device)
             rollouts = engine.generate(prompts, num_samples, sampling, seed=seed, step=0)
             rewards = scorer.score(prompts, rollouts)
-            correct.append(rewards.view(-1, num_samples).gt(0.5).sum(1))
+            if keep:
+                keep(prompts, rollouts, rewards)
+            correct.append(is_correct(rewards).view(-1, num_samples).sum(1))
             failed.append(rewards.isnan())
             lengths.append(rollouts.lengths)
             truncated.append(rollouts.truncated)
@@ -90,3 +90,31 @@ def evaluate(
         num_tokens=int(num_tokens.sum()),
         reward_errors=float(num_failed.double().mean()),
     )
+
+
+def sample_records(task: Task, prompts: Prompts, rollouts: Rollouts, rewards: Tensor) -> Iterator[dict[str, Any]]:
+    """One object for JSON a response, in the order of the rollouts; rewards [S], null for NaN."""
+    num_samples = len(rollouts.lengths) // len(prompts)
+    texts = [task.decode(tokens.tolist()) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+    responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
+    outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), strict=True)
+    for s, (tokens, length, reward, is_truncated) in enumerate(outcomes):
+        yield {
+            "id": int(prompts.ids[s // num_samples]),
+            "prompt": texts[s // num_samples],
+            "response": task.decode(tokens.tolist()),
+            "reward": reward if math.isfinite(reward) else None,  # NaN is no JSON
+            "truncated": is_truncated,
+            "tokens": length,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
+    from maxrl_fast.evaluation.command import main as command  # which imports this module
+
+    return command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

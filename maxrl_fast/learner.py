@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.batching import Batch, Packer, gather_sequences, merge_cost
+from maxrl_fast.batching import Batch, Packer, merge_cost
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
@@ -19,7 +19,7 @@ from maxrl_fast.model.linear import whole
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.options import Config, OptimizerOptions
 from maxrl_fast.parallel import Ranks, gradients_stay
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, gather_sequences
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,30 @@ class Learner:
                 logprobs[batch.target_index] = values
         return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]
 
+    def prompt_gradient_norms(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor) -> list[float]:
+        """Norms of each prompt's own part of the gradient of the loss over all rollouts, as in figures 6 and 8 of the MaxRL
+        paper; 0 where nothing is learned. All ranks compute all of them, by a backward pass; gradients are zero after it.
+
+        Args:
+            advantages: [S].
+        """
+        packer, advantages = self._packer(prompts, rollouts, advantages), advantages.cpu()
+        denominator = self.settings.denominator(rollouts.lengths)
+        learning = (self.settings.can_teach(advantages) & (rollouts.lengths.cpu() > 0)).nonzero()[:, 0]
+        group, norms = learning // packer.num_rollouts, [0.0] * len(prompts)
+        for g in group.unique().tolist():
+            self._zero_gradients()
+            for part in packer.split(learning[group == g], self.token_budget):
+                self.loss(packer.pack(part), denominator)[0].backward()
+            norms[g] = float(whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])))
+        self._zero_gradients()
+        return norms
+
+    def _zero_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
     def corrected(self, prompts: Prompts, rollouts: Rollouts, cap: float) -> tuple[Rollouts, dict[str, float]]:
         """Rollouts whose log-probs differ from this policy's, by rounding or by tokens that sampling left out.
 
@@ -349,9 +373,7 @@ class Learner:
             own = sequences[group == g]
             if not packer.advantages[own.to(packer.advantages.device)].isfinite().all():
                 return f"an advantage is not finite {where}"
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+            self._zero_gradients()
             for part in packer.split(own, self.token_budget):
                 loss, _ = self.loss(packer.pack(part), denominator)
                 if not loss.isfinite():

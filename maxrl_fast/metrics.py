@@ -1,27 +1,32 @@
 """What a training step reports: a line of metrics.jsonl, and the short form of it on the screen."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from maxrl_fast.collecting import Collected
 from maxrl_fast.learner import UpdateMetrics
-from maxrl_fast.records import Rollouts
 
 
 def step_metrics(
     step: int,
-    rewards: Tensor,
-    valid: Tensor | None,
-    rollouts: Rollouts,
+    collected: Collected,
     advantages: Tensor,
     updates: Sequence[UpdateMetrics],
     lr: float,
     seconds: dict[str, float],
 ) -> dict[str, float]:
-    """Means over all rollouts of the step, from rewards, which of them are known, and advantages [G, N]; of the loss, and of
-    the gradient's norm and moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on."""
-    solved = rewards > 0.5
-    known = rewards if valid is None else rewards[valid]
+    """Means over the rollouts of the step, of rewards over all that were sampled; of the loss, and of the gradient's norm and
+    moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on.
+
+    Args:
+        advantages: [G, N].
+    """
+    rewards, rollouts = collected.sampled_rewards, collected.rollouts
+    solved = rewards > 0.5  # NaN, of a reward that is not known, is not
+    known = rewards[~rewards.isnan()]
     num_targets = sum(update.num_targets for update in updates)
 
     def over_updates(name: str) -> float:
@@ -45,9 +50,23 @@ def step_metrics(
         **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "mismatch")},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
-        "num_tokens": len(rollouts.tokens),
-        "tokens_per_second": len(rollouts.tokens) / sum(seconds.values()),
+        "num_tokens": collected.num_tokens,
+        "tokens_per_second": collected.num_tokens / sum(seconds.values()),
         **seconds,
+    }
+
+
+def diagnosis(step: int, collected: Collected, gradient_norms: list[float]) -> dict[str, Any]:
+    """A line of diagnostics.jsonl: of each prompt its index, the mean of its known rewards (0 where none is), and the norm
+    [G] of its part of the gradient."""
+    rewards, valid = collected.rewards, collected.valid
+    known = torch.ones_like(rewards) if valid is None else valid.float()
+    rates = (rewards * known).sum(1) / known.sum(1).clamp_min(1)
+    return {
+        "step": step,
+        "ids": collected.prompts.ids.tolist(),
+        "pass_rate": [round(rate, 6) for rate in rates.tolist()],
+        "grad_norm": gradient_norms,
     }
 
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxrl_fast.batching import gather_sequences
 from maxrl_fast.learner import Learner
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.options import Config
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 
 
 @dataclass

@@ -23,6 +23,18 @@ def cumulative(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Whole numbers from each start on, `lengths` of them, end to end: [sum of lengths] int64."""
+    shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift
+
+
+def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed positions [T'] of the chosen sequences, end to end, and their own cu_seqlens."""
+    lengths = cu_seqlens.diff()[sequences]
+    return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
+
+
 def padded_slots(lengths: Tensor, width: int) -> Tensor:
     """Where each packed token lies in a flattened [S, width] padded on the right: int64 [T]."""
     sequence = torch.repeat_interleave(lengths)
@@ -49,6 +61,23 @@ class Prompts:
         cu_seqlens = self.cu_seqlens[start : start + count + 1]
         tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
         return Prompts(tokens, cu_seqlens - cu_seqlens[0], ids, self.columns and self.columns[start : start + count])
+
+    def select(self, indices: Tensor) -> "Prompts":
+        """The prompts at these indices, int64 [any number]."""
+        slots, cu_seqlens = gather_sequences(self.cu_seqlens, indices)
+        columns = self.columns and tuple(self.columns[i] for i in indices.tolist())
+        return Prompts(self.tokens[slots], cu_seqlens, self.ids[indices], columns)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Prompts"]) -> "Prompts":
+        """The prompts of all parts, in order."""
+        columns = [part.columns for part in parts if part.columns is not None]
+        return cls(
+            tokens=torch.cat([part.tokens for part in parts]),
+            cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
+            ids=torch.cat([part.ids for part in parts]),
+            columns=tuple(line for lines in columns for line in lines) if columns else None,
+        )
 
     def to(self, device: torch.device) -> "Prompts":
         return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device), self.columns)
@@ -96,6 +125,18 @@ class Rollouts:
             truncated=torch.cat([part.truncated for part in parts]),
             raw_logprobs=_joined([part.raw_logprobs for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
+        )
+
+    def select(self, sequences: Tensor) -> "Rollouts":
+        """The sequences with these indices, int64 [any number]."""
+        slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
+        return Rollouts(
+            tokens=self.tokens[slots],
+            cu_seqlens=cu_seqlens,
+            logprobs=self.logprobs[slots],
+            truncated=self.truncated[sequences],
+            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[slots],
+            importance_weights=None if self.importance_weights is None else self.importance_weights[slots],
         )
 
     @property

@@ -1,4 +1,5 @@
-"""The files of a run: config.json, the logs metrics.jsonl, eval.jsonl and warnings.jsonl, TensorBoard events, curves.png."""
+"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard events, curves.png and
+timings.json; and the same numbers to wandb or trackio."""
 
 import hashlib
 import json
@@ -15,8 +16,10 @@ from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.hardware import versions
 from maxrl_fast.options import Config
 from maxrl_fast.resume import Saved
+from maxrl_fast.trackers import tracker_of
 
-LOGS = ("metrics", "eval", "warnings")
+LOGS = ("metrics", "eval", "warnings", "samples", "diagnostics")
+DRAWN = ("metrics", "eval")
 
 
 class RunFiles:
@@ -34,7 +37,7 @@ class RunFiles:
     def __init__(self, config: Config, is_writer: bool = True, saved: Saved | None = None):
         assert config.run.out is not None
         self.out, self._config, self._is_writer = config.run.out, config, is_writer
-        self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in LOGS}
+        self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
         if not is_writer:
             return
         try:
@@ -44,7 +47,8 @@ class RunFiles:
                 self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
-            self._logs = {log: self._open(log, *(saved.logs[log] if saved else (0, None))) for log in LOGS}
+            self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
+            self._tracker = tracker_of(config)
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
             self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if config.run.resume else None)
         except OSError as error:
@@ -65,7 +69,8 @@ class RunFiles:
             raise InputError(f"{path} must {wanted}, got {path.stat().st_size:,} bytes that do not")
         file = open(path, "a", buffering=1)  # noqa: SIM115
         file.truncate(len(kept))
-        self.history[log] = [json.loads(line) for line in kept.splitlines()]
+        if log in DRAWN:
+            self.history[log] = [json.loads(line) for line in kept.splitlines()]
         return file
 
     def write(self, log: str, record: dict[str, Any]) -> None:
@@ -78,19 +83,23 @@ class RunFiles:
             return
         try:
             self._logs[log].write(json.dumps(record) + "\n")
-            self.history[log].append(record)
-            if log != "warnings":
+            if log in DRAWN:
+                self.history[log].append(record)
                 self._draw(log, record)
         except OSError as error:
             raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
 
     def _draw(self, log: str, record: dict[str, Any]) -> None:
+        numbers: dict[str, Any] = {}
         for name, value in record.items():
             if isinstance(value, dict):  # pass_at_k
-                for k, number in value.items():
-                    self._board.add_scalar(f"{log}/{name.removesuffix('_k')}_{k}", number, record["step"])
+                numbers |= {f"{log}/{name.removesuffix('_k')}_{k}": number for k, number in value.items()}
             else:
-                self._board.add_scalar(f"{log}/{name}", value, record["step"])
+                numbers[f"{log}/{name}"] = value
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, record["step"])
+        if self._tracker:
+            self._tracker.log(numbers, record["step"])
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Bytes and SHA-256 of every log, all of them on the disk."""
@@ -114,13 +123,16 @@ class RunFiles:
             "TensorBoard": f"tensorboard --logdir {self.out}",
         }
 
-    def close(self) -> None:
-        """Draw the curves and finish the files."""
+    def close(self, seconds: dict[str, float]) -> None:
+        """Draw the curves, write the seconds of each stage and finish the files."""
         if not self._is_writer:
             return
         try:
             draw_curves(self.history["metrics"], self.history["eval"], self.out / "curves.png")
+            write_json(self.out / "timings.json", seconds)
             self._board.close()
+            if self._tracker:
+                self._tracker.finish()
             for file in self._logs.values():
                 file.close()
         except OSError as error:

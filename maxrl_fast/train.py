@@ -14,6 +14,7 @@ import torch
 
 from maxrl_fast.advantages import advantages_of
 from maxrl_fast.checkpoints import Checkpoints
+from maxrl_fast.collecting import Collector
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
 from maxrl_fast.durable import locked
@@ -23,17 +24,18 @@ from maxrl_fast.evaluate import evaluate
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.health import Health
 from maxrl_fast.learner import Learner, LossSettings, frozen_copy, learning_rate
-from maxrl_fast.metrics import step_metrics, summary
+from maxrl_fast.metrics import diagnosis, step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
 from maxrl_fast.resume import Saved, check_same, find_saved
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
+from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.run_files import RunFiles
+from maxrl_fast.samples import KeptSamples
 from maxrl_fast.screen import Screen
 from maxrl_fast.state import Progress
 from maxrl_fast.tasks import Task
@@ -55,7 +57,6 @@ def train(
     ranks: Ranks,
 ) -> None:
     """Warm start, evaluation, reinforcement learning, evaluation: what of it `progress` says is still to be done."""
-    num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
     device, dtype, seed = torch.device(config.run.device), getattr(torch, config.run.dtype), config.run.seed
     num_evaluated = config.evaluation.eval_prompts
     assert num_evaluated is not None
@@ -63,7 +64,7 @@ def train(
     sampling = Sampling.of(config, task)
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
-    first, own = ranks.part(num_prompts)  # of each step's prompts, this rank's to sample
+    collector = Collector(config, task, engine, scorer, clock, ranks, advantages.needs_greedy)
     health = Health()
     for record in files.history["metrics"]:
         health.observe(record)
@@ -94,6 +95,7 @@ def train(
         if not is_due or step in progress.evaluations:
             return
         with clock("evaluation"), screen.stage("evaluate", num_evaluated, lines=1) as stage:
+            kept_samples = KeptSamples(task, config.evaluation.keep_samples, step)
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
@@ -112,9 +114,12 @@ def train(
                 device=device,
                 progress=after_chunk,
                 ranks=ranks,
+                keep=kept_samples.take,
             )
         progress.evaluations[step] = evaluation
         files.write("eval", {"step": step, **vars(evaluation)})
+        for sample in kept_samples.records:
+            files.write("samples", sample)
         screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
         checkpoints.mark_best(progress, learner)
 
@@ -125,59 +130,45 @@ def train(
         checkpoints.kept(progress, learner),
     ):
         for step in range(progress.step + 1, config.optimizer.steps + 1):
-            with clock("rollout") as rollout_time:
-                prompts = task.prompts("train", progress.next_prompt, num_prompts).to(device)
-                part = prompts.take(first, own)
-                sampled = engine.generate(part, num_rollouts, sampling, seed=seed, step=step)
-                rollouts = ranks.concatenate_rollouts(sampled)
-                check_finite(rollouts, prompts, step)
-            with clock("reward"):
-                rewards = ranks.concatenate(scorer.score(part, sampled)).view(num_prompts, num_rollouts)  # [G, N]
+            collected = collector.collect(step, progress.next_prompt)
+            prompts, rollouts, rewards = collected.prompts, collected.rollouts, collected.rewards  # G, S, [G, N]
             corrections: dict[str, float] = {}
             if config.rollout.importance_cap:
                 with clock("log-probs"):
                     rollouts, corrections = learner.corrected(prompts, rollouts, config.rollout.importance_cap)
-            greedy_rewards = None
-            if advantages.needs_greedy:
-                with clock("rollout"):
-                    greedy = engine.generate(part, 1, sampling.greedy, seed=seed, step=step)
-                with clock("reward"):
-                    greedy_rewards = ranks.concatenate(scorer.score(part, greedy))  # [G]
-                rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
-            errors, complaint = scorer.failures(ranks, f"step {step}")
-            valid = None
-            if complaint:  # failed rewards are NaN, and their rollouts in no group
-                valid = ~rewards.isnan()
-                rewards = rewards.nan_to_num()
-            check_rewards(rewards, prompts, step)
             with clock("advantage") as begin_time:
-                advantages.begin(learner, prompts, rollouts, rewards, valid, greedy_rewards)
+                advantages.begin(learner, prompts, rollouts, rewards, collected.valid, collected.greedy_rewards)
             engine.sleep()
+            if config.evaluation.diagnose_every and step % config.evaluation.diagnose_every == 0:
+                with clock("diagnosis"):
+                    everything = torch.arange(rewards.numel(), device=device)
+                    norms = learner.prompt_gradient_norms(prompts, rollouts, advantages.for_update(everything))
+                files.write("diagnostics", diagnosis(step, collected, norms))
             lr = learning_rate(step, config.optimizer)
             updates, laps = [], [begin_time]
             for sequences in torch.arange(rewards.numel(), device=device).chunk(config.optimizer.updates_per_step):
                 with clock("advantage") as advantage_time:
                     current = advantages.for_update(sequences)  # [S]
                 with clock("update") as update_time:
-                    known = sequences if valid is None else sequences[valid.flatten()[sequences]]
+                    known = sequences if collected.valid is None else sequences[collected.valid.flatten()[sequences]]
                     updates.append(learner.update(prompts, rollouts, current, known, when=f"step {step}", lr=lr))
                 laps += [advantage_time, update_time]
             extra = advantages.end(step)
             with clock("weights to rollout"):
                 engine.load_weights(model)
 
-            seconds = {"rollout_seconds": rollout_time.seconds, "train_seconds": sum(lap.seconds for lap in laps)}
-            record = step_metrics(step, rewards, valid, rollouts, advantages.values, updates, lr, seconds)
-            record |= corrections | extra | {f"reward_{kind}": count for kind, count in errors.items()}
+            seconds = {"rollout_seconds": collected.rollout_seconds, "train_seconds": sum(lap.seconds for lap in laps)}
+            record = step_metrics(step, collected, advantages.values, updates, lr, seconds)
+            record |= corrections | extra | collected.numbers
             files.write("metrics", record)
             stage.advance(step, summary(record))
-            if complaint:
-                screen.warn(complaint)
+            if collected.complaint:
+                screen.warn(collected.complaint)
             for sign in health.observe(record):
                 files.write("warnings", {"step": step, **vars(sign)})
                 screen.warn(f"step {step}: {sign.message}")
-            progress.step, progress.next_prompt = step, progress.next_prompt + num_prompts
-            progress.tokens["rollout"] += len(rollouts.tokens)
+            progress.step, progress.next_prompt = step, progress.next_prompt + collected.num_sampled
+            progress.tokens["rollout"] += collected.num_tokens
             progress.tokens["update"] += sum(update.num_tokens for update in updates)
             checkpoints.safe_point(progress, learner)
             evaluate_if_due()
@@ -285,7 +276,7 @@ def supervise(
             screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
             raise
     try:
-        files.close()
+        files.close(clock.seconds)
     except StorageError as error:
         screen.complain(f"{error}. {error.advice}")
         code = 1

@@ -4,8 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from maxrl_fast import train
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.tasks.maze import MazeTask
+from tests.tasks.test_dataset import save_byte_level_policy, written
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,13 +32,48 @@ def test_token_loss():
     assert min(rates) > 0.5  # from 1/64
 
 
-def test_every_option_file_is_good():
-    files = list(EXAMPLES.glob("*.toml"))
-    assert files
-    for file in files:
-        config = parse(["--config", str(file)])
-        check(config)
-        resolve(config, MazeTask(config.task.maze_size))
+def test_the_maze_file_is_good():
+    config = parse(["--config", str(EXAMPLES / "maze.toml")])
+    check(config)
+    resolve(config, MazeTask(config.task.maze_size))
+
+
+RECIPES = {  # objective, prompts, rollouts, and a line as the data set has them
+    "gsm8k_smollm2.toml": ("maxrl", "256", "128", {"question": "1+1?", "answer": "#### 2"}),
+    "polaris_qwen3.toml": ("maxrl", "256", "16", {"problem": "1+1?", "answer": "2"}),
+    "deepscaler_pacs.toml": ("pacs", "1024", "8", {"problem": "1+1?", "answer": "2"}),
+    "math_maxpo.toml": ("maxpo", "1024", "8", {"problem": "1+1?", "solution": "\\boxed{2}"}),
+}
+
+
+def test_there_are_no_other_option_files():
+    assert {file.name for file in EXAMPLES.glob("*.toml")} == {"maze.toml", *RECIPES}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_papers_recipes_with_a_stand_in_for_the_checkpoint(name, tmp_path, capsys):
+    """And for its data: what the hub would give is a file."""
+    *expected, line = RECIPES[name]
+    policy = save_byte_level_policy(tmp_path, positions=1 << 14)
+    data = written(tmp_path / "data.jsonl", [{key: f"{i} {value}" for key, value in line.items()} for i in range(60)])
+    recipe = [row for row in (EXAMPLES / name).read_text().splitlines() if not row.startswith("hub = ")]
+    (tmp_path / name).write_text("\n".join([f"data = '{data}'", *recipe]))
+    assert train.main(["--config", str(tmp_path / name), "--model", str(policy), "--dry-run"]) == 0
+    rows = (row.partition(" = ") for row in capsys.readouterr().out.splitlines())
+    options = {key.strip(): value for key, _, value in rows}
+    assert [options[key] for key in ("objective", "prompts", "rollouts")] == expected
+    assert train.main(["--config", str(EXAMPLES / name), "--dry-run"]) == 2  # models/... is not here
+    assert "models/" in capsys.readouterr().err
+
+
+def test_gym_tiny(tmp_path):
+    """Short here; in whole it takes two minutes."""
+    command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]
+    short = ["--sft-steps", "3", "--steps", "2", "--eval-prompts", "8", "--eval-samples", "2", "--threads", "1"]
+    run = subprocess.run([*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)
+    lines = run.stdout.splitlines()
+    assert "task gym:spell_backward" in lines[0] or "spell_backward of reasoning-gym" in lines[0]
+    assert len([line for line in lines if line.startswith("'Spell this word backward")]) == 4
 
 
 def test_the_ops_import_no_trainer():

@@ -187,7 +187,9 @@ def after_attention(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
 class Body(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Without its own initialisation, which without a device would import torch._dynamo: three seconds of every start.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

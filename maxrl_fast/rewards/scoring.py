@@ -21,15 +21,17 @@ class Scorer:
 
     Args:
         pool: runs the function that scores in place of the task; None: the task does.
+        threshold: rewards above it become 1, others 0; None: they stay as they are.
         max_error_rate: largest fraction of the rewards of a call of `score`, or between two of `failures`, that may fail.
         beat: is called whenever a response has been scored.
     """
 
-    def __init__(self, task: Task, pool: RewardPool | None, max_error_rate: float = 1.0):
-        self._task, self._pool, self._max_error_rate = task, pool, max_error_rate
+    def __init__(self, task: Task, pool: RewardPool | None, max_error_rate: float = 1.0, threshold: float | None = None):
+        self._task, self._pool, self._max_error_rate, self._threshold = task, pool, max_error_rate, threshold
         self.beat: Callable[[], None] = lambda: None
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._broken, self._gave_up = "", False
+        self._answers = Counter[str]()  # since the last call of `answers`
 
     @classmethod
     def of(cls, options: TaskOptions, task: Task) -> "Scorer":
@@ -38,37 +40,63 @@ class Scorer:
         Raises:
             InputError: where the function cannot be loaded.
         """
-        if options.reward is None:
-            return cls(task, None)
+        reward = options.reward or task.reward
+        if reward is None:
+            return cls(task, None, threshold=options.reward_threshold)
         pool = RewardPool(
-            options.reward,
+            reward,
             workers=options.reward_workers,
             time_limit=options.reward_seconds,
             memory_limit=int(options.reward_memory_gb * 1e9),
         )
-        return cls(task, pool, options.max_reward_error_rate)
+        return cls(task, pool, options.max_reward_error_rate, options.reward_threshold)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
-        if self._pool is None:
-            return self._task.score(prompts, rollouts)
+        rewards = self._task.score(prompts, rollouts) if self._pool is None else self._of_pool(self._pool, prompts, rollouts)
+        if self._threshold is None:
+            return rewards
+        return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
+
+    def _of_pool(self, pool: RewardPool, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in _split(prompts.tokens, prompts.lengths)]
         responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
-        calls = [{**columns[s // num_rollouts], "response": response} for s, response in enumerate(responses)]
-        rewards = torch.full((len(calls),), float("nan"))
+        rewards = torch.zeros(len(responses))
+        looked_at = [s for s, response in enumerate(responses) if self._is_worth_a_look(response)]
+        calls = [{**columns[s // num_rollouts], "response": responses[s]} for s in looked_at]
+        known = torch.full((len(calls),), float("nan"))
         try:
-            scores = self._pool.score(calls, most_failures=int(self._max_error_rate * len(calls)), beat=self.beat)
+            scores = pool.score(calls, most_failures=int(self._max_error_rate * len(calls)), beat=self.beat)
         except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all
             self._broken = str(error)
-            return rewards.to(rollouts.tokens.device)
-        self._num_scored += len(calls) - scores.num_left
-        self._failures += scores.failures
-        self._gave_up |= scores.num_left > 0
-        if not scores.num_left:
-            rewards = torch.tensor(scores.rewards, dtype=torch.float32)
-            rewards[[failure.index for failure in scores.failures]] = float("nan")
+        else:
+            self._num_scored += len(calls) - scores.num_left
+            self._failures += scores.failures
+            self._gave_up |= scores.num_left > 0
+            if not scores.num_left:
+                known = torch.tensor(scores.rewards, dtype=torch.float32)
+                known[[failure.index for failure in scores.failures]] = float("nan")
+        rewards[looked_at] = known
         return rewards.to(rollouts.tokens.device)
+
+    def _is_worth_a_look(self, response: str) -> bool:
+        """Whether the function is to see a response; without an answer, or with one that is too long, it is wrong."""
+        limit = self._task.answer_limit
+        if limit is None:
+            return True
+        length = len(self._task.answer(response))
+        self._answers.update({"all": 1, "missing": length == 0, "too_long": length > limit})
+        return 0 < length <= limit
+
+    def answers(self, ranks: Ranks) -> dict[str, float]:
+        """Fractions of all ranks' responses since the last call that had no answer, or one too long to be looked at; none where
+        the task has no such limit."""
+        counts, self._answers = self._answers, Counter()
+        if self._task.answer_limit is None:
+            return {}
+        total, *kinds = ranks.sum(torch.tensor([counts["all"], counts["missing"], counts["too_long"]])).tolist()
+        return {f"answers_{kind}": count / max(total, 1) for kind, count in zip(("missing", "too_long"), kinds, strict=True)}
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """How many rewards failed on all ranks since the last call, by kind, and a sentence on it with an example, empty where

@@ -56,10 +56,8 @@ def main() -> None:
     threading.Thread(target=watch, args=(connection.fileno(), int(trainer)), daemon=True).start()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out the kernel ends this one, not the trainer
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # sent to a whole job: the trainer ends its workers when it has no more calls
+    # Sent to a whole job: the trainer ends its workers when it has no more calls.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # not ignored: programs that the function starts would do so too
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_soft(resource.RLIMIT_FSIZE, FILE_LIMIT)

@@ -18,6 +18,8 @@ class Task(Protocol):
     max_new_tokens: int  # the default limit of a response, in tokens
     num_test_prompts: int | None  # held out; None: as many as one wants
     has_demonstrations: bool
+    reward: str | None  # PACKAGE.MODULE:FUNCTION that scores responses in worker processes; None: `score` does
+    answer_limit: int | None  # characters of an answer; longer ones are wrong without being looked at
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """Prompts by index; split is "train" or "test"."""
@@ -27,6 +29,9 @@ class Task(Protocol):
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Rewards [S] float32 of N responses to each prompt."""
+
+    def answer(self, response: str) -> str:
+        """What a response answers, for votes, where equal answers are equal text; "" where it does not."""
 
     def decode(self, tokens: list[int]) -> str:
         """A prompt or a response as text."""

@@ -1,6 +1,8 @@
-"""Prompts from a JSON Lines file, which may come from anyone: a line that is not what it should be is refused by its number."""
+"""Prompts from JSON Lines, Parquet or the Hugging Face hub, which may come from anyone: a line that is not what it should be
+is refused by its number."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +13,96 @@ LINE_BYTES = 1 << 20  # of a line; the longest prompts of mathematics and code h
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def read_lines(path: Path, prompt_key: str) -> list[dict[str, Any]]:
-    """The objects of the lines, each with a prompt: text, or chat messages {"role": ..., "content": ...}.
+def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[dict[str, Any]]:
+    """The objects of a file's lines, or rows if its name ends in .parquet, each with a prompt: text, or chat messages
+    {"role": ..., "content": ...}.
+
+    Args:
+        option: that named the file, for messages.
 
     Raises:
         InputError: naming the file and the line, where it cannot be read, is longer than LINE_BYTES, is no JSON object, or has
             no prompt.
     """
+    read = _parquet if path.suffix == ".parquet" else _json_lines
     try:
         check_regular(path)
-        with open(path, "rb") as file:
-            bounded = iter(lambda: file.readline(LINE_BYTES + 1), b"")
-            numbered = enumerate(bounded, start=1)
-            lines = [_read(line, f"{shown(path)}, line {i}", prompt_key) for i, line in numbered if line.strip()]
+        lines = [_checked(fields, where, prompt_key) for where, fields in read(path)]
     except OSError as error:
-        raise InputError(f"--data must be a readable JSON Lines file, got {shown(path)}: {error}") from error
+        raise InputError(f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}") from error
     if not lines:
         raise InputError(f"{shown(path)} must have a JSON object on each line, got none")
     return lines
 
 
-def _read(line: bytes, where: str, prompt_key: str) -> dict[str, Any]:
-    if len(line) > LINE_BYTES:
-        raise InputError(f"{where}: it must have at most {LINE_BYTES:,} bytes, and has more")
+def read_hub(name: str, split: str, prompt_key: str) -> list[dict[str, Any]]:
+    """The same of a data set of the Hugging Face hub, NAME or NAME:CONFIG, through `datasets`. None of its code is run.
+
+    Raises:
+        InputError: the same, and where `datasets` is missing or the hub cannot be reached.
+    """
     try:
-        fields = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse)
-        json.dumps(fields, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{name} needs --data FILE, or datasets to load it: pip install 'maxrl_fast[data]' ({error})"
+        ) from error
+    repository, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split)
+    except Exception as error:  # of the network, of the hub, of its files' parsers
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise InputError(f"cannot load {split} of {name} from the hub: {what}; --data FILE takes a local copy") from error
+    return [_checked(row, f"{name}, {split} row {i}", prompt_key) for i, row in enumerate(rows, start=1)]
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each object is, and the object."""
+    with open(path, "rb") as file:
+        bounded = iter(lambda: file.readline(LINE_BYTES + 1), b"")
+        for i, line in enumerate(bounded, start=1):
+            where = f"{shown(path)}, line {i}"
+            if len(line) > LINE_BYTES:
+                raise InputError(f"{where}: it must have at most {LINE_BYTES:,} bytes, and has more")
+            if not line.strip():
+                continue
+            try:
+                yield where, json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse)
+            except RecursionError:
+                raise InputError(f"{where}: it is nested too deeply") from None
+            except ValueError as error:  # of JSON, of UTF-8, of a number of too many digits
+                raise InputError(f"{where}: it must be a JSON object in UTF-8: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    """The same of a Parquet file, a batch of rows at a time."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise InputError(f"{shown(path)} needs pyarrow to be read: pip install 'maxrl_fast[data]' ({error})") from error
+
+    def rows() -> Iterable[Any]:
+        try:
+            with ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=1024):
+                    yield from batch.to_pylist()
+        except (ArrowException, ValueError) as error:
+            raise InputError(f"{shown(path)} must be a Parquet file: {error}") from error
+
+    for i, row in enumerate(rows(), start=1):
+        yield f"{shown(path)}, row {i}", row
+
+
+def _checked(fields: Any, where: str, prompt_key: str) -> dict[str, Any]:
+    try:
+        size = len(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode())  # halves of surrogate pairs are no text
     except RecursionError:
         raise InputError(f"{where}: it is nested too deeply") from None
-    except ValueError as error:  # of JSON, of UTF-8, of a number of too many digits
+    except (TypeError, ValueError) as error:
         raise InputError(f"{where}: it must be a JSON object in UTF-8: {error}") from error
+    if size > LINE_BYTES:
+        raise InputError(f"{where}: it must have at most {LINE_BYTES:,} bytes, got {size:,}")
     if not isinstance(fields, dict):
         raise InputError(f"{where}: it must be a JSON object, got {fields!r:.80}")
     if "response" in fields:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
 # One token a word; ids 17..31 are reserved, as in the paper's configuration.
 WORDS = (
@@ -142,6 +143,8 @@ class MazeTask:
     num_test_prompts: int | None = None
     has_demonstrations = True
     stop_ids: tuple[int, ...] = (DONE, EOS)
+    reward: str | None = None
+    answer_limit: int | None = None
 
     def __init__(self, size: int = 9, seed: int = 0, strict: bool = False):
         if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
@@ -175,36 +178,16 @@ class MazeTask:
 
     def decode(self, tokens: list[int]) -> str:
         """The words of these tokens."""
-        return " ".join(WORDS[token] if token < len(WORDS) else f"<reserved_{token}>" for token in tokens)
+        return decode_words(WORDS, tokens)
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
         tokens, cu_seqlens = pack([encode_maze(maze) for maze in mazes])
         return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))
 
-    def tokenizer_files(self) -> dict[str, Any]:
-        """The tokenizer as the JSON files of a Hugging Face tokenizer, by file name: one token a word, spaces ignored.
+    def answer(self, response: str) -> str:
+        """The walk up to DONE."""
+        return response.partition("DONE")[0].strip()
 
-        Every word is an added token, since transformers 5 reads a qwen2 checkpoint's tokenizer as Qwen2's, whatever its
-        class, and so with a byte-level model in which a word-level vocabulary would mean nothing. It decodes without spaces.
-        """
-        words = [*WORDS, *(f"<reserved_{i}>" for i in range(len(WORDS), VOCAB_SIZE))]
-        special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-        added = [
-            {"id": i, "content": word, "special": word in special.values(), "lstrip": True, "rstrip": True}
-            | {"single_word": False, "normalized": False}
-            for i, word in enumerate(words)
-        ]
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        tokenizer = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": [], "unk_token": "<unk>"},
-        }
-        config = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 10**9, "clean_up_tokenization_spaces": False}
-        return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special}
+    def tokenizer_files(self) -> dict[str, Any]:
+        """A tokenizer with one token a word."""
+        return word_tokenizer_files(WORDS, VOCAB_SIZE)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.options import TaskOptions
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.kinds import KINDS
 from maxrl_fast.tasks.lines import read_lines
 from tests.models import tiny_decoder
 from tests.test_resume import assert_same, stop_at
@@ -25,7 +27,7 @@ CHAT = (
 )
 
 
-def save_byte_level_policy(directory):
+def save_byte_level_policy(directory, positions=256):
     """A tiny policy with a token for every byte, and Qwen's chat tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -35,7 +37,7 @@ def save_byte_level_policy(directory):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, chat_template=CHAT)
     fast.save_pretrained(directory / "tokenizer")
     files = {path.name: path.read_bytes() for path in (directory / "tokenizer").iterdir()}
-    model = tiny_decoder(vocab_size=272, max_position_embeddings=256)
+    model = tiny_decoder(vocab_size=272, max_position_embeddings=positions)
     save_checkpoint(directory / "policy", model.config, model.weights(), files, (fast.eos_token_id,))
     return directory / "policy"
 
@@ -54,7 +56,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 
 
 def task_of(path, policy, seed=0, **options):
-    return DatasetTask(TaskOptions(task="dataset", data=path, **options), seed, policy)
+    return DatasetTask(TaskOptions(task="dataset", data=path, **options), seed, policy, KINDS["dataset"])
 
 
 def texts(task, split, start, count):
@@ -91,10 +93,10 @@ def test_chat_messages_go_through_the_template_and_columns_go_along(tmp_path, po
     path = written(tmp_path / "chat.jsonl", [{"question": messages, "answer": "2"}])
     task = task_of(path, policy, prompt_key="question", test_data=path)
     prompts = task.prompts("train", 0, 1)
-    assert task._tokenizer.decode(prompts.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert task._text.tokenizer.decode(prompts.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     assert prompts.columns == ({"question": messages, "prompt": messages, "answer": "2"},)
     assert prompts.take(0, 1).to(torch.device("cpu")).columns == prompts.columns
-    assert task.stop_ids == (task._tokenizer.eos_token_id,)
+    assert task.stop_ids == (task._text.tokenizer.eos_token_id,)
 
 
 def test_long_prompts_are_left_out_and_said(tmp_path, policy):
@@ -146,7 +148,7 @@ def test_what_is_no_file_of_lines_is_refused(tmp_path):
         with pytest.raises(InputError, match=message):
             read_lines(tmp_path / path, "prompt")
     with pytest.raises(InputError, match="a device"):
-        read_lines("/dev/zero", "prompt")
+        read_lines(Path("/dev/zero"), "prompt")
 
 
 def test_a_message_cannot_forge_another(tmp_path, policy):
@@ -195,7 +197,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     [
         ("--sft-steps 3", "sft_steps must be 0, as sums.jsonl: "),
         ("--eval-prompts 100", "eval_prompts must be at most the"),
-        ("--data nowhere.jsonl", "--data must be a readable JSON Lines file, got nowhere.jsonl"),
+        ("--data nowhere.jsonl", "--data must be a readable JSON Lines or Parquet file, got nowhere.jsonl"),
         ("--max-new-tokens 4000", "positions"),
     ],
 )

@@ -1,0 +1,132 @@
+"""How often a policy solved each prompt: what two evaluations are compared by, fresh or read from eval.json."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
+from maxrl_fast.evaluation.options import EvaluationConfig
+from maxrl_fast.model.files import check_regular
+from maxrl_fast.tasks import Task
+
+RESULTS = "eval.json"
+RESULTS_BYTES = 1 << 28
+# What must be equal for prompts to be compared one by one,
+MATCHED = (
+    *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
+    *("task", "maze_size", "maze_strict", "chain_length", "gym_config", "reward", "reward_threshold"),
+)
+DIGEST = "prompts_sha256"  # and this, of the prompts themselves
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How intervals are made."""
+
+    resamples: int
+    confidence: float
+    seed: int
+
+    @classmethod
+    def of(cls, config: EvaluationConfig) -> "Resampling":
+        return cls(config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0)
+
+    def of_each(self, values: dict[int, Tensor]) -> dict[int, Interval]:
+        """Mean over prompts of values [P] by k, with intervals."""
+        intervals = bootstrap(torch.stack(list(values.values()), 1), self.resamples, self.confidence, self.seed)
+        return dict(zip(values, intervals, strict=True))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    num_samples: int
+    num_correct: Tensor  # [P] int64
+    settings: dict[str, Any]  # MATCHED and DIGEST
+    numbers: dict[str, float | None]  # response_length_mean, truncated, reward_errors, diversity
+
+    @cached_property
+    def curve(self) -> Tensor:  # [n], pass@k for every k
+        return coverage_curve(self.num_samples, self.num_correct)
+
+    @property
+    def solved(self) -> float:
+        """Fraction of prompts with at least one correct response."""
+        return float((self.num_correct > 0).double().mean())
+
+    def passes(self, ks: list[int]) -> dict[int, Tensor]:
+        """pass@k of every prompt [P], by k."""
+        return {k: pass_at_k(self.num_samples, self.num_correct, k) for k in ks}
+
+    def gains(self, other: "Outcome", ks: list[int]) -> dict[int, Tensor]:
+        """pass@k minus the other's, of every prompt [P], by k."""
+        theirs = other.passes(ks)
+        return {k: own - theirs[k] for k, own in self.passes(ks).items()}
+
+
+def contents_of(config: EvaluationConfig, task: Task) -> list[str]:
+    """What each prompt of a resolved configuration says, with what else is known of it, as JSON.
+
+    Not its tokens: another model may have another tokenizer.
+    """
+    assert config.measure.prompts is not None
+    prompts = task.prompts(config.measure.split, 0, config.measure.prompts)
+    parts = prompts.tokens.split(prompts.lengths.tolist())
+    return [json.dumps(content) for content in prompts.columns or [task.decode(tokens.tolist()) for tokens in parts]]
+
+
+def settings_of(config: EvaluationConfig, contents: list[str]) -> dict[str, Any]:
+    """What two evaluations must share to be compared prompt by prompt."""
+    options = config.flat()
+    # Functions of a file, wherever it is.
+    names = {name: Path(options[name]).name for name in ("task", "reward") if options[name]}
+    digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
+    return {name: options[name] for name in MATCHED} | names | {DIGEST: digest}
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What differs between the settings of two evaluations, as "samples: 16 and 256"."""
+    found = [f"{name}: {value} and {other[name]}" for name, value in one.items() if name != DIGEST and value != other[name]]
+    return found or ["the prompts themselves"] * (one[DIGEST] != other[DIGEST])
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / RESULTS).exists()
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """Of the folder of a finished evaluation.
+
+    Raises:
+        InputError: naming the file, where it cannot be read or is not what an evaluation writes.
+    """
+    path = folder / RESULTS
+    try:
+        check_regular(path, RESULTS_BYTES)
+        fields = json.loads(path.read_bytes())
+        outcome = Outcome(
+            name=folder.resolve().name,
+            num_samples=int(fields["num_samples"]),
+            num_correct=torch.tensor(fields["per_prompt"]["num_correct"], dtype=torch.int64),
+            settings={name: fields["settings"][name] for name in (*MATCHED, DIGEST)},
+            numbers={name: fields[name] for name in ("response_length_mean", "truncated", "reward_errors")}
+            | {"diversity": fields["diversity"]["mean"]},
+        )
+        for name, number in outcome.numbers.items():
+            if number is not None and not isinstance(number, (int, float)):
+                raise ValueError(f"{name} must be a number, got {number!r:.80}")
+        counts = outcome.num_correct
+        if counts.dim() != 1 or not len(counts) or int(counts.min()) < 0 or int(counts.max()) > outcome.num_samples:
+            raise ValueError(f"num_correct must be counts from 0 to {outcome.num_samples}, one a prompt")
+    except KeyError as error:
+        raise InputError(f"{path} must be of a finished evaluation, and lacks {error}") from error
+    except (OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: RecursionError, torch
+        raise InputError(f"{folder} must be the folder of a finished evaluation: {error}") from error
+    return outcome

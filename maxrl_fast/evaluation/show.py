@@ -1,0 +1,108 @@
+"""The tables and the picture of evaluations."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+from torch import Tensor
+
+from maxrl_fast.evaluation.coverage import Interval
+from maxrl_fast.evaluation.outcome import Outcome
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def _shown(interval: Interval, form: str = ".3f") -> str:
+    return f"{interval.mean:{form}} ({interval.low:{form}}, {interval.high:{form}})"
+
+
+def coverage_table(
+    passes: dict[int, Interval],
+    best: dict[int, Interval],
+    majority: dict[int, Interval],
+    baseline: dict[int, Interval] | None,
+    confidence: float,
+) -> Table:
+    """pass@k with its interval, max@k and maj@k by k, and the baseline's pass@k."""
+    table = _table("k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k", *(["baseline"] if baseline else []))
+    for k, interval in passes.items():
+        theirs = [f"{baseline[k].mean:.3f}"] if baseline else []
+        table.add_row(str(k), _shown(interval), f"{best[k].mean:.3f}", f"{majority[k].mean:.3f}", *theirs)
+    return table
+
+
+def baseline_table(gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float) -> Table:
+    """By k: what is gained over the baseline's pass@k, and how many samples match it."""
+    table = _table("k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by")
+    for k, gain in gains.items():
+        match = matches.get(k, 0)  # 0: the baseline has nothing to match
+        needed, ratio = (f"> {num_samples}", "") if match is None else (str(match), f"{k / match:.2f}x") if match else ("", "")
+        table.add_row(str(k), _shown(gain, "+.3f"), needed, ratio)
+    return table
+
+
+def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]) -> Table:
+    """One number a column; empty where there is none."""
+    table = _table("", *columns)
+    for name, values in rows.items():
+        table.add_row(name, *("" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values))
+    return table
+
+
+def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
+    """What evaluations have in common beside pass@k."""
+    values: dict[str, Callable[[Outcome], float | None]] = {
+        "prompts solved at least once": lambda outcome: outcome.solved,
+        "response length, tokens": lambda outcome: outcome.numbers["response_length_mean"],
+        "truncated": lambda outcome: outcome.numbers["truncated"],
+        "failed rewards": lambda outcome: outcome.numbers["reward_errors"],
+        "diversity of correct responses": lambda outcome: outcome.numbers["diversity"],
+    }
+    return {name: [value(outcome) for outcome in outcomes] for name, value in values.items()}
+
+
+def comparison_table(
+    letters: Sequence[str], passes: Sequence[dict[int, Interval]], gains: Sequence[dict[int, Interval] | None]
+) -> Table:
+    """pass@k of several evaluations by k, and their change from the first; without an interval where the prompts differ."""
+    table = _table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
+    for k, first in passes[0].items():
+        changes = [
+            f"{own[k].mean - first.mean:+.3f}" if gain is None else _shown(gain[k], "+.3f")
+            for own, gain in zip(passes[1:], gains, strict=True)
+        ]
+        table.add_row(str(k), *(f"{own[k].mean:.3f}" for own in passes), *changes)
+    return table
+
+
+def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path) -> None:
+    """pass@k over k: for each its name, pass@k at every k [n], and intervals at some."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, (name, curve, intervals) in enumerate(curves):
+        color = f"C{i}"
+        ks = list(intervals)
+        # The mathematics of a name in dollars is not meant.
+        axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=name.replace("$", r"\$"))
+        axes.plot(ks, [intervals[k].mean for k in ks], color=color, marker="o", markersize=4, linestyle="none")
+        low, high = [intervals[k].low for k in ks], [intervals[k].high for k in ks]
+        axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
+    largest = max(len(curve) for _, curve, _ in curves)
+    axes.set_xscale("log", base=2)
+    ticks = [2**i for i in range(int(math.log2(largest)) + 1)]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set(title="Coverage", xlabel="k, samples", ylabel=f"pass@k, with {confidence:.0%} intervals", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize="small")
+    figure.savefig(path, dpi=120, format="png")

@@ -1,0 +1,5 @@
+import sys
+
+from maxrl_fast.report.command import main
+
+sys.exit(main())

@@ -1,0 +1,305 @@
+"""The files of a run, or of an evaluation, as columns of numbers. They may be unfinished, damaged, or come from anyone.
+
+A line that cannot be read is left out and noted, never guessed. Sizes are bounded: of files, of lines, of the number of
+columns, and of what is kept of samples and diagnostics.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.files import JSON_BYTES, check_regular, shown
+
+FILE_BYTES = 1 << 30
+EVALUATION_BYTES = 1 << 28  # it has a number for each prompt
+LINE_BYTES = 1 << 22
+MOST_STEPS = 200_000
+MOST_COLUMNS = 200
+MOST_KS = 64
+MOST_STAGES = 40
+MOST_WARNINGS = 1_000
+MOST_POINTS = 100_000  # of diagnostics, in one run
+SAMPLE_BYTES = 1 << 24  # of all texts of one run's samples
+TEXT_LENGTH = 20_000  # characters of one prompt or response
+_TIMED = ("rollout_seconds", "train_seconds")
+_NO_OPTIONS = ("versions", "command")  # in config.json beside the options
+_OF_TRAINING = ("prompts", "samples", "k")  # by these an evaluation means other things than a run
+
+Number = int | float | None
+
+
+@dataclass
+class Folder:
+    """What a page has of one folder. Numbers are those of its files; None where one is missing or not finite."""
+
+    name: str
+    kind: str = "run"  # or "evaluation"
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)  # those of metrics.jsonl, ascending
+    metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, like `steps`
+    eval_steps: list[int] = field(default_factory=list)
+    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)  # like `eval_steps`
+    coverage: list[dict[str, Any]] = field(default_factory=list)  # of each evaluation: step, rows of k, pass@k, low, high
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    points: dict[str, list[Any]] = field(default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")})
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    seconds_from: str = ""
+    weight: dict[str, Any] = field(default_factory=dict)  # of the objective: weights.py
+    notes: list[str] = field(default_factory=list)  # what was left out
+
+
+def read_folder(path: Path, name: str) -> Folder:
+    """A training run's folder, or one of `python -m maxrl_fast.evaluate`.
+
+    Raises:
+        InputError: where it is neither, or what it must have cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            raise InputError(f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is no folder")
+        folder = Folder(name)
+        is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
+        if is_run:
+            _read_run(path, folder)
+        elif is_evaluation:
+            _read_evaluation(path, folder)
+        else:
+            wanted = "metrics.jsonl of a run or eval.json of an evaluation"
+            raise InputError(f"RUN must be a folder that holds {wanted}, got {shown(path)}, which has neither")
+        _read_samples(path, folder)
+        return folder
+    except OSError as error:
+        raise InputError(f"cannot read {shown(path)}: {error}") from error
+
+
+def _read_run(path: Path, folder: Folder) -> None:
+    folder.options = {key: value for key, value in _object(path / "config.json", folder).items() if key not in _NO_OPTIONS}
+    folder.steps, folder.metrics, _ = _columns(path / "metrics.jsonl", folder)
+    if not folder.steps:
+        raise InputError(f"{shown(path / 'metrics.jsonl')} must hold at least one step, and has none")
+    folder.eval_steps, folder.eval_metrics, records = _columns(path / "eval.jsonl", folder, ("pass_at_k",))
+    for step, record in zip(folder.eval_steps, records, strict=True):
+        if rows := coverage_rows(record.get("pass_at_k")):
+            folder.coverage.append({"step": step, "rows": rows})
+    _read_warnings(path, folder)
+    _read_points(path, folder)
+    _read_seconds(path, folder)
+
+
+def _read_evaluation(path: Path, folder: Folder) -> None:
+    folder.kind = "evaluation"
+    record = _object(path / "eval.json", folder, EVALUATION_BYTES)
+    rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get("pass_at_k"))
+    if not rows:
+        why = f" ({folder.notes[-1]})" if folder.notes else ""
+        raise InputError(f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and does not{why}")
+    folder.coverage = [{"step": None, "rows": rows}]
+    options = record.get("options")
+    folder.options = {key: options[key] for key in options if key not in _OF_TRAINING} if isinstance(options, dict) else {}
+    folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
+
+
+def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
+    """The object of a JSON file; {} and a note where it is missing or something else."""
+    if not path.exists():
+        folder.notes.append(f"{path.name} is missing")
+        return {}
+    try:
+        check_regular(path, most_bytes)
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        folder.notes.append(f"{path.name} cannot be read: {str(error) or 'it is nested too deeply'}")
+        return {}
+    if not isinstance(content, dict):
+        folder.notes.append(f"{path.name} holds no JSON object")
+        return {}
+    return content
+
+
+def _lines(path: Path, folder: Folder) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file, none where it is missing. Of a run that goes on the last line may be torn."""
+    if not path.exists():
+        return
+    check_regular(path, FILE_BYTES)
+    damaged, number = [], 0
+    with open(path, "rb") as file:
+        while line := file.readline(LINE_BYTES):
+            number += 1
+            is_long = not line.endswith(b"\n") and len(line) == LINE_BYTES
+            is_torn = not line.endswith(b"\n") and not is_long
+            while is_long and (rest := file.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            try:
+                record = None if is_long else json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                yield record
+            elif is_torn:
+                why = "the run was still writing, or was killed"
+                folder.notes.append(f"the last line of {path.name} is torn and left out: {why}")
+            elif line.strip():
+                damaged.append(number)
+    if damaged:
+        lines = f"line {damaged[0]:,}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
+        folder.notes.append(f"{lines} of {path.name} cannot be read and {'is' if len(damaged) == 1 else 'are'} left out")
+
+
+def _columns(
+    path: Path, folder: Folder, kept: tuple[str, ...] = ()
+) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
+    """Steps, the numbers of each key by step, and of each step the keys of `kept` as they are. Of two lines of one step the
+    later one counts."""
+    by_step: dict[int, dict[str, Any]] = {}
+    columns: dict[str, None] = {}
+    without_step = 0
+    for record in _lines(path, folder):
+        step = record.get("step")
+        if not is_count(step):
+            without_step += 1
+            continue
+        if len(by_step) >= MOST_STEPS and step not in by_step:
+            folder.notes.append(f"{path.name} has more than {MOST_STEPS:,} steps; the later ones are left out")
+            break
+        for key, value in record.items():
+            if is_number(value) and key != "step" and len(columns) < MOST_COLUMNS:
+                columns.setdefault(key)
+        by_step[step] = {key: value for key, value in record.items() if key in columns or key in kept}
+    if without_step:
+        folder.notes.append(f"{without_step:,} lines of {path.name} have no step and are left out")
+    steps = sorted(by_step)
+    ordered = [by_step[step] for step in steps]
+    return steps, {key: [finite(record.get(key)) for record in ordered] for key in columns}, ordered
+
+
+def coverage_rows(passes: Any) -> list[list[Number]]:
+    """[k, pass@k, low, high] by ascending k, of {k: pass@k}, which has no interval, or {k: {"mean", "low", "high"}}."""
+    rows: dict[int, list[Number]] = {}
+    for k, value in list(passes.items())[:MOST_KS] if isinstance(passes, dict) else ():
+        if not (k.isascii() and k.isdecimal() and len(k) < 10 and int(k) > 0):
+            continue
+        estimate = value if isinstance(value, dict) else {"mean": value}
+        mean, low, high = (finite(estimate.get(name)) for name in ("mean", "low", "high"))
+        if mean is not None:
+            rows[int(k)] = [int(k), mean, low, None if low is None else high]
+    return [rows[k] for k in sorted(rows)]
+
+
+def _read_warnings(path: Path, folder: Folder) -> None:
+    for record in _lines(path / "warnings.jsonl", folder):
+        if len(folder.warnings) == MOST_WARNINGS:
+            folder.notes.append(f"warnings.jsonl has more than {MOST_WARNINGS:,} warnings; the later ones are left out")
+            return
+        step, kind = record.get("step"), record.get("kind", record.get("name"))
+        folder.warnings.append(
+            {"step": step if is_count(step) else None, "kind": _text(kind)[0], "message": _text(record.get("message"))[0]}
+        )
+
+
+class Thinned:
+    """Keeps every line while they fit, then every second, every fourth: what is kept stands for all of the run."""
+
+    def __init__(self, most: int):
+        self.every, self.kept, self._most, self._size, self._seen = 1, list[tuple[int, Any]](), most, 0, 0
+
+    def add(self, size: int, item: Any) -> None:
+        if self._seen % self.every == 0:
+            self.kept.append((size, item))
+            self._size += size
+            while self._size > self._most and len(self.kept) > 1:
+                self.kept, self.every = self.kept[::2], self.every * 2
+                self._size = sum(size for size, _ in self.kept)
+        self._seen += 1
+
+    @property
+    def items(self) -> list[Any]:
+        return [item for _, item in self.kept]
+
+
+def _read_points(path: Path, folder: Folder) -> None:
+    """Pass rate and gradient norm of each diagnosed prompt."""
+    thinned = Thinned(MOST_POINTS)
+    for record in _lines(path / "diagnostics.jsonl", folder):
+        rates, norms, ids = (record.get(key) for key in ("pass_rate", "grad_norm", "ids"))
+        if not is_count(record.get("step")) or not isinstance(rates, list) or not isinstance(norms, list):
+            continue
+        ids = ids if isinstance(ids, list) and len(ids) == len(rates) else [None] * len(rates)
+        known = [
+            (prompt if is_count(prompt) else None, rate, norm)
+            for prompt, rate, norm in zip(ids, map(finite, rates), map(finite, norms), strict=False)
+            if rate is not None and norm is not None
+        ]
+        thinned.add(len(known), (record["step"], known))
+    for step, known in thinned.items:
+        for prompt, rate, norm in known:
+            for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
+                folder.points[key].append(value)
+    if thinned.every > 1:
+        folder.notes.append(f"one of {thinned.every} lines of diagnostics.jsonl is shown, as there are many")
+
+
+def _read_samples(path: Path, folder: Folder) -> None:
+    thinned = Thinned(SAMPLE_BYTES)
+    for record in _lines(path / "samples.jsonl", folder):
+        step, prompt_id, tokens = record.get("step"), record.get("id"), record.get("tokens")
+        prompt, prompt_length = _text(record.get("prompt"))
+        response, response_length = _text(record.get("response"))
+        sample = {
+            "step": step if is_count(step) else None,
+            "id": prompt_id if is_count(prompt_id) else None,
+            "prompt": prompt,
+            "response": response,
+            "reward": finite(record.get("reward")),
+            "truncated": record.get("truncated") is True,
+            "tokens": tokens if is_count(tokens) else None,
+            "left_out": prompt_length - len(prompt) + response_length - len(response),  # characters
+        }
+        thinned.add(200 + 2 * (len(prompt) + len(response)), sample)
+    folder.samples = thinned.items
+    if thinned.every > 1:
+        folder.notes.append(f"one of {thinned.every} lines of samples.jsonl is shown, as there are many")
+
+
+def _read_seconds(path: Path, folder: Folder) -> None:
+    """Of timings.json, or as far as metrics.jsonl knows them."""
+    if (path / "timings.json").exists():
+        folder.seconds, folder.seconds_from = _durations(_object(path / "timings.json", folder)), "timings.json"
+    if not folder.seconds:
+        sums = {key: sum(value for value in folder.metrics.get(key, ()) if value is not None) for key in _TIMED}
+        folder.seconds = {key.removesuffix("_seconds"): value for key, value in sums.items() if value > 0}
+        folder.seconds_from = "metrics.jsonl"
+
+
+def _durations(stages: Any) -> dict[str, float]:
+    named = list(stages.items())[:MOST_STAGES] if isinstance(stages, dict) else []
+    return {_text(key)[0][:100]: value for key, value in named if finite(value) is not None and value >= 0}
+
+
+def _text(value: Any) -> tuple[str, int]:
+    """As text of a bounded length, and how long it was."""
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    return text[:TEXT_LENGTH], len(text)
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """A whole number that a page's numbers hold exactly."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def finite(value: Any) -> Number:
+    """The number, None for what is none or not finite."""
+    if not is_number(value):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond float64
+        return None

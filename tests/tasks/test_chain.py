@@ -1,0 +1,60 @@
+"""The chain: one way through, judged as a walker would walk it."""
+
+import random
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
+from tests.test_train import read
+
+
+def walked(task, tokens):
+    """The reward, a step at a time."""
+    steps = 0
+    for state, token in enumerate(tokens):
+        if token == task.actions[state]:
+            steps += 1
+            continue
+        return steps + (token in (LEFT, RIGHT) and bool(task.has_dead_end[state]))
+    return steps
+
+
+def test_rewards_are_those_of_a_walk():
+    task, rng = ChainTask(12, seed=3), random.Random(0)
+    responses = [task.actions[:n].tolist() for n in (12, 11, 1)]
+    for _ in range(400):
+        right = task.actions[: rng.randint(0, 12)].tolist()
+        responses.append((right + rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12)))[:12])
+    prompts = task.prompts("train", 5, 1)
+    rewards = task.score(prompts, Rollouts.given(responses))
+    assert torch.equal(rewards, torch.tensor([walked(task, response) / 12 for response in responses]))
+    assert rewards[0] == 1
+    assert rewards.unique().numel() > 8
+
+
+def test_the_habit_earns_much_and_never_all():
+    task = ChainTask(1000)
+    assert (task.actions == RIGHT).float().mean() == pytest.approx(HABIT, abs=0.03)
+    habit = task.score(task.prompts("train", 0, 1), Rollouts.given([[RIGHT] * 1000]))
+    assert 0 < float(habit) < 0.1
+    assert not torch.equal(ChainTask(1000, seed=1).actions, task.actions)
+    assert torch.equal(ChainTask(1000).actions, task.actions)
+
+
+def test_its_prompts_are_the_start():
+    prompts = ChainTask(8).prompts("test", 4, 3)
+    assert (prompts.tokens.tolist(), prompts.cu_seqlens.tolist(), prompts.ids.tolist()) == ([BOS] * 3, [0, 1, 2, 3], [4, 5, 6])
+    with pytest.raises(InputError, match="chain_length must be at least 2, got 1"):
+        ChainTask(1)
+
+
+def test_it_is_learned(tmp_path):
+    flags = "--task chain --chain-length 8 --objective maxpo --k 4 --steps 40 --prompts 8 --rollouts 16 --hidden-size 32"
+    sizes = "--intermediate-size 64 --layers 2 --heads 4 --kv-heads 4 --lr 3e-3 --warmup-steps 5 --eval-prompts 4 --threads 1"
+    assert train.main([*flags.split(), *sizes.split(), "--eval-samples", "4", "--out", str(tmp_path / "run")]) == 0
+    rewards = [record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(rewards[-5:]) / 5 > 3 * rewards[0]

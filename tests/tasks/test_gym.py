@@ -1,0 +1,130 @@
+"""reasoning-gym: every data set makes questions by index, split by content, scored by its own checker."""
+
+import pytest
+import reasoning_gym
+import torch
+from reasoning_gym.factory import DATASETS
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.options import TaskOptions
+from maxrl_fast.parallel import Ranks
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rewards import gym
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.tasks.registry import build_task
+from tests.tasks.test_dataset import save_byte_level_policy
+from tests.test_resume import assert_same, stop_at
+from tests.test_train import read
+
+COMPOSITE = '{"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "lcm", "weight": 1, "config": {}}]}'
+NEEDS = {"composite": COMPOSITE}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
+
+
+def task_of(name, policy, seed=0, **options):
+    return build_task(TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy)
+
+
+def scored(task, prompts, responses):
+    scorer = Scorer.of(TaskOptions(reward_seconds=60.0, reward_workers=1), task)
+    try:
+        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(response) for response in responses]))
+        return rewards, scorer.failures(Ranks(), "now")[1]
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_every_data_set(name, policy):
+    """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
+    task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
+    prompts = task.prompts("train", 1, 1)
+    (line,) = prompts.columns
+    assert line["question"] in task.decode(prompts.tokens.tolist())
+    made = gym.entry(line["name"], line["config"], line["seed"], line["index"])
+    assert made["question"] == line["question"]
+    if task.has_demonstrations:
+        answer = f"<answer>{made['answer']}</answer>"
+        assert gym.dataset(line["name"], line["config"], line["seed"]).score_answer(gym.answer(answer), made) == 1.0
+
+
+def test_rewards_come_from_the_checker(policy):
+    task = task_of("chain_sum", policy)
+    prompts, solutions = task.demonstrations(0, 3)
+    answers = [task.decode(part.tolist()) for part in solutions.tokens.split(solutions.lengths.tolist())]
+    rewards, complaint = scored(task, prompts, answers)
+    assert (rewards.tolist(), complaint) == ([1, 1, 1], "")
+    first, second, third = answers
+    responses = [f"I add: <answer>{first}</answer>", f"\\boxed{{{second}}}", f"<answer>1</answer><answer>{third}</answer>"]
+    assert scored(task, prompts, responses)[0].tolist() == [1, 1, 1]
+    responses = ["<answer>x</answer>", f"{second}, I think, or else {third}", "\\boxed{}"]
+    assert scored(task, prompts, responses)[0].max() < 0.5  # the checker gives something for trying
+    assert task.answer("so <answer> 12 </answer>.") == task.answer("\\boxed{12}") == task.answer(" 12\n") == "12"
+
+
+def test_questions_depend_on_seed_split_and_index_alone(policy):
+    task, again = (task_of("lcm", policy) for _ in range(2))
+    ahead = [line["question"] for line in again.prompts("train", 3, 4).columns]
+    assert [line["question"] for line in task.prompts("train", 0, 7).columns][3:] == ahead
+    assert len({line["question"] for line in task.prompts("train", 0, 40).columns}) > 35
+    other = task_of("lcm", policy, seed=1)
+    assert other.prompts("train", 0, 7).columns != task.prompts("train", 0, 7).columns
+    far = task.prompts("train", 10**6, 2)  # beyond any one data set
+    assert far.ids.tolist() == [10**6, 10**6 + 1]
+
+
+def test_no_question_is_on_both_sides_of_the_split(policy):
+    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')  # few enough to come again
+    train_questions, test_questions = (
+        {line["question"] for line in task.prompts(split, 0, 150).columns} for split in ("train", "test")
+    )
+    assert len(train_questions) > 40
+    assert len(test_questions) > 8
+    assert not train_questions & test_questions
+
+
+def test_what_reasoning_gym_does_not_make_is_refused(policy):
+    for name, options, message in (
+        ("sums", {}, r"reasoning-gym makes no data set 'sums' with --gym-config '\{\}': ValueError"),
+        ("gcd", {"gym_config": '{"min_value": -1}'}, r"makes no data set 'gcd' with --gym-config '.*': AssertionError"),
+        ("gcd", {"gym_config": '{"colour": 1}'}, "makes no data set 'gcd' with .*: TypeError"),
+        ("composite", {}, "makes no data set 'composite' with .*: AssertionError: Must specify"),
+    ):
+        with pytest.raises(InputError, match=message):
+            task_of(name, policy, **options)
+    short = task_of("lcm", policy, max_prompt_tokens=3)
+    with pytest.raises(InputError, match="must have questions of at most 3 tokens to train with, got none in 200 draws"):
+        short.prompts("train", 0, 1)
+
+
+def test_another_question_than_before_is_a_failure_not_a_reward(policy):
+    task = task_of("lcm", policy)
+    prompts = task.prompts("train", 0, 2)
+    columns = ({**prompts.columns[0], "question": "What?"}, prompts.columns[1])
+    other = type(prompts)(prompts.tokens, prompts.cu_seqlens, prompts.ids, columns)
+    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm makes another question than before of seed"):
+        scored(task, other, ["1", "1"])
+
+
+def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
+    sizes = "--prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 3 --sft-batch 4 --max-new-tokens 4 --eval-prompts 4"
+    more = "--max-prompt-tokens 200 --eval-samples 2 --threads 1 --dtype float32 --reward-workers 1 --task gym:lcm"
+    flags = [*sizes.split(), *more.split(), "--model", str(policy)]
+    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    stop_at(monkeypatch, "step 2")
+    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    samples = read(tmp_path / "whole" / "samples.jsonl")
+    assert len(samples) == 2 * 4 * 2  # evaluations, prompts, samples
+    assert {sample["step"] for sample in samples} == {0, 4}
+    entry = reasoning_gym.create_dataset("lcm", seed=0)[0]
+    assert entry["question"][:20] in samples[0]["prompt"]
+    assert all(sample["reward"] in (0, 1) or 0 <= sample["reward"] <= 1 for sample in samples)
+    assert torch.tensor([sample["tokens"] for sample in samples]).max() <= 4

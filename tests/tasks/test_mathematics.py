@@ -1,0 +1,234 @@
+"""GSM8K and mathematics: the papers' prompts, right answers, boxes, and rewards by math-verify in the pool."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError
+from maxrl_fast.options import TaskOptions
+from maxrl_fast.parallel import Ranks
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rewards.boxed import boxed
+from maxrl_fast.rewards.mathematics import score
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.tasks import lines
+from maxrl_fast.tasks.kinds import gsm8k_answer, look_up, math_answer
+from maxrl_fast.tasks.registry import build_task
+from tests.tasks.test_dataset import save_byte_level_policy, written
+
+GSM8K = [{"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("so \\boxed{5} apples", "5"),
+        ("first \\boxed{4}, no: \\boxed{ \\frac{1}{2} }.", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{x \\} y}", "x \\} y"),
+        ("\\boxed{\\text{a}{b}} and more}", "\\text{a}{b}"),
+        ("\\boxed{\\boxed{3}}", "\\boxed{3}"),
+        ("\\boxed{3} then \\boxed{4", ""),
+        ("no box, {5}", ""),
+        ("\\boxed{}", ""),
+        ("\\boxed{\\", ""),
+    ],
+)
+def test_the_last_box_counts(text, content):
+    assert boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("\\boxed{72}", "72", 1.0),
+        ("\\boxed{72.0}", "72", 1.0),
+        ("\\boxed{\\$1,072}", "1072", 1.0),
+        ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
+        ("\\boxed{\\frac12}", "\\frac{1}{2}", 1.0),
+        ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", 1.0),
+        ("\\boxed{73}", "72", 0.0),
+        ("72", "72", 0.0),
+        ("\\boxed{72} \\boxed{71}", "72", 0.0),
+        ("\\boxed{-\\frac{1}{2}}", "\\frac{1}{2}", 0.0),
+        ("\\boxed{}", "72", 0.0),
+        ("\\boxed{nonsense \\frac}", "72", 0.0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(response, answer, reward):
+    assert score("a prompt", response, answer, difficulty=3) == reward
+
+
+def test_right_answers_of_lines():
+    assert gsm8k_answer({"answer": "2 * 600\n#### 1,200"}, None) == "1200"
+    assert gsm8k_answer({"gold": 72}, "gold") == "72"
+    assert math_answer({"answer": "\\pi", "solution": "\\boxed{3}"}, None) == "\\pi"
+    assert math_answer({"solution": "as \\boxed{3}, so \\boxed{4}"}, None) == "4"
+    assert math_answer({"reward_model": {"ground_truth": "5"}}, "reward_model.ground_truth") == "5"
+    assert look_up({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+    for line in ({}, {"answer": ""}, {"answer": True}, {"answer": [1]}):
+        with pytest.raises(InputError, match="each line must have an answer in 'answer'"):
+            math_answer(line, None)
+    with pytest.raises(InputError, match=r"each line must have an answer in 'a\.b', got None"):
+        math_answer({"a": {}}, "a.b")
+    with pytest.raises(InputError, match="must have its answer in"):
+        math_answer({"solution": "it is 4"}, None)
+
+
+def task_of(name, path, policy, **options):
+    return build_task(TaskOptions(task=name, data=path, **options), 0, policy)
+
+
+def prompt_of(task, index=0):
+    return task._text.tokenizer.decode(task.prompts("train", index, 1).tokens)
+
+
+def test_prompts_are_those_of_the_papers(tmp_path, policy):
+    path = written(tmp_path / "gsm8k.jsonl", GSM8K)
+    text = prompt_of(task_of("gsm8k", path, policy))
+    assert text.startswith("<|im_start|>user\nTom has ")
+    suffix = " Let's think step by step and output the final answer within \\boxed{}."
+    assert text.endswith(f" and buys 1,000.{suffix}<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt_of(task_of("gsm8k", path, policy, plain_prompts=True)).endswith(f"1,000.{suffix}")
+    task = task_of("math", path, policy, prompt_key="question", prompt_suffix=" Answer:", plain_prompts=True)
+    assert prompt_of(task).endswith("1,000. Answer:")
+    math = written(tmp_path / "math.jsonl", [{"problem": f"{n}?", "answer": f"{n}"} for n in range(40)])
+    suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert prompt_of(task_of("math", math, policy)).endswith(f"?{suffix}<|im_end|>\n<|im_start|>assistant\n")
+    answers = {line["answer"] for line in task_of("gsm8k", path, policy).prompts("train", 0, 30).columns}
+    assert answers <= {str(1000 + n) for n in range(40)}
+
+
+def test_parquet_is_read_as_json_lines_are(tmp_path, policy):
+    """As verl writes it: messages, and the answer in a struct."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": f"{n}", "style": "rule"}}
+        for n in range(40)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    path = written(tmp_path / "verl.jsonl", rows)
+    options = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth"}
+    one, other = (task_of("math", file, policy, **options) for file in (tmp_path / "verl.parquet", path))
+    assert one.fingerprint == other.fingerprint
+    assert one.prompts("train", 0, 5).columns == other.prompts("train", 0, 5).columns
+    assert prompt_of(one) == prompt_of(other)
+    assert "\\boxed" not in prompt_of(one)  # messages stay as they are
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "1"}, {"prompt": None}], "bad.parquet, row 2: prompt must be text or a list of messages, got None"),
+        ([{"prompt": "1", "picture": b"\x00"}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
+        ([{"prompt": "1", "x": float("nan")}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
+        ([{"prompt": "x" * (lines.LINE_BYTES + 1)}], "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,"),
+    ],
+)
+def test_rows_of_ill_will_are_refused_by_their_number(tmp_path, rows, message):
+    path = tmp_path / "bad.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(InputError, match=message):
+        lines.read_lines(path, "prompt")
+
+
+def test_what_is_no_parquet_is_refused(tmp_path):
+    path = tmp_path / "bad.parquet"
+    for content in (b"", b"PAR1 and nothing more PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"bad.parquet must be a Parquet file: "):
+            lines.read_lines(path, "prompt")
+
+
+def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, policy):
+    task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
+    prompts = task.prompts("train", 0, 2)
+    answers = [line["answer"] for line in prompts.columns]
+    texts = [f"\\boxed{{{answers[0]}}}", "no box", "\\boxed{1}"]
+    texts += [f"\\boxed{{{answers[1]}.0}}", f"\\boxed{{{'9' * 300}}}", "\\boxed{7"]
+    scorer = Scorer.of(TaskOptions(), task)
+    try:
+        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
+        assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
+        assert scorer.failures(Ranks(), "now")[1] == ""
+        assert scorer.answers(Ranks()) == {"answers_missing": pytest.approx(2 / 6), "answers_too_long": pytest.approx(1 / 6)}
+        assert scorer.answers(Ranks()) == {"answers_missing": 0, "answers_too_long": 0}
+    finally:
+        scorer.close()
+
+
+def test_a_task_that_is_a_function(tmp_path, policy, capsys, monkeypatch):
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response)) + 0.25\n")
+    written(tmp_path / "data.jsonl", [{"prompt": f"{n}", "answer": "1"} for n in range(40)])
+    monkeypatch.chdir(tmp_path)
+    sizes = "--prompts 4 --rollouts 4 --k 2 --steps 1 --max-new-tokens 4 --eval-samples 2 --threads 1 --reward-workers 1"
+    flags = [*f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes}".split(), "--model", str(policy)]
+    assert train.main([*flags, "--out", "run"]) == 0
+    (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert (record["reward_mean"] * 16) % 1 == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["task"] == f"{tmp_path}/reward.py:score"
+    assert train.main(["--task", "reward.py:score", "--model", str(policy), "--out", "other"]) == 2
+    assert "--task reward.py:score needs --data FILE or --hub NAME" in capsys.readouterr().err
+
+
+def test_what_is_no_task_is_refused(tmp_path, capsys):
+    for flags, message in (
+        ("--task gsm8", "gsm8k, math, gym:NAME or FILE.py:FUNCTION, got 'gsm8'; did you mean 'gsm8k'?"),
+        ("--task gsm8k", "--task gsm8k needs --model DIR, whose tokenizer reads text"),
+        ("--task math --data x --hub y", "--task math takes --data or --hub, got both"),
+        ("--task gym:gcd", "--task gym:gcd needs --model DIR"),
+        ("--task gym:gcd --gym-config [1]", "--gym-config must be a JSON object"),
+    ):
+        assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_the_hub_does_not_give_is_said(policy, monkeypatch):
+    import datasets
+
+    def unreachable(name, config, split):
+        raise ConnectionError(f"cannot reach {name} {config} {split}")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(InputError, match=r"cannot load train of openai/gsm8k:main from the hub: ConnectionError: .*; --data "):
+        build_task(TaskOptions(task="gsm8k"), 0, policy)
+
+
+def test_data_sets_of_the_hub(policy, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def given(name, config, split):
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list(GSM8K[:30] if split == "train" else GSM8K[30:])
+
+    monkeypatch.setattr(datasets, "load_dataset", given)
+    task = build_task(TaskOptions(task="gsm8k"), 0, policy)
+    assert asked == [("openai/gsm8k", "main", "train"), ("madrylab/gsm8k-platinum", "main", "test")]
+    assert task.name == "openai/gsm8k:main: 30 prompts and 10 held out"
+    own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
+    assert asked[2:] == [("me/mine", None, "train")]
+    assert own.num_test_prompts < 10  # split off
+
+
+def test_rewards_and_columns_reach_all_of_a_group(tmp_path, policy):
+    task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
+    prompts = task.prompts("train", 0, 3)
+    right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
+    scorer = Scorer.of(TaskOptions(), task)
+    try:
+        responses = [right[g - (n == g)] for g in range(3) for n in range(3)]  # sample g of prompt g answers another
+        rewards = scorer.score(prompts, Rollouts.given(responses))
+    finally:
+        scorer.close()
+    assert torch.equal(rewards.view(3, 3), 1 - torch.eye(3))

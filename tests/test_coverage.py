@@ -1,0 +1,174 @@
+"""Estimators against all subsets, one by one."""
+
+from fractions import Fraction
+from itertools import combinations, product
+from math import comb
+
+import pytest
+import torch
+
+from maxrl_fast.evaluation import coverage
+from maxrl_fast.evaluation.coverage import (
+    bootstrap,
+    coverage_curve,
+    majority_at_k,
+    max_at_k,
+    pass_at_k,
+    powers_of_two,
+    samples_to_match,
+    support_classes,
+)
+from tests import brute_force
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 16])
+def test_pass_at_k_is_exact(n):
+    for k in range(1, n + 1):
+        actual = pass_at_k(n, torch.arange(n + 1), k)
+        expected = [float(brute_force.pass_at_k(n, c, k)) for c in range(n + 1)]
+        torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+
+
+def test_pass_at_k_of_many_samples_keeps_its_digits():
+    for c, k in ((1, 1), (1, 512), (100, 256), (1000, 3)):
+        actual = pass_at_k(1024, torch.tensor(c), k).item()
+        assert actual == pytest.approx(float(brute_force.pass_at_k(1024, c, k)), rel=1e-10)
+
+
+def test_estimators_state_their_range():
+    with pytest.raises(ValueError, match="pass@k of 8 samples needs 1 <= k <= 8, got 9"):
+        pass_at_k(8, torch.tensor([1]), 9)
+    with pytest.raises(ValueError, match="max@k of 3 samples needs 1 <= k <= 3, got 0"):
+        max_at_k(torch.ones(2, 3), 0)
+    with pytest.raises(ValueError, match="maj@k of 3 samples needs 1 <= k <= 3, got 4"):
+        majority_at_k(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), [1, 4], 0)
+
+
+def test_powers_of_two():
+    assert [powers_of_two(n) for n in (1, 2, 5, 16)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8, 16]]
+
+
+def test_the_curve_is_the_mean_of_pass_at_k_at_every_k():
+    correct = torch.tensor([0, 3, 3, 7, 1])
+    expected = [sum(brute_force.pass_at_k(7, c, k) for c in correct.tolist()) / 5 for k in range(1, 8)]
+    torch.testing.assert_close(
+        coverage_curve(7, correct), torch.tensor([float(x) for x in expected], dtype=torch.float64), rtol=1e-12, atol=0
+    )
+
+
+REWARDS = [[-3.0, -1.5, -1.5, -0.25, -7.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 3.0, 0.0, 0.5], [4.0]]  # with ties
+
+
+@pytest.mark.parametrize("rewards", REWARDS)
+def test_max_at_k_is_the_mean_of_the_best_of_all_subsets(rewards):
+    shifted = [reward + 10 for reward in rewards[::-1]]
+    for k in range(1, len(rewards) + 1):
+        best = [max(Fraction(r) for r in subset) for subset in combinations(rewards, k)]
+        expected = float(sum(best) / len(best))
+        actual = max_at_k(torch.tensor([rewards, shifted]), k)
+        assert actual.tolist() == pytest.approx([expected, expected + 10], rel=1e-12)
+
+
+def test_max_at_k_of_many_samples():
+    rewards = torch.arange(1024).float()[None]  # the best of k of n consecutive numbers is (k n - 1) / (k + 1) on average
+    for k in (1, 10, 512, 1024):
+        assert max_at_k(rewards, k).item() == pytest.approx(k * 1025 / (k + 1) - 1, rel=1e-11)
+
+
+def majority_by_hand(answers, right, k):
+    """Over all subsets and, in each, all answers with the most votes."""
+    worth = {a: Fraction(sum(r for b, r in zip(answers, right, strict=True) if b == a), answers.count(a)) for a in set(answers)}
+    total = Fraction(0)
+    for subset in combinations(answers, k):
+        votes = {a: subset.count(a) for a in subset if a != -1} or {-1: 1}
+        tied = [a for a, count in votes.items() if count == max(votes.values())]
+        total += sum(worth[a] for a in tied) / len(tied)
+    return float(total / comb(len(answers), k))
+
+
+GROUPS = [
+    ([0, 1, 1, 2, 0, 1, 2], [1, 0, 0, 0, 1, 0, 0]),  # the majority is wrong
+    ([0, 0, 1, 1, 2, 3, 0], [1, 1, 0, 0, 0, 0, 1]),  # ties among many
+    ([0, 0, 0, 1, 1, 2, 2], [1, 0, 1, 0, 0, 1, 1]),  # an answer that is sometimes right
+    ([-1, -1, -1, -1, 0, 1, 0], [0, 0, 0, 0, 1, 0, 1]),  # most do not answer
+    ([-1, -1, -1, -1, -1, 0, -1], [1, 0, 0, 1, 0, 0, 0]),
+    ([0] * 7, [1] * 7),
+]
+
+
+def test_the_majority_is_that_of_all_subsets(monkeypatch):
+    monkeypatch.setattr(coverage, "NUM_DRAWS", 40000)
+    answers, right = (torch.tensor(x) for x in zip(*GROUPS, strict=True))
+    actual = majority_at_k(answers, right.bool(), range(1, 8), seed=0)
+    for (group, correct), values in zip(GROUPS, actual.tolist(), strict=True):
+        for k, value in enumerate(values, start=1):
+            # One draw is in [0, 1]: four standard errors of the mean are at most 0.01.
+            assert value == pytest.approx(majority_by_hand(group, correct, k), abs=1e-12 if k in (1, 7) else 0.01)
+
+
+def test_the_majority_of_one_and_of_all_needs_no_draw():
+    answers, right = (torch.tensor(x) for x in zip(*GROUPS, strict=True))
+    one, every = majority_at_k(answers, right.bool(), [1, 7], seed=0).T.tolist()
+    assert one == pytest.approx([2 / 7, 3 / 7, 4 / 7, 2 / 7, 2 / 7, 1])
+    assert every == pytest.approx([0, 1, 2 / 3, 1, 0, 1])
+    again = majority_at_k(answers, right.bool(), [2, 3], seed=0)
+    assert torch.equal(again, majority_at_k(answers, right.bool(), [2, 3], seed=0))
+    assert not torch.equal(again, majority_at_k(answers, right.bool(), [2, 3], seed=1))
+
+
+def test_the_interval_of_a_constant_is_the_constant():
+    for interval in bootstrap(torch.tensor([[0.25, -2.0]] * 9), 50, 0.9, seed=0):
+        assert interval.low == pytest.approx(interval.mean, abs=1e-12)
+        assert interval.high == pytest.approx(interval.mean, abs=1e-12)
+    assert interval.mean == -2
+
+
+def test_the_interval_of_a_fraction_is_the_binomials():
+    """Of the mean of P zeros and ones drawn again: quantiles of Binomial(P, p) / P."""
+    num, p = 200, 0.3
+    values = (torch.arange(num) < p * num).double()[:, None]
+    probability = [comb(num, i) * p**i * (1 - p) ** (num - i) for i in range(num + 1)]
+    below = [sum(probability[: i + 1]) for i in range(num + 1)]
+    for confidence in (0.5, 0.95):
+        low, high = (
+            next(i for i, b in enumerate(below) if b >= tail) / num for tail in ((1 - confidence) / 2, (1 + confidence) / 2)
+        )
+        [interval] = bootstrap(values, 20000, confidence, seed=3)
+        assert interval.mean == pytest.approx(p, abs=1e-12)
+        assert interval.low == pytest.approx(low, abs=1.01 / num)
+        assert interval.high == pytest.approx(high, abs=1.01 / num)
+
+
+def test_the_bootstrap_is_exact_for_two_prompts():
+    """Four equally likely draws: quartiles of means 0, 1/2, 1/2, 1."""
+    [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.4, seed=0)
+    assert (interval.low, interval.mean, interval.high) == (0.5, 0.5, 0.5)
+    [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.6, seed=0)
+    assert (interval.low, interval.mean, interval.high) == (0, 0.5, 1)
+
+
+def test_the_bootstrap_repeats_and_draws_prompts_for_all_columns_alike(monkeypatch):
+    values = torch.rand(30, 2, generator=torch.Generator().manual_seed(0))
+    values[:, 1] = 1 - values[:, 0]
+    first = bootstrap(values, 100, 0.95, seed=0)
+    assert first[0].low == pytest.approx(1 - first[1].high, abs=1e-12)
+    assert first == bootstrap(values, 100, 0.95, seed=0)
+    assert first != bootstrap(values, 100, 0.95, seed=1)
+    monkeypatch.setattr(coverage, "RESAMPLED", 30 * 7)  # in parts of 7: all of them are there
+    assert bootstrap(values, 100, 0.95, seed=0) == first
+
+
+def test_support_classes_count_every_prompt_once():
+    own = torch.tensor([1, 4, 0, 0, 0, 2, 0, 0, 0, 0])
+    base = torch.tensor([2, 1, 3, 1, 1, 0, 0, 0, 0, 0])
+    support = support_classes(own, base)
+    assert vars(support) == {"preserved": 2, "expanded": 1, "shrunk": 3, "out_of_support": 4}
+
+
+def test_samples_to_match_are_found_as_by_direct_search():
+    n = 9
+    for counts in product(range(0, n + 1, 2), repeat=2):
+        curve = [sum(brute_force.pass_at_k(n, c, k) for c in counts) / 2 for k in range(1, n + 1)]
+        for target in (Fraction(0), Fraction(1, 100), curve[0], curve[4], curve[-1], Fraction(3, 4), Fraction(1)):
+            expected = next((k for k, value in enumerate(curve, start=1) if value >= target), None)
+            assert samples_to_match(n, torch.tensor(counts), float(target)) == expected

@@ -1,0 +1,97 @@
+"""Diversity by hand and against all pairs."""
+
+import random
+from collections import Counter
+from itertools import combinations
+from math import sqrt
+
+import pytest
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.diversity import EmbeddingDiversity, NGramDiversity
+
+
+def by_pairs(responses):
+    vectors = [Counter(tuple(r[i : i + n]) for n in (1, 2, 3) for i in range(len(r) - n + 1)) for r in responses]
+
+    def cosine(a, b):
+        return sum(a[x] * b[x] for x in a) / sqrt(sum(x * x for x in a.values()) * sum(x * x for x in b.values()))
+
+    pairs = [cosine(a, b) for a, b in combinations(vectors, 2)]
+    return 1 - sum(pairs) / len(pairs)
+
+
+def measured(responses):
+    return NGramDiversity()(responses, ["" for _ in responses])
+
+
+def test_equal_responses_have_none_and_disjoint_ones_all():
+    assert measured([[5, 6, 7]] * 4) == pytest.approx(0, abs=1e-12)
+    assert measured([[1, 2], [3, 4], [5, 6, 7, 8]]) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_shared_token_by_hand():
+    # (1), (2), (1 2) against (1), (3), (1 3): one of three dimensions is shared.
+    assert measured([[1, 2], [1, 3]]) == pytest.approx(2 / 3)
+    # Order matters beyond single tokens: (1), (2), (1 2) against (1), (2), (2 1).
+    assert measured([[1, 2], [2, 1]]) == pytest.approx(1 / 3)
+    # Counts matter: 3, 2, 1 of the grams (1), (1 1), (1 1 1) against 1 of (1).
+    assert measured([[1, 1, 1], [1]]) == pytest.approx(1 - 3 / sqrt(14))
+
+
+def test_n_grams_against_all_pairs():
+    rng = random.Random(0)
+    for size in (2, 3, 8):
+        responses = [[rng.choice((0, 7, 150000, 150001)) for _ in range(rng.randint(1, 12))] for _ in range(size)]
+        assert measured(responses) == pytest.approx(by_pairs(responses), rel=1e-10)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    """A tiny BERT that reads words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("embedder")
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "up", "down", "left", "right"])}
+    reader = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    reader.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=reader, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(directory)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertModel(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.normal_()  # words of their own, so that texts differ
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_embeddings_are_means_over_tokens_without_the_padding(embedder):
+    from transformers import BertModel
+
+    diversity = EmbeddingDiversity(embedder, torch.device("cpu"))
+    model = BertModel.from_pretrained(embedder).eval()
+    texts = {"up down": [2, 3], "left": [4], "right right up left down": [5, 5, 2, 4, 3], " ".join(["up"] * 20): [2] * 8}
+    with torch.no_grad():
+        alone = {text: model(torch.tensor([ids])).last_hidden_state[0].mean(0) for text, ids in texts.items()}
+    for text, vector in zip(texts, diversity.embed(list(texts)), strict=True):
+        torch.testing.assert_close(vector, alone[text], rtol=1e-4, atol=1e-5)
+    drawn = ["up down", "left", "left", "right right up left down"]
+    pairs = [torch.cosine_similarity(alone[a], alone[b], 0).item() for a, b in combinations(drawn, 2)]
+    assert diversity([[0]] * 4, drawn) == pytest.approx(1 - sum(pairs) / 6, abs=1e-5)
+    assert 1 - sum(pairs) / 6 > 0.05
+    assert diversity([[0]] * 2, ["left", "left"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_embedding_models_that_cannot_be_read_are_refused(embedder, tmp_path):
+    with pytest.raises(InputError, match="--embeddings must be the directory of a model, got"):
+        EmbeddingDiversity(tmp_path / "none", torch.device("cpu"))
+    for file in embedder.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(InputError, match="cannot read the model of --embeddings"):
+        EmbeddingDiversity(tmp_path, torch.device("cpu"))
+    torch.save({}, tmp_path / "pytorch_model.bin")  # a pickle is not read either
+    with pytest.raises(InputError, match="cannot read the model of --embeddings"):
+        EmbeddingDiversity(tmp_path, torch.device("cpu"))

@@ -1,0 +1,131 @@
+"""The documents: links lead somewhere, examples print what they say, commands parse, the options' reference is current."""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from maxrl_fast.config import check, parse
+from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.reference import groups, page
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Of commands that stand for others: names in capitals, and "..."; of the objective that docs/adding_an_objective.md adds.
+PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()).replace(" ", "-")
+        numbered = (slug if i == 0 else f"{slug}-{i}" for i in range(1000))
+        found.add(next(name for name in numbered if name not in found))
+    return found
+
+
+def links(text: str) -> list[str]:
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path.read_text()):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{name_of(path)} links to {link}, which is not there"
+        assert target.is_relative_to(ROOT.resolve()), f"{name_of(path)} links to {link}, outside of the repository"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{name_of(path)} links to {link}, where no heading is that"
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())}
+    assert {path.resolve() for path in (ROOT / "docs").glob("*.md")} - {index.resolve()} <= linked
+    assert (OBJECTIVE_PAGES / "README.md").resolve() in linked
+
+
+def test_anchors_are_githubs() -> None:
+    text = "# One kernel\n## `maxpo`, and [more](x.md)!\n## Use\n```\n# no heading\n```\n## Use\n"
+    assert anchors(text) == {"one-kernel", "maxpo-and-more", "use", "use-1"}
+
+
+def test_every_objective_has_a_page() -> None:
+    index = (OBJECTIVE_PAGES / "README.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| \[\w+\]\((\w+\.md)\) \|", index, re.MULTILINE))
+    assert set(table) == set(OBJECTIVES)
+    for name, file in table.items():
+        text = (OBJECTIVE_PAGES / file).read_text()
+        assert name in re.split(r"[#, \n]+", text.split("\n", 1)[0]), f"{file} must have {name} in its title"
+        assert re.search(rf"^    python -m maxrl_fast\.train --objective {name}\b", text, re.MULTILINE), (
+            f"{file} must show how to run {name}"
+        )
+    titles = " ".join(path.read_text().split("\n", 1)[0] for path in OBJECTIVE_PAGES.glob("*.md"))
+    assert set(ESTIMATORS) <= set(re.split(r"[#, ]+", titles))  # those that are no objectives too
+    for path in set(OBJECTIVE_PAGES.glob("*.md")) - {OBJECTIVE_PAGES / "README.md"}:
+        assert EXAMPLE.search(path.read_text()), f"{name_of(path)} must have an example"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if EXAMPLE.search(path.read_text())], ids=name_of)
+def test_examples_print_what_they_say(path: Path) -> None:
+    try:
+        for code, said in EXAMPLE.findall(path.read_text()):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, {})
+            assert printed.getvalue() == said
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every command that starts the trainer, whole or as one of several lines, with its page."""
+    for path in PAGES:
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            if re.match(r"(    )?(python|torchrun\b.*) -m maxrl_fast\.train\b", line):
+                yield name_of(path), line.strip()
+
+
+def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    num_checked = 0
+    for where, line in commands():
+        words = shlex.split(line, comments=True)
+        if PLACEHOLDER.search(" ".join(words)) or {"--resume", "--help"} & set(words):
+            continue
+        try:
+            check(parse(words[words.index("maxrl_fast.train") + 1 :]))
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{where}: {line}: {error}") from error
+        num_checked += 1
+    assert num_checked > len(OBJECTIVES)
+
+
+def test_the_reference_of_the_options_is_current() -> None:
+    is_current = (ROOT / "docs" / "options.md").read_text() == page()
+    assert is_current, "docs/options.md is not what the options are: python -m maxrl_fast.reference > docs/options.md"
+
+
+def test_the_reference_is_in_the_order_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+    listed = [row.flag.split("`")[1] for _, _, rows in groups() for row in rows]
+    assert shown == listed
+    assert "| `--k` | `k` | `INT` | 4 where the objective has one | Size of max@k" in page()

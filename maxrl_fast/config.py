@@ -21,7 +21,8 @@ from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.registry import is_file
+from maxrl_fast.tasks.kinds import KINDS
+from maxrl_fast.tasks.registry import GYM, is_file
 from maxrl_fast.trackers import check_tracker
 
 if sys.version_info >= (3, 11):
@@ -158,6 +159,7 @@ def check(config: Config) -> None:
     _require(options, "top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
     _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
+    _check_task(options)
     if OBJECTIVES[options["objective"]].row is None:
         _check_pacs(options)
     else:
@@ -174,6 +176,22 @@ def check(config: Config) -> None:
             raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")
     if options["hidden_size"] // options["heads"] % 2:
         raise InputError(f"hidden_size / heads must be even, got {options['hidden_size']} / {options['heads']}")
+
+
+def _check_task(options: dict[str, Any]) -> None:
+    """What is wrong with options of a task that is another."""
+    task = options["task"]
+    is_gym, is_own, has_lines = task.startswith(GYM), is_file(task), is_file(task) or task in KINDS
+    for names, is_taken in (
+        ("data test_data hub prompt_key", has_lines),
+        ("answer_key", has_lines and task in KINDS and KINDS[task].gold is not None),
+        ("prompt_suffix", has_lines or is_gym),
+        ("gym_config", is_gym),
+        ("reward", not is_own),  # it is one
+    ):
+        for name in names.split():
+            if options[name] not in (None, "") and not is_taken:
+                raise InputError(f"task {task} takes no {name}, got {options[name]!r}")
 
 
 def _check_estimator(config: Config, options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.batching import Batch, Packer, merge_cost
+from maxrl_fast.diagnosis import find_non_finite
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
@@ -221,7 +222,7 @@ class Learner:
         lengths = rollouts.lengths[sequences]
         denominator = self.settings.denominator(lengths)
         learning = sequences[self.settings.can_teach(advantages[sequences]) & (lengths > 0)]
-        packer = self._packer(prompts, rollouts, advantages)
+        packer = self.packer(prompts, rollouts, advantages)
         # In float64, so that sums of whole numbers stay exact: loss, tokens computed, then sums over the trained tokens.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_own, is_last in self._passes(packer, learning):
@@ -236,7 +237,7 @@ class Learner:
         loss, num_tokens, num_targets, *totals = self.ranks.sum(sums)
         grad_norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         if not (loss.isfinite() and grad_norm.isfinite()):
-            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, learning, denominator)}")
+            raise NonFiniteError(f"{when}: {find_non_finite(self, packer, learning, denominator)}")
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         return UpdateMetrics(
@@ -249,7 +250,8 @@ class Learner:
             moment_variance=max(0.0, float(self.ranks.sum(variance) if self.shares_weights else variance)),
         )
 
-    def _packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:
+    def packer(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor | None = None) -> Packer:
+        """What cuts these rollouts into micro-batches; advantages [S] or none."""
         none = torch.zeros(len(rollouts.lengths), device=rollouts.tokens.device)
         return Packer(prompts, rollouts, none if advantages is None else advantages, self._merge_cost)
 
@@ -301,36 +303,12 @@ class Learner:
     def logprobs(self, model: Decoder, prompts: Prompts, rollouts: Rollouts, sequences: Tensor) -> Tensor:
         """Log-probs of the tokens of the chosen rollouts, ascending, end to end, under `model` at the loss's temperature."""
         logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
-        for batch, is_own, _ in self._passes(self._packer(prompts, rollouts), sequences):
+        for batch, is_own, _ in self._passes(self.packer(prompts, rollouts), sequences):
             if is_own or self.shares_weights:
                 values = self._batch_logprobs(model, batch)
             if is_own:
                 logprobs[batch.target_index] = values
         return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]
-
-    def prompt_gradient_norms(self, prompts: Prompts, rollouts: Rollouts, advantages: Tensor) -> list[float]:
-        """Norms of each prompt's own part of the gradient of the loss over all rollouts, as in figures 6 and 8 of the MaxRL
-        paper; 0 where nothing is learned. All ranks compute all of them, by a backward pass; gradients are zero after it.
-
-        Args:
-            advantages: [S].
-        """
-        packer, advantages = self._packer(prompts, rollouts, advantages), advantages.cpu()
-        denominator = self.settings.denominator(rollouts.lengths)
-        learning = (self.settings.can_teach(advantages) & (rollouts.lengths.cpu() > 0)).nonzero()[:, 0]
-        group, norms = learning // packer.num_rollouts, [0.0] * len(prompts)
-        for g in group.unique().tolist():
-            self._zero_gradients()
-            for part in packer.split(learning[group == g], self.token_budget):
-                self.loss(packer.pack(part), denominator)[0].backward()
-            norms[g] = float(whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])))
-        self._zero_gradients()
-        return norms
-
-    def _zero_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
 
     def corrected(self, prompts: Prompts, rollouts: Rollouts, cap: float) -> tuple[Rollouts, dict[str, float]]:
         """Rollouts whose log-probs differ from this policy's, by rounding or by tokens that sampling left out.
@@ -360,29 +338,6 @@ class Learner:
         assert self.reference is not None
         self.reference.load_state_dict(self.model.state_dict())
         self.optimizer.state.clear()
-
-    def _find_non_finite(self, packer: Packer, sequences: Tensor, denominator: float) -> str:
-        """What became non-finite, and for which prompt: every prompt again, alone, on all ranks alike."""
-        for name, parameter in self.model.named_parameters():
-            if not whole(parameter.detach()).isfinite().all():
-                return f"the weight {name} is not finite"
-        sequences = sequences.cpu()
-        group = sequences // packer.num_rollouts
-        for g in group.unique().tolist():
-            where = f"for prompt {int(packer.prompts.ids[g])}"
-            own = sequences[group == g]
-            if not packer.advantages[own.to(packer.advantages.device)].isfinite().all():
-                return f"an advantage is not finite {where}"
-            self._zero_gradients()
-            for part in packer.split(own, self.token_budget):
-                loss, _ = self.loss(packer.pack(part), denominator)
-                if not loss.isfinite():
-                    return f"the loss is {float(loss.detach())} {where}"
-                loss.backward()
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not whole(parameter.grad).isfinite().all():
-                    return f"the gradient of {name} is not finite {where}"
-        return "the gradient summed over the prompts is not finite, though each prompt's own is"
 
 
 def frozen_copy(model: Decoder) -> Decoder:

@@ -1,9 +1,7 @@
 """What a training step reports: a line of metrics.jsonl, and the short form of it on the screen."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from maxrl_fast.collecting import Collected
@@ -53,20 +51,6 @@ def step_metrics(
         "num_tokens": collected.num_tokens,
         "tokens_per_second": collected.num_tokens / sum(seconds.values()),
         **seconds,
-    }
-
-
-def diagnosis(step: int, collected: Collected, gradient_norms: list[float]) -> dict[str, Any]:
-    """A line of diagnostics.jsonl: of each prompt its index, the mean of its known rewards (0 where none is), and the norm
-    [G] of its part of the gradient."""
-    rewards, valid = collected.rewards, collected.valid
-    known = torch.ones_like(rewards) if valid is None else valid.float()
-    rates = (rewards * known).sum(1) / known.sum(1).clamp_min(1)
-    return {
-        "step": step,
-        "ids": collected.prompts.ids.tolist(),
-        "pass_rate": [round(rate, 6) for rate in rates.tolist()],
-        "grad_norm": gradient_norms,
     }
 
 

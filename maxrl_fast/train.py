@@ -17,6 +17,7 @@ from maxrl_fast.checkpoints import Checkpoints
 from maxrl_fast.collecting import Collector
 from maxrl_fast.config import check, parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.diagnosis import diagnosis, prompt_gradient_norms
 from maxrl_fast.durable import locked
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.estimates import describe_run, estimate
@@ -24,7 +25,7 @@ from maxrl_fast.evaluate import evaluate
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.health import Health
 from maxrl_fast.learner import Learner, LossSettings, frozen_copy, learning_rate
-from maxrl_fast.metrics import diagnosis, step_metrics, summary
+from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.options import Config
@@ -142,7 +143,7 @@ def train(
             if config.evaluation.diagnose_every and step % config.evaluation.diagnose_every == 0:
                 with clock("diagnosis"):
                     everything = torch.arange(rewards.numel(), device=device)
-                    norms = learner.prompt_gradient_norms(prompts, rollouts, advantages.for_update(everything))
+                    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages.for_update(everything))
                 files.write("diagnostics", diagnosis(step, collected, norms))
             lr = learning_rate(step, config.optimizer)
             updates, laps = [], [begin_time]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from maxrl_fast.diagnosis import prompt_gradient_norms
 from maxrl_fast.learner import Learner, LossSettings, frozen_copy, make_optimizer
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.options import OptimizerOptions
@@ -58,6 +59,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
         "weights": weights,
         "logprobs": logprobs,
         "nothing": vars(nothing),
+        "prompt_norms": prompt_gradient_norms(learner, prompts, rollouts, advantages),
     }
 
 

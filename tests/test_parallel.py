@@ -67,6 +67,7 @@ def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
                 noise = 1e-4 if key == "moment_variance" else 1e-6
                 assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=noise), (name, key)
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
+            assert result["prompt_norms"] == pytest.approx(expected["prompt_norms"], rel=max(limit, 1e-3)), name
             assert result["gradients"].keys() == expected["gradients"].keys()
             for key, gradient in expected["gradients"].items():
                 assert gradient.abs().max() > 1e-4, (name, key)
@@ -81,6 +82,7 @@ def read(out, stream):
 
 
 JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
+JOB += ["--diagnose-every", "5", "--keep-samples", "8"]
 
 
 def run_job(out, num_ranks, *flags):
@@ -113,6 +115,9 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
             assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (expected["step"], key)
     for expected, result in zip(read(alone_run, "eval"), read(together, "eval"), strict=True):
         assert result == expected
+    assert read(together, "samples") == read(alone_run, "samples")
+    for expected, result in zip(read(alone_run, "diagnostics"), read(together, "diagnostics"), strict=True):
+        assert result == {**expected, "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6)}
 
 
 @pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # adapters of which the fourth rank has no part

@@ -301,7 +301,7 @@ def test_a_page_that_is_there_is_replaced_whole_or_kept(tmp_path, capsys, monkey
     out = tmp_path / "report.html"
     out.write_text("the page before")
     with monkeypatch.context() as patch:
-        patch.setattr("maxrl_fast.report.command.fsync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr("maxrl_fast.durable.fsync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
         assert main([str(tmp_path / "run"), "--out", str(out)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert out.read_text() == "the page before"

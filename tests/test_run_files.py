@@ -9,8 +9,8 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.collecting import Collected
+from maxrl_fast.diagnosis import diagnosis, prompt_gradient_norms
 from maxrl_fast.learner import Learner, LossSettings
-from maxrl_fast.metrics import diagnosis
 from maxrl_fast.model.linear import whole
 from maxrl_fast.options import Config
 from maxrl_fast.records import Rollouts
@@ -85,14 +85,14 @@ def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(1))
     advantages[4:8] = 0  # a dead group
     learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation=aggregation))
-    norms = learner.prompt_gradient_norms(prompts, rollouts, advantages)
+    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages)
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     parts = []
     for g in range(3):
         own = advantages.clone()
         own[: 4 * g], own[4 * (g + 1) :] = 0, 0
         model.zero_grad()
-        packer = learner._packer(prompts, rollouts, own)
+        packer = learner.packer(prompts, rollouts, own)
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
             learner.loss(batch, learner.settings.denominator(rollouts.lengths))[0].backward()

@@ -38,6 +38,11 @@ class GroupAdvantages:
     values: Tensor = field(default_factory=lambda: torch.empty(0))  # [G, N], of the present step
 
     @property
+    def needs_binary(self) -> bool:
+        """Whether rewards must be 0 or 1."""
+        return ESTIMATORS[self.estimator].binary
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether `begin` takes whether each prompt's likeliest response is correct."""
         return "greedy_correct" in ESTIMATORS[self.estimator].inputs
@@ -63,6 +68,10 @@ class GroupAdvantages:
         if valid is not None and options["order"] == rewards.shape[1] - 1:
             options = options | {"order": None}  # the full order of every group as it is now
         self.values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
+
+    def at_start(self, sequences: Tensor) -> Tensor:
+        """What `for_update` gives."""
+        return self.for_update(sequences)
 
     def for_update(self, sequences: Tensor) -> Tensor:
         """Advantages [S] for an update on these rollouts."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.control import Stopwatch
+from maxrl_fast.errors import InputError
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Prompts, Rollouts
@@ -42,16 +43,25 @@ class Collector:
     Args:
         config: resolved.
         needs_greedy: whether the likeliest response to each prompt is to be scored too.
+        needs_binary: whether rewards must be 0 or 1.
     """
 
     def __init__(
-        self, config: Config, task: Task, engine: Engine, scorer: Scorer, clock: Stopwatch, ranks: Ranks, needs_greedy: bool
+        self,
+        config: Config,
+        task: Task,
+        engine: Engine,
+        scorer: Scorer,
+        clock: Stopwatch,
+        ranks: Ranks,
+        needs_greedy: bool = False,
+        needs_binary: bool = False,
     ):
         self._task, self._engine, self._scorer, self._clock, self._ranks = task, engine, scorer, clock, ranks
         self._sampling, self._seed, self._device = Sampling.of(config, task), config.run.seed, torch.device(config.run.device)
         self._num_prompts, self._num_rollouts = config.rollout.prompts, config.rollout.rollouts
         self._num_batches = max(config.rollout.dynamic_sampling, 1)
-        self._needs_greedy = needs_greedy
+        self._needs_greedy, self._needs_binary = needs_greedy, needs_binary
 
     def collect(self, step: int, next_prompt: int) -> Collected:
         """G prompts from `next_prompt` on, N rollouts of each, and their rewards.
@@ -61,16 +71,18 @@ class Collector:
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
+            InputError: where rewards must be 0 or 1, and one is not.
         """
         batches: list[Collected] = []
-        errors, num_alive = Counter[str](), 0
+        errors, answers, num_alive = Counter[str](), Counter[str](), 0
         while num_alive < self._num_prompts and len(batches) < self._num_batches:
-            batch = self._sample(step, next_prompt + len(batches) * self._num_prompts)
+            batch = self._sample(step, next_prompt + len(batches) * self._num_prompts, answers)
             batches.append(batch)
             errors.update(batch.numbers)
             num_alive += int(is_alive(batch.sampled_rewards).sum())
-        numbers = dict(errors) | self._scorer.answers(self._ranks)
-        complaint = "; ".join(batch.complaint for batch in batches if batch.complaint)
+        numbers = dict(errors) | self._scorer.answer_rates(answers, self._ranks)
+        complaints = [batch.complaint for batch in batches if batch.complaint]
+        complaint = "; ".join([*complaints[:1], *(text.removeprefix(f"step {step}: ") for text in complaints[1:])])
         if self._num_batches == 1:
             return replace(batches[0], numbers=numbers)
         whole = _joined(batches)
@@ -80,7 +92,8 @@ class Collector:
         numbers |= {"num_prompts_sampled": len(alive), "frac_prompts_alive": float(alive.float().mean())}
         return replace(_chosen(whole, chosen, self._num_rollouts), numbers=numbers, complaint=complaint)
 
-    def _sample(self, step: int, first_prompt: int) -> Collected:
+    def _sample(self, step: int, first_prompt: int, answers: Counter[str]) -> Collected:
+        """A batch of prompts; what their answers are like is added to `answers`."""
         clock, ranks, engine = self._clock, self._ranks, self._engine
         first, own = ranks.part(self._num_prompts)  # of the prompts, this rank's to sample
         with clock("rollout") as lap:
@@ -89,8 +102,10 @@ class Collector:
             sampled = engine.generate(part, self._num_rollouts, self._sampling, seed=self._seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
+        self._scorer.take_answers()  # of an evaluation, or of greedy responses
         with clock("reward"):
             rewards = ranks.concatenate(self._scorer.score(part, sampled)).view(len(prompts), self._num_rollouts)
+        answers.update(self._scorer.take_answers())
         greedy_rewards = None
         if self._needs_greedy:
             with clock("rollout"):
@@ -102,6 +117,8 @@ class Collector:
         valid = ~rewards.isnan() if complaint else None  # failed rewards are NaN, and their rollouts in no group
         known = rewards.nan_to_num() if complaint else rewards
         check_rewards(known, prompts, step)
+        if self._needs_binary:
+            check_binary(known, prompts, step)
         numbers: dict[str, float] = {f"reward_{kind}": count for kind, count in failed.items()}
         return Collected(
             prompts=prompts,
@@ -114,6 +131,17 @@ class Collector:
             rollout_seconds=lap.seconds,
             numbers=numbers,
             complaint=complaint,
+        )
+
+
+def check_binary(rewards: Tensor, prompts: Prompts, step: int) -> None:
+    """Raise InputError naming the first prompt with a reward [G, N] that is neither 0 nor 1."""
+    broken = ((rewards != 0) & (rewards != 1)).nonzero()
+    if len(broken):
+        group, rollout = broken[0].tolist()
+        raise InputError(
+            f"step {step}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
+            f"{int(prompts.ids[group])}; --reward-threshold makes them so"
         )
 
 

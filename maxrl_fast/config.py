@@ -17,12 +17,13 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.files import JSON_BYTES, check_regular
 from maxrl_fast.objectives import OBJECTIVES, estimator_options
+from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.kinds import KINDS
-from maxrl_fast.tasks.registry import GYM, is_file
+from maxrl_fast.tasks.registry import GYM, TASKS, is_file, unknown_task
 from maxrl_fast.trackers import check_tracker
 
 if sys.version_info >= (3, 11):
@@ -182,6 +183,8 @@ def _check_task(options: dict[str, Any]) -> None:
     """What is wrong with options of a task that is another."""
     task = options["task"]
     is_gym, is_own, has_lines = task.startswith(GYM), is_file(task), is_file(task) or task in KINDS
+    if not (is_gym or has_lines or task in TASKS):
+        raise InputError(unknown_task(task))
     for names, is_taken in (
         ("data test_data hub prompt_key", has_lines),
         ("answer_key", has_lines and task in KINDS and KINDS[task].gold is not None),
@@ -206,9 +209,25 @@ def _check_estimator(config: Config, options: dict[str, Any]) -> None:
         row.resolve_options(name, estimator_options(options["estimator_options"]))
     except ValueError as error:
         raise InputError(str(error)) from error
+    if options["dynamic_sampling"] and _learns_from_equal_rewards(config, options):
+        raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
     if options["scale_by_k"] and not row.scales_by_k:
         raise InputError(f"{name} takes no scale_by_k")
     _refuse_options(options, "beta score class_weight ref_reset_interval")
+
+
+def _learns_from_equal_rewards(config: Config, options: dict[str, Any]) -> bool:
+    """Whether rollouts of a group that all failed, or all succeeded, have advantages."""
+    name, n = options["objective"], options["rollouts"]
+    rewards = torch.tensor([[0.0], [1.0]]).expand(2, n)
+    known = {
+        "lengths": torch.ones(2, n, dtype=torch.int64),
+        "logprobs": -torch.arange(1.0, n + 1).expand(2, n),
+        "greedy_correct": torch.tensor([False, False]),
+    }
+    inputs: dict[str, Any] = {name_of: known[name_of] for name_of in ESTIMATORS[name].inputs}
+    more = estimator_options(options["estimator_options"])
+    return bool(group_advantage(rewards, name, k=default_k(config), order=options["order"], **inputs, **more).any())
 
 
 def _check_pacs(options: dict[str, Any]) -> None:

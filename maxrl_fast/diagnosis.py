@@ -1,5 +1,6 @@
 """What each prompt does to the gradient of a step: how strongly it pulls, and which one made it NaN or infinite."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +16,27 @@ if TYPE_CHECKING:
     from maxrl_fast.learner import Learner
 
 
-def prompt_gradient_norms(learner: "Learner", prompts: Prompts, rollouts: Rollouts, advantages: Tensor) -> list[float]:
+def prompt_gradient_norms(
+    learner: "Learner",
+    prompts: Prompts,
+    rollouts: Rollouts,
+    advantages: Tensor,
+    sequences: Tensor,
+    beat: Callable[[], None] = lambda: None,
+) -> list[float]:
     """Norms of each prompt's own part of the gradient of the loss over all rollouts, as in figures 6 and 8 of the MaxRL paper;
     0 where nothing is learned. All ranks compute all of them, by a backward pass; gradients are zero after it.
 
     Args:
         advantages: [S].
+        sequences: int64, ascending, the rollouts with a reward.
+        beat: is called after each prompt.
     """
-    packer, advantages = learner.packer(prompts, rollouts, advantages), advantages.cpu()
-    denominator = learner.settings.denominator(rollouts.lengths)
-    learning = (learner.settings.can_teach(advantages) & (rollouts.lengths.cpu() > 0)).nonzero()[:, 0]
+    # As in Learner.update: to the last bit the same on all ranks, who must make the same passes.
+    advantages = learner.ranks.from_first(advantages.clone())
+    lengths = rollouts.lengths[sequences]
+    packer, denominator = learner.packer(prompts, rollouts, advantages), learner.settings.denominator(lengths)
+    learning = sequences[learner.settings.can_teach(advantages[sequences]) & (lengths > 0)].cpu()
     group, norms = learning // packer.num_rollouts, [0.0] * len(prompts)
     for g in group.unique().tolist():
         _zero_gradients(learner.model)
@@ -32,6 +44,7 @@ def prompt_gradient_norms(learner: "Learner", prompts: Prompts, rollouts: Rollou
             learner.loss(packer.pack(part), denominator)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         norms[g] = float(whole(nn.utils.get_total_norm(gradients)))
+        beat()
     _zero_gradients(learner.model)
     return norms
 

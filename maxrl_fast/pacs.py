@@ -46,6 +46,7 @@ class Pacs:
     updates_per_step: int
     values: Tensor = field(default_factory=lambda: torch.empty(0))  # [G, N], of the updates so far
     needs_greedy: bool = False
+    needs_binary: bool = True
     _step: _Step | None = None
 
     @classmethod
@@ -85,6 +86,15 @@ class Pacs:
         valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
         self._step = _Step(learner, prompts, rollouts, rewards.flatten(), valid.flatten(), ref_logprobs)
         self.values = torch.zeros_like(rewards)
+
+    def at_start(self, sequences: Tensor) -> Tensor:
+        """What `for_update` would give now, without a trace."""
+        assert self._step is not None
+        kept, num_metrics = self.values.clone(), len(self._step.metrics)
+        values = self.for_update(sequences).clone()
+        self.values = kept
+        del self._step.metrics[num_metrics:]
+        return values
 
     def for_update(self, sequences: Tensor) -> Tensor:
         """Advantages [S] for an update on these rollouts, whole groups, ascending; 0 for those not met yet."""

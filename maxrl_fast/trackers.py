@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ class Tracker:
 
     def __init__(self, name: str, project: str, out: Path, options: dict[str, Any]):
         self._module = importlib.import_module(name)
-        own = {"id": out.name, "dir": str(out)} if name == "wandb" else {}
-        self._module.init(project=project, name=out.name, config=options, resume="allow", **own)
+        # Runs of one name in different folders are different ones.
+        identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
+        own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
+        try:
+            self._module.init(project=project, name=out.name, config=options, resume="allow", **own)
+        except Exception as error:  # of keys, of the network, of its settings' parsers
+            raise InputError(f"--log-to {name} does not begin: {type(error).__name__}: {error}") from error
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
         """Numbers by name, of a training step."""

@@ -65,7 +65,7 @@ def train(
     sampling = Sampling.of(config, task)
     reference = frozen_copy(model) if config.loss.kl_coef or advantages.needs_reference else None
     module = distribute(model, reference, ranks, dtype, config.run.sharding == "full")
-    collector = Collector(config, task, engine, scorer, clock, ranks, advantages.needs_greedy)
+    collector = Collector(config, task, engine, scorer, clock, ranks, advantages.needs_greedy, advantages.needs_binary)
     health = Health()
     for record in files.history["metrics"]:
         health.observe(record)
@@ -96,6 +96,7 @@ def train(
         if not is_due or step in progress.evaluations:
             return
         with clock("evaluation"), screen.stage("evaluate", num_evaluated, lines=1) as stage:
+            scorer.take_answers()
             kept_samples = KeptSamples(task, config.evaluation.keep_samples, step)
 
             def after_chunk(done: int) -> None:
@@ -118,7 +119,8 @@ def train(
                 keep=kept_samples.take,
             )
         progress.evaluations[step] = evaluation
-        files.write("eval", {"step": step, **vars(evaluation)})
+        rates = scorer.answer_rates(scorer.take_answers(), ranks)
+        files.write("eval", {"step": step, **vars(evaluation), **rates})
         for sample in kept_samples.records:
             files.write("samples", sample)
         screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
@@ -143,7 +145,9 @@ def train(
             if config.evaluation.diagnose_every and step % config.evaluation.diagnose_every == 0:
                 with clock("diagnosis"):
                     everything = torch.arange(rewards.numel(), device=device)
-                    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages.for_update(everything))
+                    known = everything if collected.valid is None else everything[collected.valid.flatten()]
+                    current = advantages.at_start(everything)
+                    norms = prompt_gradient_norms(learner, prompts, rollouts, current, known, clock.beat)
                 files.write("diagnostics", diagnosis(step, collected, norms))
             lr = learning_rate(step, config.optimizer)
             updates, laps = [], [begin_time]

@@ -59,7 +59,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
         "weights": weights,
         "logprobs": logprobs,
         "nothing": vars(nothing),
-        "prompt_norms": prompt_gradient_norms(learner, prompts, rollouts, advantages),
+        "prompt_norms": prompt_gradient_norms(learner, prompts, rollouts, advantages, torch.arange(20)),
     }
 
 

@@ -104,6 +104,26 @@ def test_prompts_and_rollouts_are_selected_and_joined():
     assert joined.columns == prompts.columns
 
 
+@pytest.mark.parametrize("name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"])
+def test_objectives_that_learn_from_equal_rewards_refuse_it(name, capsys):
+    assert train.main(["--objective", name, "--dynamic-sampling", "2"]) == 2
+    assert f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["maxpo", "maxrl", "grpo", "pkpo", "qae", "opo", "self", "passk_training", "pacs"])
+def test_the_others_take_it(name, tmp_path):
+    assert train.main(["--objective", name, "--dynamic-sampling", "2", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("name", ["pacs", "passk_training"])
+def test_rewards_that_must_be_binary_and_are_not_are_named(name, tmp_path, capsys):
+    flags = [*base(), *CHAIN[:4], "--sft-steps", "0", "--objective", name]
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "step 1: this objective needs rewards of 0 or 1, got 0." in error
+    assert error.rstrip().endswith("--reward-threshold makes them so")
+
+
 CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "--sft-steps", "0"]
 
 

@@ -17,7 +17,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
-from tests.test_train import SMALL, read
+from tests.test_train import SMALL, base, read
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,12 @@ def test_nothing_is_kept_that_was_not_asked_for(tmp_path):
     assert (tmp_path / "samples.jsonl").read_text() == (tmp_path / "diagnostics.jsonl").read_text() == ""
 
 
-def test_a_diagnosis_changes_nothing_that_is_learned(finished, tmp_path):
-    more = ["--steps", "4", "--eval-every", "2", "--eval-samples", "3"]
-    assert train.main([*SMALL, *more, "--out", str(tmp_path)]) == 0
-    ours, theirs = (read(folder / "metrics.jsonl") for folder in (tmp_path, finished))
+@pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
+def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objective):
+    flags = [*base(), "--steps", "3", "--updates-per-step", "2", "--objective", *objective]
+    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
+    assert train.main([*flags, "--diagnose-every", "1", "--out", str(tmp_path / "other")]) == 0
+    ours, theirs = (read(tmp_path / folder / "metrics.jsonl") for folder in ("one", "other"))
     timed = ("rollout_seconds", "train_seconds", "tokens_per_second")
     assert [{k: v for k, v in record.items() if k not in timed} for record in ours] == [
         {k: v for k, v in record.items() if k not in timed} for record in theirs
@@ -85,7 +87,7 @@ def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(1))
     advantages[4:8] = 0  # a dead group
     learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation=aggregation))
-    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages)
+    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages, torch.arange(12))
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     parts = []
     for g in range(3):
@@ -123,12 +125,25 @@ def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
     assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--log-project", "mazes", "--out", str(out)]) == 0
     (_, options), *logs, last = calls
     assert (options["project"], options["name"], options["config"]["steps"]) == ("mazes", "one-run", 2)
-    assert options.get("id", "one-run") == "one-run"
+    assert options.get("id", "one-run-").startswith("one-run-")
     assert last == ("finish",)
     assert [step for _, step, _ in logs] == [0, 1, 2, 2]  # an evaluation before and after
     (record,) = [record for record in read(out / "metrics.jsonl") if record["step"] == 1]
     assert logs[1][2] == {f"metrics/{key}": value for key, value in record.items()}
     assert logs[0][2]["eval/pass_at_1"] == read(out / "eval.jsonl")[0]["pass_at_k"]["1"]
+
+
+def test_a_tracker_that_does_not_begin_is_said(tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")
+
+    def no_key(**options):
+        raise RuntimeError("no API key")
+
+    module.init = no_key
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
+    assert "--log-to wandb does not begin: RuntimeError: no API key" in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):

@@ -22,6 +22,7 @@ class Collector:
 
     def __init__(self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None) -> None:
         self._task, self._diversity, self._write = task, diversity, write
+        self.measure = diversity.name
         self._rewards: list[Tensor] = []
         self._answers: list[list[int]] = []
         self.ids: list[int] = []

@@ -265,6 +265,7 @@ def _outcome(
         num_correct=is_correct(collector.rewards).sum(1),
         settings=settings,
         numbers=numbers | {"diversity": collector.mean_diversity},
+        measure=collector.measure,
     )
 
 
@@ -299,11 +300,11 @@ def compare(config: EvaluationConfig, screen: Screen) -> int:
     names = [outcome.name for outcome in outcomes]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    with locked(out), replaced(out / PICTURE) as aside:
+    with locked(out), stored(out / PICTURE) as aside:
         drawn = [
             (name, outcome.curve, resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))))
             for name, outcome in zip(names, outcomes, strict=True)
         ]
         draw_coverage(drawn, confidence, aside)
-    screen.say(f"{'coverage':<12}{out / 'coverage.png'}")
+    screen.say(f"{'coverage':<12}{out / PICTURE}")
     return 0

@@ -174,8 +174,10 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     source = find_source(given.checkpoint)
     run = Config() if source.run is None else training.parse(["--resume", str(source.run)])
     config = _parsed(arguments, EvaluationConfig(task=run.task))
+    if config.task.task != run.task.task:  # another task takes none of its options
+        config = given
     max_new_tokens, place = config.sampling.max_new_tokens, config.place
-    if max_new_tokens is None and (config.task.task, config.task.maze_size) == (run.task.task, run.task.maze_size):
+    if max_new_tokens is None and _prompts_of(config.task) == _prompts_of(run.task):
         max_new_tokens = run.rollout.max_new_tokens
     seed = run.run.seed if config.sampling.seed is None else config.sampling.seed
     task_seed = run.run.seed if place.task_seed is None else place.task_seed
@@ -183,6 +185,11 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     return dataclasses.replace(
         config, checkpoint=source.checkpoint, sampling=sampling, place=dataclasses.replace(place, task_seed=task_seed)
     ), source
+
+
+def _prompts_of(task: TaskOptions) -> dict[str, Any]:
+    """The options that say what is asked, not how it is scored."""
+    return {name: value for name, value in vars(task).items() if "reward" not in name and name != "maze_strict"}
 
 
 def _parsed(arguments: Sequence[str], default: EvaluationConfig) -> EvaluationConfig:

@@ -17,6 +17,7 @@ from maxrl_fast.model.files import check_regular
 from maxrl_fast.tasks import Task
 
 RESULTS = "eval.json"
+MOST_SAMPLES = 1 << 20  # to a prompt; honest evaluations have a thousandth of it
 RESULTS_BYTES = 1 << 28
 # What must be equal for prompts to be compared one by one,
 MATCHED = (
@@ -51,6 +52,7 @@ class Outcome:
     num_correct: Tensor  # [P] int64
     settings: dict[str, Any]  # MATCHED and DIGEST
     numbers: dict[str, float | None]  # response_length_mean, truncated, reward_errors, diversity
+    measure: str = ""  # of the diversity
 
     @cached_property
     def curve(self) -> Tensor:  # [n], pass@k for every k
@@ -79,7 +81,8 @@ def contents_of(config: EvaluationConfig, task: Task) -> list[str]:
     assert config.measure.prompts is not None
     prompts = task.prompts(config.measure.split, 0, config.measure.prompts)
     parts = prompts.tokens.split(prompts.lengths.tolist())
-    return [json.dumps(content) for content in prompts.columns or [task.decode(tokens.tolist()) for tokens in parts]]
+    # Where a line says nothing, what the task knows of itself does, as a chain that always starts alike.
+    return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(x.tolist())] for x in parts]]
 
 
 def settings_of(config: EvaluationConfig, contents: list[str]) -> dict[str, Any]:
@@ -118,10 +121,13 @@ def read_outcome(folder: Path) -> Outcome:
             settings={name: fields["settings"][name] for name in (*MATCHED, DIGEST)},
             numbers={name: fields[name] for name in ("response_length_mean", "truncated", "reward_errors")}
             | {"diversity": fields["diversity"]["mean"]},
+            measure=str(fields["diversity"]["of"]),
         )
         for name, number in outcome.numbers.items():
             if number is not None and not isinstance(number, (int, float)):
                 raise ValueError(f"{name} must be a number, got {number!r:.80}")
+        if not 1 <= outcome.num_samples <= MOST_SAMPLES or outcome.num_samples != outcome.settings["samples"]:
+            raise ValueError(f"num_samples must be its settings' from 1 to {MOST_SAMPLES:,}, got {outcome.num_samples:,}")
         counts = outcome.num_correct
         if counts.dim() != 1 or not len(counts) or int(counts.min()) < 0 or int(counts.max()) > outcome.num_samples:
             raise ValueError(f"num_correct must be counts from 0 to {outcome.num_samples}, one a prompt")

@@ -62,7 +62,10 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
         "response length, tokens": lambda outcome: outcome.numbers["response_length_mean"],
         "truncated": lambda outcome: outcome.numbers["truncated"],
         "failed rewards": lambda outcome: outcome.numbers["reward_errors"],
-        "diversity of correct responses": lambda outcome: outcome.numbers["diversity"],
+        # By the first one's measure: others mean something else.
+        "diversity of correct responses": lambda outcome: (
+            outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
+        ),
     }
     return {name: [value(outcome) for outcome in outcomes] for name, value in values.items()}
 

@@ -45,7 +45,8 @@ def group_advantage(
         lengths: integers like `rewards`, tokens of each response, for opo.
         logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
         greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O; MaxPO, eq. 13).
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
+            leaves the factor out.
         max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
             all sizes up to it, or up to min(S, 4096), 8 bytes times its square.
         options: what the estimator takes besides: eps, ddof, quantile, tau, ... with the defaults in `ESTIMATORS`.

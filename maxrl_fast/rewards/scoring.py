@@ -22,16 +22,26 @@ class Scorer:
     Args:
         pool: runs the function that scores in place of the task; None: the task does.
         threshold: rewards above it become 1, others 0; None: they stay as they are.
+        answer_limit: characters of an answer; responses with longer ones, or with none, are wrong without a call. None: all
+            responses are scored.
         max_error_rate: largest fraction of the rewards of a call of `score`, or between two of `failures`, that may fail.
         beat: is called whenever a response has been scored.
     """
 
-    def __init__(self, task: Task, pool: RewardPool | None, max_error_rate: float = 1.0, threshold: float | None = None):
+    def __init__(
+        self,
+        task: Task,
+        pool: RewardPool | None,
+        max_error_rate: float = 1.0,
+        threshold: float | None = None,
+        answer_limit: int | None = None,
+    ):
         self._task, self._pool, self._max_error_rate, self._threshold = task, pool, max_error_rate, threshold
+        self._answer_limit = answer_limit
         self.beat: Callable[[], None] = lambda: None
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._broken, self._gave_up = "", False
-        self._answers = Counter[str]()  # since the last call of `answers`
+        self._answers = Counter[str]()  # since the last call of `take_answers`
 
     @classmethod
     def of(cls, options: TaskOptions, task: Task) -> "Scorer":
@@ -49,7 +59,8 @@ class Scorer:
             time_limit=options.reward_seconds,
             memory_limit=int(options.reward_memory_gb * 1e9),
         )
-        return cls(task, pool, options.max_reward_error_rate, options.reward_threshold)
+        limit = None if options.reward else task.answer_limit  # a user's function sees everything
+        return cls(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
@@ -67,11 +78,11 @@ class Scorer:
         calls = [{**columns[s // num_rollouts], "response": responses[s]} for s in looked_at]
         known = torch.full((len(calls),), float("nan"))
         try:
-            scores = pool.score(calls, most_failures=int(self._max_error_rate * len(calls)), beat=self.beat)
+            scores = pool.score(calls, most_failures=int(self._max_error_rate * len(responses)), beat=self.beat)
         except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all
             self._broken = str(error)
         else:
-            self._num_scored += len(calls) - scores.num_left
+            self._num_scored += len(responses) - scores.num_left
             self._failures += scores.failures
             self._gave_up |= scores.num_left > 0
             if not scores.num_left:
@@ -82,20 +93,23 @@ class Scorer:
 
     def _is_worth_a_look(self, response: str) -> bool:
         """Whether the function is to see a response; without an answer, or with one that is too long, it is wrong."""
-        limit = self._task.answer_limit
-        if limit is None:
+        if self._answer_limit is None:
             return True
         length = len(self._task.answer(response))
-        self._answers.update({"all": 1, "missing": length == 0, "too_long": length > limit})
-        return 0 < length <= limit
+        self._answers.update({"all": 1, "missing": length == 0, "too_long": length > self._answer_limit})
+        return 0 < length <= self._answer_limit
 
-    def answers(self, ranks: Ranks) -> dict[str, float]:
-        """Fractions of all ranks' responses since the last call that had no answer, or one too long to be looked at; none where
-        the task has no such limit."""
+    def take_answers(self) -> Counter[str]:
+        """How many responses there were on this rank since the last call: "all", and those whose answer was "missing" or
+        "too_long"; empty where there is no limit."""
         counts, self._answers = self._answers, Counter()
-        if self._task.answer_limit is None:
+        return counts
+
+    def answer_rates(self, counts: Counter[str], ranks: Ranks) -> dict[str, float]:
+        """The fractions of all ranks' responses that their counts come to, by metric; none where there is no limit."""
+        if self._answer_limit is None:
             return {}
-        total, *kinds = ranks.sum(torch.tensor([counts["all"], counts["missing"], counts["too_long"]])).tolist()
+        total, *kinds = ranks.sum(torch.tensor([counts[kind] for kind in ("all", "missing", "too_long")])).tolist()
         return {f"answers_{kind}": count / max(total, 1) for kind, count in zip(("missing", "too_long"), kinds, strict=True)}
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:

@@ -1,5 +1,6 @@
 """The chain of the MaxPO paper (appendix G.2): a maze with one way through, two actions a step, and a habit for a trap."""
 
+import hashlib
 import random
 from typing import Any
 
@@ -32,7 +33,6 @@ class ChainTask:
     """
 
     vocab_size = VOCAB_SIZE
-    fingerprint = ""
     num_test_prompts: int | None = None
     has_demonstrations = False
     stop_ids: tuple[int, ...] = (EOS,)
@@ -45,7 +45,9 @@ class ChainTask:
             raise InputError(f"chain_length must be at least 2, got {length}")
         rng = random.Random(f"chain {length} {seed}")
         self.actions = torch.tensor([RIGHT if rng.random() < HABIT else LEFT for _ in range(length)])  # [length], the way on
-        self.has_dead_end = torch.tensor([rng.random() < 0.5 for _ in range(length)])  # [length]
+        # Not in the last state, where it would be worth as much as the goal.
+        self.has_dead_end = torch.tensor([rng.random() < 0.5 and state < length - 1 for state in range(length)])  # [length]
+        self.fingerprint = hashlib.sha256(bytes([*self.actions.tolist(), *self.has_dead_end.tolist()])).hexdigest()
         self.name = f"chain of {length} states"
         self.max_new_tokens = length
 

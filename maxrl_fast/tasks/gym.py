@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from maxrl_fast.tasks.text import Text, prompts_of
 TEST_SHARE = 5  # one question in about this many is held out
 TRIES = 200  # draws for a question on its side of the split: of 10 million test questions one would find none
 SEEDS = 2**31  # those that the data sets take
+# Of version 0.1.25, all run under two seeds of hashing: these take words or terms in the order of a set.
+HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 class GymTask:
@@ -46,6 +49,12 @@ class GymTask:
             from maxrl_fast.rewards import gym
         except ImportError as error:
             raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
+        hashed = [known for known in HASHED if known == name or (name == "composite" and f'"{known}"' in options.gym_config)]
+        if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+            raise InputError(
+                f"reasoning-gym's {hashed[0]} asks other questions in every process, unless Python's hashes are the same: "
+                "start with PYTHONHASHSEED=0 in the environment"
+            )
         self._gym, self._dataset, self._config, self._seed = gym, name, options.gym_config or "{}", seed
         try:
             first = gym.dataset(name, self._config, 0)
@@ -90,7 +99,10 @@ class GymTask:
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
         entries = [self._gym.entry(self._dataset, self._config, line["seed"], line["index"]) for line in prompts.columns]
-        return prompts, Rollouts.given([self._text.encode_response(made["answer"]) for made in entries])
+        answers = [made["answer"] for made in entries]
+        if None in answers:
+            raise InputError(f"{self.name} has questions without an answer to learn from; --sft-steps must be 0")
+        return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """None here: `reward` does, in worker processes."""

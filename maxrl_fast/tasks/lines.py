@@ -10,6 +10,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.files import check_regular, shown
 
 LINE_BYTES = 1 << 20  # of a line; the longest prompts of mathematics and code have a tenth of it
+MOST_UNPACKED, UNPACKED_RATIO = 1 << 26, 100  # bytes of a Parquet file's rows: so many, and so many for each of its own
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -75,17 +76,22 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """The same of a Parquet file, a batch of rows at a time."""
+    """The same of a Parquet file, a few rows at a time: a short file can hold the same long text very often."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
+        from pyarrow.types import is_dictionary
     except ImportError as error:
         raise InputError(f"{shown(path)} needs pyarrow to be read: pip install 'maxrl_fast[data]' ({error})") from error
 
     def rows() -> Iterable[Any]:
+        left = MOST_UNPACKED + UNPACKED_RATIO * path.stat().st_size
         try:
             with ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=1024):
+                for batch in file.iter_batches(batch_size=16):
+                    left -= sum((x.dictionary_decode() if is_dictionary(x.type) else x).nbytes for x in batch.columns)
+                    if left < 0:
+                        raise InputError(f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times its size")
                     yield from batch.to_pylist()
         except (ArrowException, ValueError) as error:
             raise InputError(f"{shown(path)} must be a Parquet file: {error}") from error

@@ -54,6 +54,13 @@ TASKS: dict[str, Callable[[TaskOptions, int, Path | None], Task]] = {
 }
 
 
+def unknown_task(name: str) -> str:
+    """What to say of a name that no task has."""
+    close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"--task must be {', '.join(TASKS)}, gym:NAME or FILE.py:FUNCTION, got {name!r}{hint}"
+
+
 def is_file(name: str) -> bool:
     """Whether a task or a reward is FILE.py:FUNCTION."""
     return name.rpartition(":")[0].endswith(".py")
@@ -71,8 +78,5 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None) -> Ta
     if is_file(options.task):
         return _dataset(options, seed, model)
     if options.task not in TASKS:
-        close = difflib.get_close_matches(options.task, TASKS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        wanted = f"{', '.join(TASKS)}, gym:NAME or FILE.py:FUNCTION"
-        raise InputError(f"--task must be {wanted}, got {options.task!r}{hint}")
+        raise InputError(unknown_task(options.task))
     return TASKS[options.task](options, seed, model)

@@ -57,7 +57,8 @@ class Text:
 
     def encode_response(self, response: str) -> list[int]:
         """Token ids of a response, and its end."""
-        return [*self.tokenizer(response, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        end = self.tokenizer.eos_token_id
+        return [*self.tokenizer(response, add_special_tokens=False)["input_ids"], self.stop_ids[0] if end is None else end]
 
     def decode(self, tokens: list[int]) -> str:
         """Text without special tokens."""

@@ -1,5 +1,9 @@
 """reasoning-gym: every data set makes questions by index, split by content, scored by its own checker."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import reasoning_gym
 import torch
@@ -12,6 +16,7 @@ from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import gym
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.tasks.gym import HASHED
 from maxrl_fast.tasks.registry import build_task
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_resume import assert_same, stop_at
@@ -40,8 +45,12 @@ def scored(task, prompts, responses):
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
-def test_every_data_set(name, policy):
+def test_every_data_set(name, policy, monkeypatch):
     """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
+    if name in HASHED:
+        with pytest.raises(InputError, match=f"reasoning-gym's {name} asks other questions in every process.*PYTHONHASHSEED=0"):
+            task_of(name, policy)
+        monkeypatch.setenv("PYTHONHASHSEED", "0")  # as this process would have been started with
     task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns
@@ -51,6 +60,26 @@ def test_every_data_set(name, policy):
     if task.has_demonstrations:
         answer = f"<answer>{made['answer']}</answer>"
         assert gym.dataset(line["name"], line["config"], line["seed"]).score_answer(gym.answer(answer), made) == 1.0
+
+
+QUESTIONS = """
+import hashlib, reasoning_gym
+from reasoning_gym.factory import DATASETS
+for name in sorted(set(DATASETS) - {"composite"}):
+    data = reasoning_gym.create_dataset(name, seed=3)
+    print(name, hashlib.sha256(data[1]["question"].encode()).hexdigest())
+"""
+
+
+def test_the_same_questions_whatever_pythons_hashes():
+    """Between ranks, and between the trainer and its reward workers; but for the data sets of which that is known."""
+    command = [sys.executable, "-c", QUESTIONS]
+    printed = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2", "3")
+    ]
+    lines = zip(*(text.splitlines() for text in printed), strict=True)
+    assert {line[0].split()[0] for line in lines if len(set(line)) > 1} <= set(HASHED)
 
 
 def test_rewards_come_from_the_checker(policy):

@@ -160,10 +160,69 @@ def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, po
         rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
         assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
-        assert scorer.answers(Ranks()) == {"answers_missing": pytest.approx(2 / 6), "answers_too_long": pytest.approx(1 / 6)}
-        assert scorer.answers(Ranks()) == {"answers_missing": 0, "answers_too_long": 0}
+        counts = scorer.take_answers()
+        assert counts == {"all": 6, "missing": 2, "too_long": 1}
+        assert scorer.answer_rates(counts, Ranks()) == {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
+        assert not scorer.take_answers()
     finally:
         scorer.close()
+
+
+def test_one_failure_among_many_responses_without_a_box_is_no_reason_to_stop(tmp_path, policy):
+    task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
+    prompts = task.prompts("train", 0, 1)
+    scorer = Scorer.of(TaskOptions(reward_seconds=1.0), task)
+    try:  # 9^9^9^9 is beyond what can be evaluated in a second
+        texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
+        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
+        assert rewards.nan_to_num(0).sum() == 0
+        assert scorer.failures(Ranks(), "now")[0]["timeout"] <= 1
+    finally:
+        scorer.close()
+
+
+def test_a_users_own_function_sees_every_response(tmp_path, policy):
+    (tmp_path / "own.py").write_text("def length(prompt, response, **line):\n    return float(len(response))\n")
+    options = {"data": written(tmp_path / "gsm8k.jsonl", GSM8K), "reward": f"{tmp_path}/own.py:length"}
+    task = build_task(TaskOptions(task="gsm8k", **options), 0, policy)
+    scorer = Scorer.of(TaskOptions(task="gsm8k", **options), task)
+    try:
+        texts = ["no box", "\\boxed{1}", "x" * 300]
+        rewards = scorer.score(task.prompts("train", 0, 1), Rollouts.given([task._text.encode_response(t) for t in texts]))
+        assert rewards.tolist() == [6, 9, 300]
+        assert scorer.answer_rates(scorer.take_answers(), Ranks()) == {}
+    finally:
+        scorer.close()
+
+
+def test_answers_of_a_step_are_its_own(tmp_path, policy):
+    """Not those of the evaluation before it, nor of greedy responses; evaluations have theirs."""
+    data = written(tmp_path / "gsm8k.jsonl", GSM8K)
+    sizes = "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 --threads 1 --objective self"
+    flags = [*sizes.split(), "--task", "gsm8k", "--data", str(data), "--model", str(policy), "--dtype", "float32"]
+    scored = []
+    rates = Scorer.answer_rates
+
+    def counted(self, counts, ranks):
+        scored.append(counts["all"])
+        return rates(self, counts, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scorer, "answer_rates", counted)
+        assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
+    held_out = task_of("gsm8k", data, policy).num_test_prompts
+    assert scored == [8 * held_out, 8, 8 * held_out, 8, 8 * held_out]
+    for log in ("metrics", "eval"):
+        records = [json.loads(line) for line in (tmp_path / "run" / f"{log}.jsonl").read_text().splitlines()]
+        assert all(record["answers_missing"] == 1 for record in records)  # of a policy that was never taught
+
+
+def test_a_file_that_unpacks_to_much_more_is_refused(tmp_path):
+    table = pyarrow.table({"prompt": pyarrow.array(["x" * 900_000]).dictionary_encode().take(pyarrow.array([0] * 500))})
+    pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    with pytest.raises(InputError, match=r"bomb\.parquet must not unpack to more than 100 times its size"):
+        lines.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
 def test_a_task_that_is_a_function(tmp_path, policy, capsys, monkeypatch):

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.checks import check
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import versions
 from maxrl_fast.learner import Learner, LossSettings

@@ -29,7 +29,8 @@ from torch.nn import functional as F
 
 from bench.measure import matrix_rate, milliseconds, peak_bytes, synchronize
 from maxrl_fast.batching import Batch, Packer
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.checks import check
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
 from maxrl_fast.learner import Learner, LossSettings, make_optimizer

@@ -14,8 +14,9 @@ import torch
 
 from maxrl_fast.advantages import advantages_of
 from maxrl_fast.checkpoints import Checkpoints
+from maxrl_fast.checks import check
 from maxrl_fast.collecting import Collector
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
 from maxrl_fast.diagnosis import diagnosis, prompt_gradient_norms
 from maxrl_fast.durable import locked

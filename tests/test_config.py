@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import options
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.checks import check
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.options import Config
 from maxrl_fast.parallel import Ranks

@@ -14,7 +14,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.checks import check
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.options import Config

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.config import check, parse, resolve
+from maxrl_fast.checks import check
+from maxrl_fast.config import parse, resolve
 from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 

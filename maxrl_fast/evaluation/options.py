@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from maxrl_fast import config as training
+from maxrl_fast.checks import check as check_training
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.hardware import resolve_device, resolve_dtype
@@ -239,7 +240,7 @@ def check(config: EvaluationConfig) -> None:
         raise InputError(f"task_seed must be in [0, 2^63), got {config.place.task_seed}")
     as_sampled = as_training(config, config.checkpoint or Path())
     # Greedy sampling is no way to train, but one to evaluate.
-    training.check(as_sampled.replace(temperature=sampling.temperature or 1.0))
+    check_training(as_sampled.replace(temperature=sampling.temperature or 1.0))
 
 
 def resolve(config: EvaluationConfig, source: Source, task: Task) -> EvaluationConfig:

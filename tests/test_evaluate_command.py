@@ -398,7 +398,10 @@ def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, c
 def test_a_signal_to_the_process(untrained, tmp_path):
     flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *PLACE, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
     )
     assert process.stdout is not None
     for line in process.stdout:  # until it samples
@@ -406,7 +409,7 @@ def test_a_signal_to_the_process(untrained, tmp_path):
             break
     process.send_signal(signal.SIGINT)
     process.stdout.close()
-    assert process.wait() == 130
+    assert process.wait(timeout=100) == 130
 
 
 def test_greedy_and_one_sample(trained, tmp_path):

@@ -15,7 +15,6 @@ import pytest
 from maxrl_fast.report import main
 from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_run
 
-playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.browser
 
 ARGUMENTS = (
@@ -26,9 +25,11 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def browser():
+    from playwright.sync_api import sync_playwright  # here: without it these tests are only collected
+
     names = ("chromium", "chromium-browser", "google-chrome")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS))
         yield browser
         browser.close()

@@ -93,6 +93,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     if left < 0:
                         raise InputError(f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times its size")
                     yield from batch.to_pylist()
+        except InputError:  # which is a ValueError too
+            raise
         except (ArrowException, ValueError) as error:
             raise InputError(f"{shown(path)} must be a Parquet file: {error}") from error
 

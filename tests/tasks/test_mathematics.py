@@ -221,7 +221,7 @@ def test_a_file_that_unpacks_to_much_more_is_refused(tmp_path):
     table = pyarrow.table({"prompt": pyarrow.array(["x" * 900_000]).dictionary_encode().take(pyarrow.array([0] * 500))})
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
-    with pytest.raises(InputError, match=r"bomb\.parquet must not unpack to more than 100 times its size"):
+    with pytest.raises(InputError, match=r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"):
         lines.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 

@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -54,7 +54,7 @@ class Batch:
     calls: Sequence[dict[str, Any]]
     rewards: list[float] = field(init=False)
     waiting: deque[int] = field(init=False)
-    retried: set[int] = field(default_factory=set)
+    unread: Counter[int] = field(default_factory=Counter)  # workers that died before they read the call
     failures: list[Failure] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -298,10 +298,11 @@ class RewardPool:
         """Act on the end of a connection: most often that of the process.
 
         Args:
-            was_read: whether the worker had read its call, and may have died of it. If not, another worker gets the call, once.
+            was_read: whether the worker had read its call, and may have died of it. If not, another worker gets the call, so
+                often that all workers may have died at once.
         """
-        if worker.index is not None and not was_read and worker.index not in self._batch.retried:
-            self._batch.retried.add(worker.index)
+        if worker.index is not None and not was_read and self._batch.unread[worker.index] < self._size:
+            self._batch.unread[worker.index] += 1
             self._batch.waiting.appendleft(worker.index)
             self._remove(worker)
             return

@@ -418,13 +418,13 @@ def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
 
 
 def test_a_worker_that_dies_before_it_reads_its_call_costs_nothing(tmp_path):
-    """Stopped, it cannot read; then it dies with the call in its socket. The call is made once."""
+    """Stopped, they cannot read; then each dies with the call in its socket. The call is made once."""
     path = tmp_path / "calls"
-    with pool("append_line", workers=1) as one:
-        (pid,) = pids(one)
-        stop(pid)
-        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-        scores = one.score([{"path": str(path)}])
+    with pool("append_line", workers=2) as two:
+        for number, pid in enumerate(pids(two), 1):
+            stop(pid)
+            threading.Timer(0.5 * number, os.kill, (pid, signal.SIGKILL)).start()
+        scores = two.score([{"path": str(path)}])
         assert scores.failures == []
         assert path.read_text() == "called\n"
 

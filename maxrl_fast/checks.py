@@ -62,7 +62,7 @@ def check(config: Config) -> None:
     _require(options, "reward_threshold", "finite", math.isfinite)
     _require(options, "min_p max_reward_error_rate", "in [0, 1]", lambda x: 0 <= x <= 1)
     _require(options, "top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
-    _require(options, "clip_low beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1)
+    _require(options, "clip_low beta1 beta2 sft_beta2", "in [0, 1)", lambda x: 0 <= x < 1)
     _require(options, "dual_clip", "above 1", lambda x: 1 < x < math.inf)
     _check_task(options)
     if OBJECTIVES[options["objective"]].row is None:

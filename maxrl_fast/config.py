@@ -197,6 +197,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> Config:
         max_new_tokens=config.rollout.max_new_tokens or task.max_new_tokens,
         importance_cap=2.0 * corrects if config.rollout.importance_cap is None else config.rollout.importance_cap,
         sft_steps=sft_steps,
+        sft_beta2=config.optimizer.beta2 if config.warm_start.sft_beta2 is None else config.warm_start.sft_beta2,
         eval_prompts=eval_prompts,
         loss=config.loss.loss or objective.loss,
         aggregation=config.loss.aggregation or objective.aggregation,

@@ -124,6 +124,8 @@ class WarmStartOptions:
     """Solutions per step."""
     sft_lr: float = 2e-3
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
+    sft_beta2: Annotated[float | None, unset("FLOAT", "that of --beta2")] = None
+    """Decay of the second moment."""
 
 
 @dataclass(frozen=True)

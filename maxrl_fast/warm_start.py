@@ -1,6 +1,5 @@
 """The warm start: supervised learning on solutions, through the same learner as reinforcement learning."""
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -38,12 +37,11 @@ def warm_start(
     progress = progress or Progress()
     if not steps:
         return 0
+    own = config.warm_start
+    config = config.replace(steps=steps, lr=own.sft_lr, beta2=own.sft_beta2, lr_schedule="cosine", warmup_steps=10)
     # With advantage 1, "reinforce" is the mean negative log-likelihood of the solutions' tokens.
     learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation="token_mean"), ranks=ranks, module=module)
     restore(learner)
-    schedule = dataclasses.replace(
-        config.optimizer, steps=steps, lr=config.warm_start.sft_lr, lr_schedule="cosine", warmup_steps=10
-    )
     device = torch.device(config.run.device)
     advantages, sequences = torch.ones(batch, device=device), torch.arange(batch, device=device)
     with screen.stage("warm start", steps, lines=10, done=progress.step) as stage:
@@ -55,7 +53,7 @@ def warm_start(
                 advantages,
                 sequences,
                 when=f"warm start step {step}",
-                lr=learning_rate(step, schedule),
+                lr=learning_rate(step, config.optimizer),
             )
             progress.step = step
             stage.advance(step, f"loss {update.loss:.3f}")

@@ -84,6 +84,16 @@ def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
     assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(finished / "metrics.jsonl")
 
 
+def test_the_warm_starts_own_second_moment(tmp_path):
+    flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
+    weights = {}
+    for name, given in flags.items():
+        assert run(tmp_path / name, "--sft-steps", "3", "--steps", "0", *given) == 0
+        weights[name] = load_checkpoint(tmp_path / name / "checkpoints" / "step-000000").model.embed_tokens.weight
+    assert torch.equal(weights["as-beta2"], weights["as-sft-beta2"])
+    assert not torch.equal(weights["as-sft-beta2"], weights["default"])
+
+
 def test_two_threads_repeat_bitwise_too(tmp_path):
     for name in ("one", "two"):
         assert run(tmp_path / name, "--threads", "2", "--prompts", "32", "--rollouts", "16", "--maze-size", "9") == 0

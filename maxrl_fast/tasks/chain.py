@@ -27,6 +27,7 @@ class ChainTask:
     Args:
         length: states, and the longest response.
         seed: of the chain.
+        habit: share of the states where RIGHT is the way on.
 
     Raises:
         InputError: where the length is below 2.
@@ -40,11 +41,11 @@ class ChainTask:
     reward: str | None = None
     answer_limit: int | None = None
 
-    def __init__(self, length: int = 64, seed: int = 0):
+    def __init__(self, length: int = 64, seed: int = 0, habit: float = HABIT):
         if length < 2:
             raise InputError(f"chain_length must be at least 2, got {length}")
         rng = random.Random(f"chain {length} {seed}")
-        self.actions = torch.tensor([RIGHT if rng.random() < HABIT else LEFT for _ in range(length)])  # [length], the way on
+        self.actions = torch.tensor([RIGHT if rng.random() < habit else LEFT for _ in range(length)])  # [length], the way on
         # Not in the last state, where it would be worth as much as the goal.
         self.has_dead_end = torch.tensor([rng.random() < 0.5 and state < length - 1 for state in range(length)])  # [length]
         self.fingerprint = hashlib.sha256(bytes([*self.actions.tolist(), *self.has_dead_end.tolist()])).hexdigest()

@@ -1,0 +1,345 @@
+"""Bias and variance of max@K gradients on bandits: MaxPO, section 5.1 and appendix G.1, Figures 1, 4 and 5.
+
+Each seed is a bandit of rewards ~ N(0, 1) and a softmax policy of logits ~ N(0, 1). Three estimators of one batch of N
+draws, ghat = (1/N) sum_i A_i grad log pi(a_i): EI, EI + L2O (which is MaxPO) and EI + L1O, all of (1/K) grad max@K.
+
+- Error: |mean of M batches - exact gradient| against M. It falls as M^-1/2 for the unbiased ones, and for EI + L1O to its
+  bias, which is computed exactly, also for other K and N.
+- Variance, the trace of ghat's covariance, of EI and of EI + L2O, against the number of actions and against K.
+
+The numbers of actions, K, N and M in the paper's panels are lost; those here are chosen, and swept.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from experiment import Settings, rounded, run, tracked
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import pad
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.ops import group_advantage
+
+LABELS = {"expected_improvement": "EI", "maxpo": "EI + L2O (MaxPO)", "ei_l1o": "EI + L1O"}
+UNBIASED = ("expected_improvement", "maxpo")
+COLOURS = {"expected_improvement": "tab:orange", "maxpo": "tab:blue", "ei_l1o": "tab:red"}
+COLOURS_OF_N = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+CHUNK = 1_000_000  # draws at a time
+
+
+@dataclass(frozen=True)
+class BanditSettings(Settings):
+    """Bias and variance of EI, EI + L2O (MaxPO) and EI + L1O on bandits (MaxPO, Figures 1, 4, 5)."""
+
+    seeds: int = 20
+    """Bandits; standard errors are over them."""
+    num_actions: int = 100
+    """Actions, where they are not swept."""
+    num_rollouts: int = 16
+    """N of the error against the number of batches."""
+    k: int = 4
+    """K, where it is not swept."""
+    bias_batches: int = 1_000_000
+    """The largest M of the error against the number of batches."""
+    variance_batches: int = 20_000
+    """Batches that a variance is estimated from."""
+    rollouts_swept: tuple[int, ...] = (8, 16, 32)
+    """N of the variances; K goes from 2 to N - 1."""
+    actions_swept: tuple[int, ...] = (2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
+    """Numbers of actions of the variances."""
+
+
+@dataclass(frozen=True)
+class Bandits:
+    """One bandit a row; its actions are numbered by reward, which changes nothing else."""
+
+    rewards: Tensor  # [S, A] float64, ascending
+    probabilities: Tensor  # [S, A] of the policy
+
+    @classmethod
+    def draw(cls, seeds: int, num_actions: int, generator: torch.Generator) -> "Bandits":
+        rewards, logits = torch.randn(2, seeds, num_actions, dtype=torch.float64, generator=generator)
+        return cls(rewards.sort(-1).values, logits.softmax(-1))
+
+    def sample(self, num_batches: int, n: int, generator: torch.Generator) -> "Batches":
+        draws = self.probabilities.multinomial(num_batches * n, replacement=True, generator=generator)
+        return Batches(self, draws.view(-1, num_batches, n).sort(-1).values)
+
+    def score_mean(self, weights: Tensor) -> Tensor:
+        """sum_a w_a grad log pi(a) of weights [..., S, A]: w - pi sum_a w_a."""
+        return weights - self.probabilities * weights.sum(-1, keepdim=True)
+
+    def gaps(self) -> tuple[Tensor, Tensor]:
+        """The gaps d_j = r_(j+1) - r_(j) between neighbouring rewards and F_j, the probability of a reward below each."""
+        return self.rewards.diff(dim=-1), self.probabilities.cumsum(-1)[:, :-1]
+
+    def exact_gradient(self, k: int) -> Tensor:
+        """(1/K) grad max@K, [S, A]: each action's score weighted by h(r) = E[(r - max of K-1 draws)_+].
+
+        That max is below gap j with probability F_j^(K-1), so h is the sum of d_j F_j^(K-1) over the gaps below r.
+        """
+        gaps, below = self.gaps()
+        improvement = pad((gaps * below ** (k - 1)).cumsum(-1), (1, 0))
+        return self.score_mean(self.probabilities * improvement)
+
+    def exact_bias(self, k: int, n: int) -> Tensor:
+        """E[ghat] - (1/K) grad max@K of EI + L1O, [S, A].
+
+        Of the subsets that EI_j compares with, those that hold rollout i, a share of (K-1)/(N-1), let the baseline depend on
+        it: there EI_j expects the sum of d_j (1 - F_j) F_j^(K-2) over the gaps above r_i.
+        """
+        gaps, below = self.gaps()
+        terms = gaps * (1 - below) * below ** (k - 2)
+        above = pad(terms.flip(-1).cumsum(-1).flip(-1), (0, 1))
+        return -(k - 1) / (n - 1) * self.score_mean(self.probabilities * above)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """M batches of N draws from each of S bandits."""
+
+    bandits: Bandits
+    actions: Tensor  # [S, M, N], ascending in each batch: no estimator looks at their order
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        return self.bandits.rewards.gather(1, self.actions.flatten(1)).view_as(self.actions)
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        return self.bandits.probabilities.gather(1, self.actions.flatten(1)).view_as(self.actions)
+
+    @cached_property
+    def occurrences(self) -> Tensor:
+        """How often each draw's action occurs in its batch."""
+        return torch.searchsorted(self.actions, self.actions, right=True) - torch.searchsorted(self.actions, self.actions)
+
+    def mean_gradient(self, advantages: Tensor) -> Tensor:
+        """The mean of ghat over the M batches, [S, A]."""
+        sums = torch.zeros_like(self.bandits.probabilities).scatter_add_(1, self.actions.flatten(1), advantages.flatten(1))
+        return self.bandits.score_mean(sums / self.actions[0].numel())
+
+    def squared_norms(self, advantages: Tensor) -> Tensor:
+        """|ghat|^2 of each batch, [S, M], in O(N) and not O(A).
+
+        ghat = v - c pi, where v_a = (1/N) sum of A_i over the draws of a, and c = sum_a v_a. Draws of one action have equal
+        advantages, so N^2 |v|^2 is the sum of A_i^2 times how often a_i occurs.
+        """
+        centre = advantages.mean(-1)
+        own = (advantages.square() * self.occurrences).mean(-1) / advantages.shape[-1]
+        cross = (advantages * self.probabilities).mean(-1)
+        return own - 2 * centre * cross + centre.square() * self.bandits.probabilities.square().sum(-1, keepdim=True)
+
+
+def chunks(total: int, draws: int) -> list[int]:
+    """`total` batches, in parts of about CHUNK draws, where a batch of every bandit is `draws`."""
+    size = max(1, CHUNK // draws)
+    return [min(size, total - start) for start in range(0, total, size)]
+
+
+def errors(bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generator: torch.Generator) -> Tensor:
+    """|mean of the first M batches - exact gradient| for each M of the checkpoints, [estimators, checkpoints, S]."""
+    exact = bandits.exact_gradient(k)
+    sums = exact.new_zeros(len(LABELS), *exact.shape)
+    found = []
+    for done, checkpoint in tracked(list(pairwise([0, *checkpoints])), "error against batches"):
+        for num_batches in chunks(checkpoint - done, n * len(exact)):
+            batches = bandits.sample(num_batches, n, generator)
+            for total, name in zip(sums, LABELS, strict=True):
+                total += num_batches * batches.mean_gradient(group_advantage(batches.rewards, name, k=k))
+        found.append((sums / checkpoint - exact).norm(dim=-1))
+    return torch.stack(found, 1)
+
+
+def variances(bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, generator: torch.Generator) -> Tensor:
+    """Traces of ghat's sample covariance over the same batches: [EI and EI + L2O, ks, S]."""
+    sums = bandits.rewards.new_zeros(len(UNBIASED), len(ks), *bandits.rewards.shape)
+    squares = sums[..., 0].clone()
+    for size in chunks(num_batches, n * len(bandits.rewards)):
+        batches = bandits.sample(size, n, generator)
+        for e, name in enumerate(UNBIASED):
+            for i, k in enumerate(ks):
+                advantages = group_advantage(batches.rewards, name, k=k)
+                sums[e, i] += size * batches.mean_gradient(advantages)
+                squares[e, i] += batches.squared_norms(advantages).sum(-1)
+    return (squares - sums.square().sum(-1) / num_batches) / (num_batches - 1)
+
+
+def over_seeds(values: Tensor) -> dict[str, Any]:
+    """Mean over seeds, the last dimension, and its standard error; None where no seed has a value."""
+    if values.shape[-1] < 2:
+        return {"mean": None, "standard_error": None}
+    return {"mean": rounded(values.mean(-1)), "standard_error": rounded(values.std(-1) / values.shape[-1] ** 0.5)}
+
+
+def compared(variance: Tensor) -> dict[str, Any]:
+    """Of variances [EI and EI + L2O, ..., S]: both, and EI + L2O over EI.
+
+    The ratio's mean is the geometric one, for a few nearly deterministic policies would make up the arithmetic one. Where
+    such a policy drew one action only, both are 0 and count as equal.
+    """
+    ratio = torch.where(variance.amin(0) > 0, variance[1] / variance[0], 1.0)
+    mean, deviation = ratio.log().mean(-1).exp(), ratio.log().std(-1)
+    return {
+        **{name: over_seeds(of_name) for name, of_name in zip(UNBIASED, variance, strict=True)},
+        "ratio": {"mean": rounded(mean), "standard_error": rounded(mean * deviation / ratio.shape[-1] ** 0.5)},
+        "seeds_raised": (ratio > 1).sum(-1).tolist(),
+    }
+
+
+def slopes(num_batches: Sequence[int], found: Tensor) -> Tensor:
+    """Of log error against log M by least squares, of errors [M, S]: [S]."""
+    x = torch.tensor(num_batches, dtype=found.dtype).log()
+    x -= x.mean()
+    return x @ found.log() / x.square().sum()
+
+
+def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
+    """The K from which each seed's ratio [ks, S] exceeds 1, between neighbours by interpolation; of seeds where it does."""
+    above = ratio > 1
+    k, first = torch.tensor(ks, dtype=ratio.dtype), above.int().argmax(0)
+    before = (first - 1).clamp_min(0)
+    low, high = ratio.gather(0, torch.stack([before, first]))
+    share = torch.where(first > 0, (1 - low) / (high - low), 1.0)
+    return (k[before] + share * (k[first] - k[before]))[above.any(0)]
+
+
+def check(s: BanditSettings) -> None:
+    """InputError on settings that make no sense."""
+    for name, least in (("seeds", 2), ("num_actions", 2), ("k", 2), ("bias_batches", 10), ("variance_batches", 2)):
+        if getattr(s, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}")
+    if not s.rollouts_swept or min(s.actions_swept, default=0) < 2:
+        raise InputError("--rollouts-swept and --actions-swept must name at least one number each, of actions at least 2")
+    if s.k >= (fewest := min(s.num_rollouts, *s.rollouts_swept)):
+        raise InputError(f"--k must be below every number of rollouts, for L2O leaves two out; got {s.k} and {fewest} rollouts")
+
+
+def experiment(s: BanditSettings) -> dict[str, Any]:
+    """All results, over seeds; also on stdout."""
+    check(s)
+    generator = torch.Generator().manual_seed(s.seed)
+    bandits = Bandits.draw(s.seeds, s.num_actions, generator)
+
+    powers = {round(10 ** (half / 2)) for half in range(2 * len(str(s.bias_batches)))}
+    checkpoints = sorted({m for m in powers if m < s.bias_batches} | {s.bias_batches})
+    late = [i for i, m in enumerate(checkpoints) if 100 * m >= s.bias_batches]
+    found = errors(bandits, s.num_rollouts, s.k, checkpoints, generator)
+    error: dict[str, Any] = {
+        "num_batches": checkpoints,
+        "gradient_norm": over_seeds(bandits.exact_gradient(s.k).norm(dim=-1)),
+        "exact_bias_ei_l1o": over_seeds(bandits.exact_bias(s.k, s.num_rollouts).norm(dim=-1)),
+    }
+    for name, of_name in zip(LABELS, found, strict=True):
+        late_slopes = slopes(checkpoints[late[0] :], of_name[late])
+        fits = {"slope": slopes(checkpoints, of_name), "slope_of_last_two_decades": late_slopes}
+        error[name] = {**over_seeds(of_name), **{fit: over_seeds(values) for fit, values in fits.items()}}
+
+    by_k: dict[str, Any] = {}
+    by_actions: dict[str, Any] = {}
+    bias: dict[str, Any] = {}
+    for n in tracked(s.rollouts_swept, "variance against K"):
+        ks = range(2, n)
+        variance = variances(bandits, n, ks, s.variance_batches, generator)
+        crossed = crossings(ks, variance[1] / variance[0])
+        raised = {"raised_from_k": over_seeds(crossed), "seeds_crossed": len(crossed)}
+        by_k[str(n)] = {"k": list(ks), **compared(variance), **raised}
+        gradients = torch.stack([bandits.exact_gradient(k) for k in ks])
+        biases = torch.stack([bandits.exact_bias(k, n) for k in ks])
+        cosine = torch.cosine_similarity(gradients, gradients + biases, dim=-1)
+        relative = over_seeds(biases.norm(dim=-1) / gradients.norm(dim=-1))
+        bias[str(n)] = {"k": list(ks), **relative, "cosine_with_gradient": over_seeds(cosine)}
+    of_sizes = [Bandits.draw(s.seeds, num_actions, generator) for num_actions in s.actions_swept]
+    for n in tracked(s.rollouts_swept, "variance against actions"):
+        variance = torch.cat([variances(sized, n, [s.k], s.variance_batches, generator) for sized in of_sizes], 1)
+        by_actions[str(n)] = {"num_actions": list(s.actions_swept), **compared(variance)}
+    results = {"error": error, "variance_by_num_actions": by_actions, "variance_by_k": by_k, "relative_bias_ei_l1o": bias}
+    report(results, s)
+    return results
+
+
+def report(results: dict[str, Any], s: BanditSettings) -> None:
+    """The main findings on stdout."""
+    error, figure = results["error"], "{mean:.3g} +- {standard_error:.2g}".format_map
+    print(f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| {figure(error['gradient_norm'])}")
+    print(f"{'':20}{f'error at M = {s.bias_batches}':26}{'slope, all M':20}slope, last two decades")
+    for name, label in LABELS.items():
+        row = error[name]
+        print(f"{label:20}{row['mean'][-1]:<26.3g}{figure(row['slope']):20}{figure(row['slope_of_last_two_decades'])}")
+    print(f"exact bias of EI + L1O: {figure(error['exact_bias_ei_l1o'])}")
+    print("\nVariance of EI + L2O over that of EI, and in how many bandits it is above 1")
+    for key in ("num_actions", "k"):
+        for n, row in results[f"variance_by_{key}"].items():
+            columns = list(zip(row[key], row["ratio"]["mean"], row["seeds_raised"], strict=True))
+            shown = columns if key == "num_actions" else [c for c in columns if c[0] & (c[0] - 1) == 0 or c == columns[-1]]
+            print(f"N = {n:3} {key:12}" + "  ".join(f"{x}: {ratio:.2f} ({raised})" for x, ratio, raised in shown))
+    for n, row in results["variance_by_k"].items():
+        if row["raised_from_k"]["mean"] is not None:
+            print(f"N = {n:3} above 1 from K = {figure(row['raised_from_k'])}, in {row['seeds_crossed']} of {s.seeds} bandits")
+
+
+def band(axes: Axes, x: Sequence[int], values: dict[str, Any], label: str, colour: str, style: str = "-") -> None:
+    """A curve with its standard error shaded."""
+    mean, error = torch.tensor(values["mean"]), torch.tensor(values["standard_error"])
+    axes.plot(x, mean, style, label=label, color=colour, marker=".")
+    axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Above, the paper's three panels, for each N; below, the exact bias of EI + L1O and the ratios of the variances."""
+    results, s = record["results"], record["settings"]
+    figure = Figure(figsize=(16, 9.5), layout="constrained")
+    (error, by_actions, by_k), (bias, ratio_by_actions, ratio_by_k) = figure.subplots(2, 3)
+    figure.suptitle(f"Gradients of max@K on bandits; mean and standard error of {s['seeds']} bandits")
+
+    found = results["error"]
+    for name, label in LABELS.items():
+        slope = found[name]["slope_of_last_two_decades"]["mean"]
+        band(error, found["num_batches"], found[name], f"{label}, slope {slope:.2f}", COLOURS[name])
+    guide = [0.4 * found["expected_improvement"]["mean"][0] * m**-0.5 for m in found["num_batches"]]
+    error.plot(found["num_batches"], guide, ":", color="0.4", label="$M^{-1/2}$")
+    error.axhline(found["exact_bias_ei_l1o"]["mean"], linestyle="--", color="0.4", label="exact bias of EI + L1O")
+    setting = f"N = {s['num_rollouts']}, K = {s['k']}, {s['num_actions']} actions"
+    error.set(
+        title=f"Error of the mean gradient; {setting}",
+        xlabel="batches M (slopes: last two decades)",
+        ylabel="| mean gradient - exact gradient |",
+    )
+
+    for i, (n, row) in enumerate(results["relative_bias_ei_l1o"].items()):
+        band(bias, row["k"], row, f"N = {n}", COLOURS_OF_N[i % 6])
+    bias.set(title=f"Exact bias of EI + L1O; {s['num_actions']} actions", xlabel="K", ylabel="| bias | / | gradient |")
+    bias.set_ylim(bottom=0)
+
+    for key, axes, ratio_axes in (("num_actions", by_actions, ratio_by_actions), ("k", by_k, ratio_by_k)):
+        for i, (n, row) in enumerate(results[f"variance_by_{key}"].items()):
+            band(axes, row[key], row["expected_improvement"], f"EI, N = {n}", COLOURS_OF_N[i % 6], "--")
+            band(axes, row[key], row["maxpo"], f"EI + L2O, N = {n}", COLOURS_OF_N[i % 6])
+            band(ratio_axes, row[key], row["ratio"], f"N = {n}", COLOURS_OF_N[i % 6])
+        setting, x = (f"K = {s['k']}", "actions") if key == "num_actions" else (f"{s['num_actions']} actions", "K")
+        axes.set(title=f"Variance; {setting}", xlabel=x, ylabel="trace of the covariance", xscale="log", yscale="log")
+        ratio_axes.set(title=f"Variance, EI + L2O over EI; {setting}", xlabel=x, ylabel="ratio", xscale="log")
+        ratio_axes.axhline(1, color="0.4", linestyle="--")
+    error.set(xscale="log", yscale="log")
+    for axes in (bias, by_k, ratio_by_k):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run("bandit", BanditSettings, experiment, draw, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What the experiments share: a command line made from their settings, and NAME.json and NAME.png at the end."""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from maxrl_fast.durable import replaced
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import versions
+
+RESULTS = Path(__file__).parent / "results"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of every experiment; those of one are a subclass with its own, each with a default."""
+
+    seed: int = 0
+    """Of all random numbers; seeds count up from it where there are several."""
+    threads: int = 2
+    """CPU threads."""
+    out: Path = RESULTS
+    """Folder for the result, NAME.json, and its picture, NAME.png."""
+
+
+def run(
+    name: str,
+    settings_type: type[Settings],
+    experiment: Callable[[Any], dict[str, Any]],
+    draw: Callable[[dict[str, Any]], Figure],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command of one experiment: settings, results (JSON values), picture. Returns 0; 2 on bad input, 130 on Ctrl-C.
+
+    `experiment` raises InputError with a sentence on settings that make no sense, before any work.
+    """
+    settings = tyro.cli(settings_type, args=arguments, description=settings_type.__doc__)
+    start = time.perf_counter()
+    try:
+        if settings.threads < 1:
+            raise InputError(f"--threads must be at least 1, got {settings.threads}")
+        try:
+            settings.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out must be a folder that can be written: {error}") from None
+        torch.set_num_threads(settings.threads)
+        results = experiment(settings)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    record = {
+        "experiment": name,
+        "settings": {key: value for key, value in asdict(settings).items() if key != "out"},
+        "seconds": round(time.perf_counter() - start, 1),
+        **versions(),
+        "results": rounded(results),
+    }
+    with replaced(settings.out / f"{name}.json") as aside:
+        aside.write_text(as_text(record))
+    figure = draw(record)
+    FigureCanvasAgg(figure)
+    with replaced(settings.out / f"{name}.png") as aside:
+        figure.savefig(aside, dpi=110, format="png")
+    print(f"{record['seconds']:.0f} s; written {settings.out / name}.json and .png")
+    return 0
+
+
+def rounded(value: Any) -> Any:
+    """JSON of it: numbers to six significant digits, None for those that are not finite, lists for tensors."""
+    if isinstance(value, Tensor):
+        return rounded(value.tolist())
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def standard_error(values: Tensor) -> Tensor:
+    """Of the mean over the first dimension, [R, ...] -> [...]; 0 where there is one value."""
+    return values.std(0, correction=min(len(values) - 1, 1)) / len(values) ** 0.5
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """JSON with a line to each list of numbers."""
+    text = json.dumps(record, indent=1, default=str)  # a Path
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+
+
+def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a bar, a count and the time that is left on the screen; a line at the end where there is no screen."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield from progress.track(items, total=total, description=what)

@@ -1,0 +1,80 @@
+"""Training runs for an experiment: several at a time, each in a process of one thread.
+
+On few cores that gets more done than one run with many threads. What is there already is not done again: a run that had begun
+is resumed, so that an experiment that was stopped goes on where it was.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from experiment import tracked
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation import command as evaluation
+
+ONE_CPU = ("--threads=1", "--device=cpu", "--dtype=float32")
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """--name=value of each."""
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def train_all(
+    runs: Mapping[str, Sequence[str]], folder: Path, jobs: int, what: str = "runs", measure: Sequence[str] = ()
+) -> dict[str, Path]:
+    """Run the trainer with the flags of each run in folder/NAME, `jobs` at a time; the log is folder/NAME.log.
+
+    Args:
+        measure: flags of maxrl_fast.evaluate, with which the last checkpoint is evaluated in folder/NAME/evaluation; none: not.
+
+    Returns:
+        The runs' folders.
+
+    Raises:
+        InputError: a run failed; it names the run's log. What had begun by then goes to its end first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        pending = [pool.submit(_train, folder / name, list(flags), list(measure)) for name, flags in runs.items()]
+        try:
+            for done in tracked(as_completed(pending), what, total=len(pending)):
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {name: folder / name for name in runs}
+
+
+def _train(out: Path, flags: list[str], measure: list[str]) -> None:
+    log, finished = out.with_name(f"{out.name}.log"), out.with_name(f"{out.name}.finished")
+    if finished.is_file() and json.loads(finished.read_text()) == [flags, measure]:
+        return
+    place = f"--resume={out}" if (out / "config.json").is_file() else f"--out={out}"
+    with open(log, "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        code = train.main([*flags, place, *ONE_CPU])
+        if measure and not code:
+            shutil.rmtree(out / "evaluation", ignore_errors=True)
+            code = evaluation.main([str(out / "latest"), *measure, f"--out={out / 'evaluation'}", *ONE_CPU])
+    if code:
+        raise InputError(f"the run in {out} ended with exit code {code}: see {log}, and start again to go on")
+    finished.write_text(json.dumps([flags, measure]))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, say."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def thinned(values: Sequence[float], points: int) -> list[list[float]]:
+    """At most `points` pairs of the last step of a stretch, from 1 on, and the mean over the stretch."""
+    width = -(-len(values) // points)
+    stretches = [(min(i + width, len(values)), values[i : i + width]) for i in range(0, len(values), width)]
+    return [[end, sum(part) / len(part)] for end, part in stretches]

@@ -1,0 +1,56 @@
+"""The script in tiny: it runs, goes on where it was, and says what failed. No ranking of objectives is certain."""
+
+import json
+import subprocess
+import sys
+
+from tests.papers.load import FOLDER, load
+
+maze_scaling, training_runs = load("maze_scaling"), load("training_runs")
+
+TINY = [
+    *("--maze-size", "5", "--sft-steps", "40", "--steps", "3", "--prompts", "2", "--rollouts", "4", "8", "--seeds", "1"),
+    *("--objectives", "maxpo", "pacs", "--eval-mazes", "4", "--eval-samples", "4"),
+]
+
+
+def test_as_a_user_runs_it(tmp_path):
+    command = [sys.executable, FOLDER / "maze_scaling.py", *TINY, "--out", tmp_path / "out", "--work", tmp_path / "work"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pass@4, N = 8" in run.stdout
+    record = json.loads((tmp_path / "out" / "maze_scaling.json").read_text())
+    assert (tmp_path / "out" / "maze_scaling.png").read_bytes().startswith(b"\x89PNG")
+    runs = record["results"]["runs"]
+    assert [(run["objective"], run["rollouts"]) for run in runs] == [("maxpo", 8), ("pacs", 8), ("maxpo", 4), ("pacs", 4)]
+    first = runs[0]["pass_at_k"]["0"]
+    for outcome in runs:
+        assert outcome["pass_at_k"].keys() == {"0", "1", "2", "3"}
+        assert outcome["pass_at_k"]["0"] == first  # the same policy, mazes and random numbers
+        assert [step for step, _ in outcome["reward"]] == [1, 2, 3]
+        config = json.loads((tmp_path / "work" / f"{outcome['objective']}-{outcome['rollouts']}-seed1/config.json").read_text())
+        assert (config["objective"], config["rollouts"]) == (outcome["objective"], outcome["rollouts"])
+        assert config["k"] == (2 if outcome["objective"] == "maxpo" else None)
+    logs = {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
+    again = subprocess.run(command, capture_output=True, text=True, check=True)  # all is there
+    assert again.stdout.splitlines()[:-1] == run.stdout.splitlines()[:-1]
+    assert json.loads((tmp_path / "out" / "maze_scaling.json").read_text())["results"] == record["results"]
+    assert logs == {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
+
+
+def test_a_run_that_fails_is_named(tmp_path, capsys):
+    code = maze_scaling.main([*TINY, "--sft-steps", "-1", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")])
+    assert code == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "work" / "warm-start.log") in error
+    assert "sft_steps must be at least 0, got -1" in (tmp_path / "work" / "warm-start.log").read_text()
+
+
+def test_bad_settings_are_a_sentence(tmp_path, capsys):
+    assert maze_scaling.main(["--rollouts", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]) == 2
+    assert "--rollouts must be at least 4 each, got 2" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_thinned_curves():
+    assert training_runs.thinned([1, 2, 3, 4, 5], 2) == [[3, 2.0], [5, 4.5]]
+    assert training_runs.thinned([1, 2], 20) == [[1, 1.0], [2, 2.0]]

@@ -1,0 +1,62 @@
+"""Population weights and those of finite groups: where they must agree."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from maxrl_fast.ops import ESTIMATORS
+from tests.papers.load import FOLDER, load
+
+weights = load("weights")
+
+
+def test_as_a_user_runs_it(tmp_path):
+    command = [sys.executable, FOLDER / "weights.py", "--rollouts", "8", "--points", "5", "--out", tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "W_N(p), N = 8" in run.stdout
+    record = json.loads((tmp_path / "weights.json").read_text())
+    assert record["settings"]["seed"] == 0
+    assert record["maxrl_fast"]
+    results = record["results"]
+    assert results["estimators"]["8"].keys() | results["without_weight"].keys() == ESTIMATORS.keys()
+    assert (tmp_path / "weights.png").read_bytes().startswith(b"\x89PNG")
+    assert weights.main(["--out", str(tmp_path), "--rollouts", "8", "--k", "8"]) == 2
+
+
+def test_bad_settings_are_a_sentence(tmp_path, capsys):
+    assert weights.main(["--out", str(tmp_path), "--k", "1"]) == 2
+    assert "--k must be from 2 to the smallest of --rollouts less 1, got 1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def p():
+    return torch.tensor([0.003, 0.1, 0.4, 0.75, 0.99], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [3, 16])
+def test_maxrl_of_n_rollouts_has_exactly_a_population_weight(p, n):
+    """Algorithm 1 that of order N-1, equations 6 and 7 that of order N."""
+    ours, population = weights.estimator_weights(p, n, 2), weights.population_weights(p, (n - 1, n))
+    torch.testing.assert_close(ours["maxrl"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours["maxrl_ratio"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours["maxrl_conditional"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours["maxrl_control_variate"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours["rloo"], population["RL"], rtol=1e-12, atol=0)
+
+
+def test_orders_go_from_reinforcement_learning_to_maximum_likelihood(p):
+    population = weights.population_weights(p, (1, 100_000))
+    torch.testing.assert_close(population["MaxRL, T = 1"], population["RL"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(population["MaxRL, T = 100000"], population["ML"], rtol=1e-12, atol=0)
+
+
+def test_grpo_comes_to_its_population_weight():
+    p = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    population = weights.population_weights(p, ())["GRPO"]
+    errors = [(weights.estimator_weights(p, n, 2)["grpo"] / population - 1).abs().max() for n in (16, 256, 4096)]
+    assert errors[0] > 8 * errors[1] > 64 * errors[2]  # as 1/N
+    assert errors[2] < 2e-3

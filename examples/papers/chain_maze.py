@@ -6,8 +6,8 @@ it has never been, so the probability there of the rarer action is its tendency 
 probability, and the ratio of the gradient's variance under EI + L2O to that under EI, on the same episodes.
 
 The paper's batch sizes, K, learning rate, optimiser and share of the habit were lost. All but the optimiser, plain gradient
-ascent from zero, are settings here. Every method has, for each K and batch
-size, the learning rate of one common grid that gave the largest final return, on mazes of the search's own.
+ascent from zero, are settings here. Every method has, for each K and batch size, the learning rate of one common grid that
+gave the largest final return, on mazes of the search's own.
 """
 
 import sys
@@ -23,7 +23,7 @@ from torch.nn.functional import pad, softplus
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage
-from maxrl_fast.tasks.chain import LEFT, ChainTask
+from maxrl_fast.tasks.chain import HABIT, LEFT, ChainTask
 
 METHODS = {"REINFORCE": "rloo", "REINFORCE + entropy": "rloo", "EI": "expected_improvement", "EI + L2O": "maxpo"}
 ENTROPY_BONUS = 0.01  # the paper's
@@ -35,7 +35,7 @@ class ChainMaze(Settings):
 
     length: int = 1000
     """States of the chain, and the largest return."""
-    habit: float = 0.9
+    habit: float = HABIT
     """Share of the states where the habitual action leads on."""
     iterations: int = 3000
     """Gradient steps."""
@@ -76,7 +76,7 @@ class Mazes:
     dead_end: Tensor  # [S, L+1], 1 where the wrong action is a step too; 0 at the goal
 
 
-def mazes_of(length: int, seeds: range, habit: float = 0.9) -> Mazes:
+def mazes_of(length: int, seeds: range, habit: float = HABIT) -> Mazes:
     """Those of ChainTask."""
     tasks = [ChainTask(length, seed, habit) for seed in seeds]
     sign = torch.stack([torch.where(task.actions == LEFT, 1.0, -1.0) for task in tasks])

@@ -105,7 +105,7 @@ def gaussian_classes(settings: ExactLikelihood) -> Data:
 def digits(settings: ExactLikelihood) -> Data:
     """scikit-learn's 1797 digits of 8 x 8 pixels, shuffled by seed, less the mean of all, at a mean squared norm of 1."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped, unused-ignore]
+        from sklearn.datasets import load_digits
     except ImportError:
         raise InputError("the digits come with scikit-learn: pip install scikit-learn") from None
     pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))

@@ -52,9 +52,9 @@ def estimator_weights(p: Tensor, n: int, k: int) -> dict[str, Tensor]:
     weights = {}
     for name, row in ESTIMATORS.items():
         if row.has_weight:
-            size = {"k": k} if row.size is not None and row.size.name == "k" else {}
-            options = {option: REQUIRED[option] for option, default in row.options.items() if default is None}
-            weights[name] = effective_weight(name, n, p, **size, **options)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"k": k} if row.size is not None and row.size.name == "k" else {}
+            options |= {option: REQUIRED[option] for option, default in row.options.items() if default is None}
+            weights[name] = effective_weight(name, n, p, **options)
     return weights
 
 

@@ -23,7 +23,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def tiny_bandits(ties: bool = False):  # type: ignore[no-untyped-def]  # of a script
+def tiny_bandits(ties: bool = False):
     """Three bandits of four actions."""
     drawn = bandit.Bandits.draw(3, 4, generator(1))
     rewards, flatter = drawn.rewards.clone(), drawn.probabilities.sqrt()
@@ -73,7 +73,7 @@ def test_over_all_groups_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_bias(n: 
             torch.testing.assert_close(mean, wanted[s], rtol=1e-9, atol=1e-12)
 
 
-def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:  # type: ignore[no-untyped-def]  # of a script
+def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:
     """ghat [S, M, A] of actions [S, M, N]."""
     return torch.stack(
         [

@@ -56,6 +56,7 @@ def test_mazes_are_the_chains_of_the_task() -> None:
         returns = chain_maze.returns_of(forward[None], mazes.dead_end[row : row + 1])[0]
         torch.testing.assert_close(returns, 40 * rewards)
         assert returns[-1] == 40
+    assert 0.27 < chain_maze.mazes_of(1000, range(5), 0.7).sign.gt(0).double().mean() < 0.33
     assert 0.08 < chain_maze.mazes_of(1000, range(5)).sign.gt(0).double().mean() < 0.12
 
 

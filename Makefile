@@ -5,8 +5,10 @@
 # make test-vllm  an environment of its own with vLLM's CPU build, then the tests of --rollout vllm
 # make test-browser  the tests of the report's page, in a Chromium that is on the PATH or named by CHROMIUM
 # make sanitize  the extension with AddressSanitizer and UBSan, and the tests that reach it (5 minutes)
-# make sanitize-gpu  on a machine with compute-sanitizer and a GPU: the tests marked gpu under memcheck
-# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, run the tests marked gpu, time the kernels
+# make test-emulated  the CUDA kernels compiled for the CPU, and their tests there; no GPU, no CUDA (5 minutes)
+# make sanitize-gpu  on a machine with compute-sanitizer and a GPU: all tests marked gpu under memcheck (make gpu: the smallest)
+# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, then tests, memory check and benchmarks
+#              in at most 8 minutes; results go to MAXRL_FAST_GPU_RESULTS (bench/results): bench/README.md
 #
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
 # inputs changes. PYTHON is the interpreter to start from, MAXRL_FAST_CUDA=AUTO|ON|OFF whether to build the CUDA kernels.
@@ -19,7 +21,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: train test test-vllm test-browser sanitize sanitize-gpu bench peers gpu format clean
+.PHONY: train test test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu format clean
 
 train: $(STAMP)
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -34,9 +36,13 @@ sanitize: $(STAMP)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q cmake ninja pybind11
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" tests/sanitize.sh $(RUN)
 
+test-emulated: $(STAMP)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q cmake ninja pybind11
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" tests/emulate.sh $(RUN)
+
 sanitize-gpu:
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 bench: $(STAMP)
 	$(RUN) -m bench.advantages
@@ -65,10 +71,7 @@ format: $(STAMP)
 
 gpu:
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	$(PYTHON) -m pytest -q -m gpu tests/gpu
-	$(PYTHON) -m bench.advantages --device cuda
-	$(PYTHON) -m bench.token_loss --device cuda
-	$(PYTHON) -m bench.rollout --device cuda --peers
+	$(PYTHON) -m bench.gpu
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-vllm build *.egg-info maxrl_fast/*.so

@@ -11,15 +11,15 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.measure import launches, microseconds, microseconds_in_a_graph
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.ops import ESTIMATORS, group_advantage
@@ -36,29 +36,6 @@ SCHEMA = (
     "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, Tensor? lengths, str estimator, float parameter, "
     "float eps, int ddof, float gain, float bias, int max_group_size) -> Tensor"
 )
-
-
-def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median over rounds of the time of one call, each round timing each function for about 2 ms, in turn."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def timed(function: Callable[[], object], calls: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        wait()
-        return (time.perf_counter() - start) / calls * 1e6
-
-    calls = {}
-    for name, function in functions.items():
-        timed(function, 3)  # tables are made, threads are started
-        calls[name] = max(1, min(200, int(2000 / timed(function, 3))))
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            times[name].append(timed(function, calls[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
@@ -172,18 +149,6 @@ def growth(rounds: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def launches(function: Callable[[], object]) -> int:
-    """Kernels that one call starts on the GPU."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    return sum(event.count for event in profiler.key_averages() if "kernel" in event.key.lower() or "void" in event.key)
-
-
 def measure(rounds: int, device: torch.device) -> dict[str, Any]:
     nothing = nothing_operator()
     generator = torch.Generator().manual_seed(0)
@@ -201,7 +166,8 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
             "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
         }
         times = microseconds(functions, rounds, device)
-        times |= microseconds({"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}, 3, device)
+        if device.type == "cpu" or not shapes:  # seconds a call on a GPU, whose every element is a launch
+            times |= microseconds({"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}, 3, device)
         shapes[f"{g}x{n}"] = times
     sizes = torch.randint(1, 32, (1024,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
@@ -220,8 +186,9 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
         ),
     }
     times = microseconds(functions, rounds, device)
-    listed = ids_of.tolist()
-    times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(r, listed)}, 3, device)
+    if device.type == "cpu":
+        listed = ids_of.tolist()
+        times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(r, listed)}, 3, device)
     shapes[f"uneven, {len(rewards)} rollouts in 1024 groups of 1 to 31"] = times
     result: dict[str, Any] = {
         "benchmark": "advantages",
@@ -235,17 +202,9 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
         one = torch.zeros(1, device=device)
         rewards = torch.randn(1024, 16, device=device)
         pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
-        graphs = {}
-        for name, function in pair.items():
-            function()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(100):
-                    function()
-            graphs[name] = graph.replay
         result["gpu"] = {
             "launches": {name: launches(function) for name, function in estimator_calls(rewards, {}).items()},
-            "microseconds_in_a_graph": {k: t / 100 for k, t in microseconds(graphs, rounds, device).items()},
+            "microseconds_in_a_graph": microseconds_in_a_graph(pair, rounds, device),
         }
     return result
 

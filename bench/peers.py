@@ -1,15 +1,17 @@
 """`python -m bench.peers`: a training step beside TRL's GRPOTrainer doing the same.
 
-Both start from the same warm-started policy and train it by GRPO on 7x7 mazes: sample N responses to each of G prompts with
-transformers or with the native engine, score them by the same function, one AdamW step on all. One process, in turn: three
-steps of TRL, three of ours, and so on; the first step of each three, which meets the other side's memory and caches, is not
-counted for either. The last line is one JSON document. TRL wants an environment of its own: `make peers`.
+Both start from the same warm-started policy and train it by GRPO on 7x7 mazes, 8 prompts x 16 rollouts in float32; on a GPU
+on 17x17 mazes, 32 x 128 in bfloat16. They sample N responses to each of G prompts with transformers or with the native engine,
+score them by the same function, and make one AdamW step on all. One process, in turn: three steps of TRL, three of ours, and
+so on; the first step of each three, which meets the other side's memory and caches, is not counted for either. The last line is
+one JSON document. TRL wants an environment of its own: `make peers`.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -19,19 +21,16 @@ from typing import Any
 
 import torch
 
+from bench.measure import synchronize
+from bench.whole_step import OurStep
 from maxrl_fast.checks import check
 from maxrl_fast.config import parse, resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import versions
-from maxrl_fast.learner import Learner, LossSettings
+from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.model.checkpoint import save_checkpoint
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
-from maxrl_fast.ops import grpo_advantage
 from maxrl_fast.options import Config
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import WORDS
@@ -42,34 +41,13 @@ SIZES = {
     "paper": ["--hidden-size", "256", "--intermediate-size", "1024", "--heads", "4", "--kv-heads", "2"],  # 3.9M parameters
     "default": [],  # 0.6M
 }
-
+JOBS = {
+    "cpu": "--maze-size 7 --prompts 8 --rollouts 16 --dtype float32",
+    "cuda": "--maze-size 17 --prompts 32 --rollouts 128 --dtype bfloat16 --token-budget 131072",
+}
+MOST_ROWS = 512  # of TRL's micro-batch: 4096 rows of 490 tokens would keep more activations than a GPU has memory
 
 TURN = 3  # steps of a side before the other's turn
-
-
-class OurStep:
-    """The trainer's step, callable."""
-
-    def __init__(self, config: Config, task: Task, model: Decoder):
-        self.task, self.config, self.step = task, config, 0
-        self.learner = Learner.of(config, model, LossSettings.of(config))
-        self.engine = NativeEngine(model, self.learner.dtype)
-        self.sampling = Sampling.of(config, task)
-        self.tokens: list[int] = []
-        self.rewards: list[float] = []
-
-    def __call__(self) -> None:
-        options = self.config.rollout
-        self.step += 1
-        prompts = self.task.prompts("train", 10**6 + self.step * options.prompts, options.prompts)
-        rollouts = self.engine.generate(prompts, options.rollouts, self.sampling, seed=0, step=self.step)
-        rewards = self.task.score(prompts, rollouts).view(options.prompts, options.rollouts)
-        advantages = grpo_advantage(rewards).flatten()
-        lr = self.config.optimizer.lr
-        self.learner.update(prompts, rollouts, advantages, torch.arange(len(advantages)), when="bench", lr=lr)
-        self.engine.load_weights(self.learner.model)
-        self.tokens.append(len(rollouts.tokens))
-        self.rewards.append(float(rewards.mean()))
 
 
 def trl_trainer(config: Config, task: Task, checkpoint: Path, steps: int, after_step: Any) -> tuple[Any, list[float]]:
@@ -89,15 +67,17 @@ def trl_trainer(config: Config, task: Task, checkpoint: Path, steps: int, after_
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
-        scores: list[float] = []
-        for ids, i in zip(completion_ids, index, strict=True):
-            scores += task.score(prompts.take(i, 1), Rollouts.given([ids])).tolist()
+        scores: list[float] = task.score(prompts.select(torch.tensor(index)), Rollouts.given(completion_ids)).tolist()
         rewards.append(statistics.mean(scores))
         return scores
 
+    total = options.prompts * options.rollouts
+    on_cpu = config.run.device == "cpu"
+    micro_batch = total if on_cpu else math.gcd(total, MOST_ROWS)
     arguments = trl.GRPOConfig(
         output_dir=str(checkpoint / "trl"),
-        per_device_train_batch_size=options.prompts * options.rollouts,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=total // micro_batch,  # and that many are sampled at once
         num_generations=options.rollouts,
         max_completion_length=options.max_new_tokens,
         temperature=options.temperature,
@@ -109,8 +89,8 @@ def trl_trainer(config: Config, task: Task, checkpoint: Path, steps: int, after_
         loss_type="grpo",
         gradient_checkpointing=False,
         shuffle_dataset=False,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=on_cpu,
+        bf16=config.run.dtype == "bfloat16",
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
@@ -130,7 +110,8 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     task = build_task(config.task, config.run.seed)
     config = resolve(config, task)
     torch.set_num_threads(config.run.threads or 1)
-    model = build_policy(config, task)
+    device = torch.device(config.run.device)
+    model = build_policy(config, task).to(device)
     warm_start(config, task, model, Screen())
     ours = OurStep(config, task, model)
     times: dict[str, list[float]] = {"ours": [], "trl": []}
@@ -139,13 +120,17 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         start = 0.0
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            synchronize(device)
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            synchronize(device)
             times["trl"].append(time.perf_counter() - self.start)
             for _ in range(TURN if len(times["trl"]) % TURN == 0 else 0):
+                synchronize(device)
                 start = time.perf_counter()
                 ours()
+                synchronize(device)
                 times["ours"].append(time.perf_counter() - start)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +143,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     return {
         "benchmark": "peers",
         "machine": versions()
-        | {"threads": torch.get_num_threads()}
+        | {"threads": torch.get_num_threads(), "device": str(device), "dtype": config.run.dtype}
         | {name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate")},
         "prompts": config.rollout.prompts,
         "rollouts": config.rollout.rollouts,
@@ -182,15 +167,16 @@ def main() -> int:
         "--size", choices=list(SIZES), default="paper", help="the policy (default: the paper's, 3.9M parameters)"
     )
     parser.add_argument("--turns", type=int, default=5, help=f"turns of each side, {TURN} steps each (default: 5)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     options, flags = parser.parse_known_args()
     try:
         if options.turns < 1:
             raise InputError(f"--turns must be at least 1, got {options.turns}")
         if importlib.util.find_spec("trl") is None:
             raise InputError("bench.peers needs TRL, in an environment of its own: `make peers` makes one")
-        job = ["--objective", "grpo", "--prompts", "8", "--rollouts", "16", "--maze-size", "7", "--lr", "1e-4"]
-        fixed = ["--sft-steps", "60", "--dtype", "float32", "--device", "cpu", "--out", "unused"]
-        config = parse([*job, *SIZES[options.size], *fixed, *flags])
+        device = resolve_device(options.device).type
+        fixed = ["--objective", "grpo", "--lr", "1e-4", "--sft-steps", "60", "--device", device, "--out", "unused"]
+        config = parse([*fixed, *JOBS[device].split(), *SIZES[options.size], *flags])
         check(config)
         result = measure(config, options.turns * TURN)
     except InputError as error:
@@ -198,7 +184,8 @@ def main() -> int:
         return 2
     machine = result["machine"]
     print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}")
-    print(f"TRL {machine['trl']}, transformers {machine['transformers']}; both in float32, {result['parameters']:,} parameters")
+    both = f"both in {machine['dtype']}, {result['parameters']:,} parameters"
+    print(f"TRL {machine['trl']}, transformers {machine['transformers']}; {both}")
     print(
         f"{result['prompts']} prompts x {result['rollouts']} rollouts of {result['maze_size']}x{result['maze_size']} mazes, "
         f"{result['response_tokens']:,.0f} response tokens; mean reward {result['reward_mean']['ours']:.3f}, "

@@ -2,9 +2,10 @@
 
 Each side samples the same number of responses to the same prompts with the same weights, all up to the length limit, in one
 process, in turn. Cases: `maze7`, the MaxRL paper's policy (3.9M parameters) on 8 7x7 mazes x 16 samples; `maze17`, the same
-policy on 2 17x17 mazes x 64; `default`, the default job's policy (0.6M) on 32 9x9 mazes x 16. The floor is the operations of
-all products, attention's included, at the machine's measured matrix rate. The last line is one JSON document. vLLM wants an
-environment of its own: `make test-vllm` makes one, .venv-vllm.
+policy on 2 17x17 mazes x 64; `default`, the default job's policy (0.6M) on 32 9x9 mazes x 16; and, sized for a GPU, `maze17x32`
+and `maze17x128`, the paper's policy on 32 and 128 17x17 mazes x 128. The floor is the operations of all products, attention's
+included, at the machine's measured matrix rate. The last line is one JSON document. vLLM wants an environment of its own:
+`make test-vllm` makes one, .venv-vllm.
 """
 
 import argparse
@@ -37,7 +38,10 @@ CASES = {
     "maze7": ((7, 8, 16), (256, 1024, 4, 2)),
     "maze17": ((17, 2, 64), (256, 1024, 4, 2)),
     "default": ((9, 32, 16), (128, 256, 8, 4)),
+    "maze17x32": ((17, 32, 128), (256, 1024, 4, 2)),
+    "maze17x128": ((17, 128, 128), (256, 1024, 4, 2)),
 }
+USUAL = {"cpu": ["maze7", "maze17", "default"], "cuda": ["maze17x32", "maze17x128"]}
 
 
 def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Decoder:
@@ -192,7 +196,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
+    usual = "; ".join(f"{' '.join(names)} on {device}" for device, names in USUAL.items())
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help=f"default: {usual}")
     parser.add_argument(
         "--peers", nargs="*", choices=["transformers", "vllm"], default=installed, help="default: those installed"
     )
@@ -211,7 +216,7 @@ def main() -> int:
         machine |= {name: _version(name) for name in options.peers}
         print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {dtype}")
         result: dict[str, Any] = {"benchmark": "rollout", "machine": machine, "cases": {}}
-        for name in options.cases:
+        for name in options.cases or USUAL[device.type]:
             result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
             report(name, result["cases"][name])
     except InputError as error:

@@ -253,6 +253,9 @@ def measure_linear(
         "useful_tflops": {name: work / t / 1e9 for name, t in times.items()},
         "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / product / 1e9,
         "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in memory.items()},
+        # What must be there at the end: the gradients, the output matrix's in float32. Beside them, one chunk of logits.
+        "gradients_mib": (hidden.numel() * hidden.element_size() + 4 * weight.numel()) / 2**20,
+        "chunk_mib": 1024 if device.type == "cuda" else 32,
         "times_ours": {name: t / times["ours"] for name, t in times.items()},
         "not_installed": absent,
     }
@@ -281,9 +284,9 @@ def report(result: dict[str, Any]) -> None:
     machine = result["machine"]
     where = f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}"
     print(f"{where}, {machine['device']}")
-    for dtype, case in result["logits"].items():
+    for name, case in (result["logits"] | result["other_vocabularies"]).items():
         size = f"{case['tokens']} x {case['vocabulary']}"
-        print(f"\nlogits {size} {dtype}: a copy moves {case['copy_gb_per_second']:.1f} GB/s")
+        print(f"\nlogits {size} {name.split()[0]}: a copy moves {case['copy_gb_per_second']:.1f} GB/s")
         print(f"  {'':<44}{'ms':>9}{'of copy bandwidth':>20}{'x ours':>9}{'peak bytes/element':>20}")
         for name, ms in case["milliseconds"].items():
             of_copy, peak = case["of_copy_bandwidth"].get(name), case["peak_bytes_per_element"].get(name)
@@ -309,6 +312,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.token_loss", description=__doc__)
     parser.add_argument("--tokens", type=int, help="T (default: 2048, 16384 on a GPU)")
     parser.add_argument("--vocab", type=int, help="V (default: 32768, 151936 on a GPU)")
+    parser.add_argument(
+        "--other-vocabs",
+        type=int,
+        nargs="*",
+        help="more V, in the first dtype, without torch.compile (default: none; 32000 262144 on a GPU)",
+    )
     parser.add_argument("--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
@@ -321,7 +330,8 @@ def main() -> int:
         on_gpu = device.type == "cuda"
         tokens, vocab = options.tokens or (16384 if on_gpu else 2048), options.vocab or (151936 if on_gpu else 32768)
         hidden = options.hidden or (4096 if on_gpu else 512)
-        if min(tokens // SEQUENCES, vocab, hidden, options.rounds, options.threads or 1) < 1:
+        others = options.other_vocabs if options.other_vocabs is not None else [32000, 262144] if on_gpu else []
+        if min(tokens // SEQUENCES, vocab, hidden, *others, options.rounds, options.threads or 1) < 1:
             raise InputError(f"--tokens must be at least {SEQUENCES}, the other numbers at least 1")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -336,6 +346,9 @@ def main() -> int:
         "benchmark": "token_loss",
         "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
         "logits": {name: measure_logits(DTYPES[name], tokens, vocab, options.rounds, compiled, device) for name in names},
+        "other_vocabularies": {
+            f"{names[0]} {v}": measure_logits(DTYPES[names[0]], tokens, v, options.rounds, None, device) for v in others
+        },
         "linear": {name: measure_linear(DTYPES[name], tokens, vocab, hidden, options.rounds, device) for name in fast},
         "pacs": measure_pacs(options.rounds, device),
     }

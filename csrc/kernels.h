@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "decode_attention.h"
 #include "group_advantage.h"
 #include "pacs.h"
 #include "token_loss.h"
@@ -97,6 +98,11 @@ void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real
                       cudaStream_t stream);
 template <typename Real>
 void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream);
+
+// Throws std::invalid_argument where head_dim is not made of 16-byte pieces, 32 at most, or more than 8 query heads share a
+// key/value head.
+template <typename Element>
+void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

@@ -86,6 +86,27 @@ def token_logprobs_backward_cpu(
     *, dtype: str, logits: Matrix, tokens: Tokens, by_logprobs: int, by_entropy: int, gradient: Matrix, num_threads: int
 ) -> None: ...
 def scale_cuda(*, dtype: str, matrix: Matrix, num_rows: int, row_size: int, scale: int, stream: int) -> None: ...
+def decode_attention_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    limit: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    q: int,
+    k: int,
+    v: int,
+    k_cache: int,
+    v_cache: int,
+    lengths: int,
+    prompt_out: int,
+    prompt_lse: int,
+    lse_row_stride: int,
+    lse_head_stride: int,
+    out: int,
+    stream: int,
+) -> None: ...
 
 class Pacs:
     def __init__(

@@ -1,5 +1,5 @@
 #pragma once
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>

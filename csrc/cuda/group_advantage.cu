@@ -4,7 +4,7 @@
 #include "../group_advantage.h"
 
 #include "../kernels.h"
-#include "check.h"
+#include "launch.h"
 
 namespace maxrl::cuda {
 namespace {
@@ -195,7 +195,6 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, 
 template <typename Reward, typename Advantage>
 __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, const int64_t* lengths, Tables tables, Formula f,
                                        Advantage* advantages, int capacity) {
-  extern __shared__ __align__(sizeof(double)) unsigned char shared[];
   __shared__ double warps[kMaxThreads / kWarpSize];
   // Offsets on a GPU were not checked: whatever they are, stay inside the array.
   const int64_t begin = max(groups.begin(blockIdx.x), int64_t(0));
@@ -244,7 +243,7 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     return;
   }
 
-  double* values = reinterpret_cast<double*>(shared);
+  double* values = reinterpret_cast<double*>(dynamic_shared());
   int32_t* places = reinterpret_cast<int32_t*>(values + capacity);  // in the group; -1: none
   int padded = 2;
   while (padded < size) padded *= 2;
@@ -288,14 +287,11 @@ void group_advantage(const Reward* rewards, const Groups& groups, const int64_t*
   int capacity = 0;
   if (formula.needs_sorting())
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
-  const size_t shared_bytes = capacity * (sizeof(double) + sizeof(int32_t));
+  const auto shared_bytes = static_cast<int64_t>(capacity * (sizeof(double) + sizeof(int32_t)));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;
-  if (shared_bytes > 40 * 1024)  // with the static part more than the 48 KiB that a block has without asking
-    MAXRL_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-  kernel<<<static_cast<unsigned>(groups.num_groups), threads_for(largest), shared_bytes, stream>>>(
-      rewards, groups, lengths, tables, formula, advantages, capacity);
-  MAXRL_CUDA_CHECK(cudaGetLastError());
+  if (shared_bytes > 40 * 1024) allow_shared(kernel, shared_bytes);  // the kernel has some of its own
+  launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, rewards, groups, lengths, tables, formula,
+         advantages, capacity);
 }
 
 #define MAXRL_INSTANTIATE(Reward, Advantage)                                                                              \

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "../kernels.h"
-#include "check.h"
+#include "launch.h"
 #include "reduce.cuh"
 
 namespace maxrl::cuda {
@@ -98,7 +98,6 @@ __global__ void __launch_bounds__(kThreads) spread_slopes(LogRatio<Real> in, con
   }
 }
 
-unsigned grid(int64_t wanted, int64_t most) { return static_cast<unsigned>(std::min(wanted, most)); }
 constexpr int64_t kMostBlocks = 1 << 16;
 
 }  // namespace
@@ -106,23 +105,22 @@ constexpr int64_t kMostBlocks = 1 << 16;
 template <typename Real>
 void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream) {
   if (in.num_groups == 0) return;  // the workspace is 0 already
-  pacs_groups<<<grid((in.num_groups + kGroups - 1) / kGroups, kMaxSummingBlocks), kThreads, 0, stream>>>(in, workspace);
-  MAXRL_CUDA_CHECK(cudaGetLastError());
+  const int64_t blocks = std::min((in.num_groups + kGroups - 1) / kGroups, kMaxSummingBlocks);
+  launch(pacs_groups<Real>, blocks, kThreads, 0, 0, stream, in, workspace);
 }
 
 template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
                       cudaStream_t stream) {
   if (in.num_sequences == 0) return;
-  sum_log_ratios<<<grid(in.num_sequences, kMostBlocks), kThreads, 0, stream>>>(in, logprobs, ref_logprobs, proxies);
-  MAXRL_CUDA_CHECK(cudaGetLastError());
+  launch(sum_log_ratios<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, logprobs, ref_logprobs,
+         proxies);
 }
 
 template <typename Real>
 void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream) {
   if (in.num_sequences == 0) return;
-  spread_slopes<<<grid(in.num_sequences, kMostBlocks), kThreads, 0, stream>>>(in, by_proxies, gradient);
-  MAXRL_CUDA_CHECK(cudaGetLastError());
+  launch(spread_slopes<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, by_proxies, gradient);
 }
 
 #define MAXRL_INSTANTIATE(Real)                                                                         \

@@ -8,14 +8,13 @@
 //     void finish(State&)                                            after the last row, by every thread
 // plan and evaluate run on thread 0 of every block, and must say the same in all blocks of a cluster.
 #pragma once
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
 #include "../token_loss.h"
-#include "check.h"
 #include "cluster.cuh"
+#include "elements.cuh"
+#include "launch.h"
 #include "reduce.cuh"
 
 namespace maxrl::cuda {
@@ -23,30 +22,7 @@ namespace maxrl::cuda {
 constexpr int kRowThreads = 512;
 constexpr int kMaxClusterSize = 8;             // more is not portable
 constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks of a multiprocessor hide each other's waits
-constexpr int kAccess = 16;                    // bytes a thread reads or writes at once
 
-__device__ inline float to_real(float x) { return x; }
-__device__ inline double to_real(double x) { return x; }
-__device__ inline float to_real(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-__device__ inline float to_real(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
-
-template <typename Element, typename Real>
-__device__ inline Element from_real(Real x) {
-  return x;
-}
-template <>
-__device__ inline BFloat16 from_real<BFloat16, float>(float x) {
-  const unsigned bits = __float_as_uint(x);
-  if (x != x) return BFloat16{0x7fc0};
-  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
-}
-template <>
-__device__ inline Float16 from_real<Float16, float>(float x) {
-  return Float16{__half_as_ushort(__float2half_rn(x))};
-}
-
-__device__ inline float exponential(float x) { return __expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
 template <typename Real>
 constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-104) : Real(-745.5);  // e^x rounds to 0
 
@@ -70,15 +46,6 @@ struct ThreadSoftmax {
     others += e;
     moment += e * x;
   }
-};
-
-// 16 bytes of a row.
-template <typename Element>
-union Chunk {
-  static constexpr int kSize = kAccess / sizeof(Element);
-  uint4 bits;
-  Element elements[kSize];
-  __device__ Chunk() {}
 };
 
 // How a row lies in memory: a few elements up to the first 16-byte boundary, chunks, a few elements.
@@ -135,14 +102,13 @@ __device__ __noinline__ void combine(const ThreadSoftmax<Real>& mine, double inv
 template <typename Element, typename Real, bool kOnChip, typename Work>
 __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
     softmax_rows(Rows<const Element> logits, TokenRows<Real> in, Rows<Element> gradient, Work work) {
-  extern __shared__ __align__(16) unsigned char storage[];
   __shared__ PartialSoftmax of_warps[kRowThreads / kWarp];
   __shared__ PartialSoftmax of_block;  // read by the whole cluster
   __shared__ ResolvedRow<Element, Real> resolved;
   __shared__ typename Work::State state;
   __shared__ bool must_read;
   constexpr int kSize = Chunk<Element>::kSize;
-  auto* kept = reinterpret_cast<Chunk<Element>*>(storage);
+  auto* kept = reinterpret_cast<Chunk<Element>*>(dynamic_shared());
   const int thread = threadIdx.x, rank = Cluster::rank(), cluster_size = Cluster::size();
   if (thread == 0) state = {};
 
@@ -247,13 +213,6 @@ struct RowLaunch {
   bool has_clusters;
 };
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device, value;
-  MAXRL_CUDA_CHECK(cudaGetDevice(&device));
-  MAXRL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
 inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
   const bool has_clusters = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
   if (!needs_gradient) return {1, 0, has_clusters};  // nothing is read again
@@ -270,25 +229,13 @@ template <typename Element, typename Real, bool kOnChip, typename Work>
 void launch_with(const RowLaunch& plan, Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
                  Work work, cudaStream_t stream) {
   auto* kernel = softmax_rows<Element, Real, kOnChip, Work>;
-  if (plan.storage > 0)
-    MAXRL_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.storage)));
+  if (plan.storage > 0) allow_shared(kernel, plan.storage);
   int per_processor = 0;
   MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kRowThreads, plan.storage));
   const int64_t resident = int64_t{std::max(per_processor, 1)} * device_attribute(cudaDevAttrMultiProcessorCount);
   const int64_t clusters = std::max<int64_t>(1, std::min({in.num_tokens, resident / plan.cluster_size, kMaxSummingBlocks}));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = plan.cluster_size;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * plan.cluster_size));
-  config.blockDim = dim3(kRowThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(plan.storage);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = plan.has_clusters ? 1 : 0;
-  MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, logits, in, gradient, work));
+  launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage, plan.has_clusters ? plan.cluster_size : 0, stream,
+         logits, in, gradient, work);
 }
 
 // Runs `work` on all rows; `gradient` may be null, or the logits.

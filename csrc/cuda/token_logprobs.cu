@@ -66,9 +66,8 @@ template <typename Element, typename Real>
 void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream) {
   if (num_rows == 0) return;
   constexpr int64_t kMostBlocks = 4096;
-  scale_rows<Element, Real><<<static_cast<unsigned>(std::min(num_rows, kMostBlocks)), kRowThreads, 0, stream>>>(
-      matrix, num_rows, row_size, scale);
-  MAXRL_CUDA_CHECK(cudaGetLastError());
+  launch(scale_rows<Element, Real>, std::min(num_rows, kMostBlocks), kRowThreads, 0, 0, stream, matrix, num_rows, row_size,
+         scale);
 }
 
 #define MAXRL_INSTANTIATE(Element, Real)                                                                             \

@@ -1,6 +1,7 @@
-"""The gate in front of the kernels: everything they take on trust is checked here, once."""
+"""The gate in front of the kernels: which of them run where, and what they take on trust is checked, once."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ def has_cuda_kernels(device: torch.device) -> bool:
 def has_kernels(device: torch.device) -> bool:
     """Whether the extension's kernels run on this device; else the references in plain PyTorch do."""
     return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether the CUDA kernels run there; the tests that emulate a GPU say so of the CPU."""
+    return device.type == "cuda"
+
+
+def launch(name: str, device: torch.device, **arguments: Any) -> Any:
+    """The kernel of this device: C++ on this process's threads, or CUDA on the current stream."""
+    if not is_gpu(device):
+        return getattr(_C, f"{name}_cpu")(**arguments, num_threads=torch.get_num_threads())
+    with torch.cuda.device(device):
+        return getattr(_C, f"{name}_cuda")(**arguments, stream=torch.cuda.current_stream().cuda_stream)
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:

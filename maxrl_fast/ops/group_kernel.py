@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops._gate import address, has_cuda_kernels
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import address
 from maxrl_fast.ops.estimators import KERNEL_ROWS, Estimator
 
 DTYPES = {
@@ -68,7 +69,9 @@ def _on_cpu(
         largest = rewards.shape[1]
         tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
     advantages = _fake(rewards)
-    unusable = _C.group_advantage_cpu(
+    unusable = _gate.launch(
+        "group_advantage",
+        rewards.device,
         dtype=DTYPES[rewards.dtype],
         rewards=rewards.data_ptr(),
         groups=groups,
@@ -78,7 +81,6 @@ def _on_cpu(
         largest_table=largest,
         formula=formula,
         advantages=advantages.data_ptr(),
-        num_threads=torch.get_num_threads(),
     )
     if unusable >= 0:
         _refuse(unusable, rewards, offsets, order, estimator)
@@ -99,7 +101,7 @@ def _on_cuda(
     bias: float,
     max_group_size: int,
 ) -> Tensor:
-    if not has_cuda_kernels(rewards.device):
+    if not _gate.has_kernels(rewards.device):
         return group_advantage_reference(
             rewards, offsets, order, valid, lengths, estimator, parameter, eps, ddof, gain, bias, max_group_size
         )
@@ -115,19 +117,19 @@ def _on_cuda(
             sizes = tuple(range(largest + 1))
             tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
     advantages = _fake(rewards)
-    with torch.cuda.device(rewards.device):
-        _C.group_advantage_cuda(
-            dtype=DTYPES[rewards.dtype],
-            rewards=rewards.data_ptr(),
-            groups=groups,
-            lengths=_optional("lengths", lengths, torch.int64, rewards),
-            tables=tables,
-            table_starts=starts,
-            largest_table=largest,
-            formula=formula,
-            advantages=advantages.data_ptr(),
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+    _gate.launch(
+        "group_advantage",
+        rewards.device,
+        dtype=DTYPES[rewards.dtype],
+        rewards=rewards.data_ptr(),
+        groups=groups,
+        lengths=_optional("lengths", lengths, torch.int64, rewards),
+        tables=tables,
+        table_starts=starts,
+        largest_table=largest,
+        formula=formula,
+        advantages=advantages.data_ptr(),
+    )
     return advantages
 
 

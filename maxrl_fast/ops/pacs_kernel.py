@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from maxrl_fast import _C
+from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import address
 
 # Sums of csrc/pacs.h.
@@ -25,14 +26,6 @@ for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"maxrl_fast::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _run(name: str, device: torch.device, **arguments: Any) -> Any:
-    """The kernel of this device; CUDA's on the current stream."""
-    if device.type == "cpu":
-        return getattr(_C, f"{name}_cpu")(**arguments, num_threads=torch.get_num_threads())
-    with torch.cuda.device(device):
-        return getattr(_C, f"{name}_cuda")(**arguments, stream=torch.cuda.current_stream().cuda_stream)
-
-
 def _pacs_loss(
     proxies: Tensor,
     labels: Tensor,
@@ -45,7 +38,7 @@ def _pacs_loss(
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
-    size = len(PACS_SUMS) if device.type == "cpu" else _C.PACS_WORKSPACE
+    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else len(PACS_SUMS)
     sums = torch.zeros(size, dtype=torch.float64, device=device)
     pacs = _C.Pacs(
         num_groups=num_groups,
@@ -59,7 +52,7 @@ def _pacs_loss(
         cross_entropy=cross_entropy.data_ptr(),
         gradient=gradient.data_ptr(),
     )
-    unusable = _run("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
+    unusable = _gate.launch("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
     return sums[: len(PACS_SUMS)], cross_entropy, gradient
@@ -79,7 +72,7 @@ def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens:
 def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
     device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
-    _run(
+    _gate.launch(
         "log_ratio_reward",
         device,
         dtype=DTYPES[dtype],
@@ -96,7 +89,7 @@ def _log_ratio_reward_backward(
 ) -> Tensor:
     device, dtype = by_proxies.device, by_proxies.dtype
     gradient = by_proxies.new_empty(num_tokens)
-    _run(
+    _gate.launch(
         "log_ratio_reward_backward",
         device,
         dtype=DTYPES[dtype],

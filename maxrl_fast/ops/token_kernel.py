@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops._gate import address, has_cuda_kernels
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import address
 from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, real_dtype
 
 DTYPES = {
@@ -103,12 +104,8 @@ class _Call:
         return 0 if tensor is None else address(name, tensor, dtype, shape or self.shape[:1], self.device)
 
     def run(self, name: str, **arguments: Any) -> Any:
-        """The kernel of this device; CUDA's on the current stream."""
-        if self.device.type == "cpu":
-            return getattr(_C, f"{name}_cpu")(**self.arguments, **arguments, num_threads=torch.get_num_threads())
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            return getattr(_C, f"{name}_cuda")(**self.arguments, **arguments, stream=stream)
+        """The kernel of this device."""
+        return _gate.launch(name, self.device, **self.arguments, **arguments)
 
     def refuse(self, row: int | None, targets: Tensor) -> None:
         """Raise where a kernel found that a target is not in the vocabulary. CUDA's make the loss NaN instead."""
@@ -157,7 +154,7 @@ def _token_loss(
         sequence_tokens=call.address("sequence_tokens", sequence_tokens, torch.int64, num_sequences),
         denominator=address("denominator", denominator, torch.float64, (), call.device),
     )
-    size = len(SUMS) if logits.device.type == "cpu" else _C.LOSS_WORKSPACE
+    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else len(SUMS)
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.run(
         "token_loss",
@@ -252,17 +249,18 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     """
     if torch.compiler.is_compiling() or type(scale) is not Tensor:  # traced: the scale has no value yet
         return gradient * scale.to(gradient.dtype)
-    if gradient.device.type == "cuda" and has_cuda_kernels(gradient.device):
+    if _gate.is_gpu(gradient.device) and _gate.has_kernels(gradient.device):
         scale = scale.double().contiguous()
-        with torch.cuda.device(gradient.device):
-            _C.scale_cuda(
-                dtype=DTYPES[gradient.dtype],
-                matrix=_matrix("gradient", gradient, (gradient.shape[0], gradient.shape[1]), gradient.dtype, gradient.device),
-                num_rows=gradient.shape[0],
-                row_size=gradient.shape[1],
-                scale=scale.data_ptr(),
-                stream=torch.cuda.current_stream().cuda_stream,
-            )
+        shape = (gradient.shape[0], gradient.shape[1])
+        _gate.launch(
+            "scale",
+            gradient.device,
+            dtype=DTYPES[gradient.dtype],
+            matrix=_matrix("gradient", gradient, shape, gradient.dtype, gradient.device),
+            num_rows=shape[0],
+            row_size=shape[1],
+            scale=scale.data_ptr(),
+        )
         return gradient
     if float(scale) == 1:
         return gradient

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
+from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.model.flash import attend
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
+from maxrl_fast.rollout.decode_attention import Step, has_kernel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -58,6 +58,7 @@ class _Grid:
         self.logprobs, self.raw_logprobs = (torch.zeros(size, limit, device=device) for _ in range(2))
         self.every = torch.arange(size, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
+        self.in_kernel = has_kernel(c, dtype, device)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
         # Graphs write to this grid alone, and run one after another: they may share their working memory.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -75,6 +76,8 @@ class _Grid:
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
         """`count` steps, in which no row may come to more than `width` tokens."""
+        if self.in_kernel:
+            width = self.limit  # it reads what there is, whatever the width: one graph serves all
         for _ in range(count):
             if self.last.device.type != "cuda":
                 self.step(sampling, width)
@@ -93,20 +96,10 @@ class _Grid:
         """One token more for every row; those that have ended change nothing of theirs."""
         at = self.length - 1  # of the newest token
         lengths = self.prompt_lengths[:, None].expand(self.groups, self.rows).flatten()
-        prompt_width = self.prompts[0][0].shape[1]
-        prompt_mask = _mask(self.prompt_lengths, prompt_width)
-        own_mask = _mask(self.length, width)
+        step = Step(self.prompt_lengths, self.length, self.prompts[0][0].shape[1], width, self.in_kernel)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            (k_prompt, v_prompt), (k_own, v_own) = self.prompts[layer], self.own[layer]
-            k_own[self.every, at], v_own[self.every, at] = k, v
-            samples, heads, dim = k.shape
-            # The query heads that share a key/value head become further queries of it: [A, R, Hkv, D].
-            q = q.view(samples, heads, -1, dim).transpose(1, 2).contiguous()
-            o1, l1 = attend(q.view(self.groups, -1, heads, dim), k_prompt, v_prompt, mask=prompt_mask)
-            o2, l2 = attend(q, k_own[:, :width], v_own[:, :width], mask=own_mask)
-            o, _ = merge(o1.reshape(q.shape), l1.reshape(q.shape[:-1]), o2, l2)
-            return o.transpose(1, 2).reshape(samples, -1, dim)
+            return step.attend(q, k, v, self.prompts[layer], self.own[layer])
 
         hidden = self.model(self.last, lengths + at, attention, self.every, self.dtype)
         self.take(self.every, sample(self.model.logits(hidden), uniforms(self.keys, self.length), sampling), self.length)
@@ -159,12 +152,6 @@ class _Grid:
             (k_from, v_from), (k_own, v_own) = other.prompts[layer], self.own[layer]
             k_prompt[:g], v_prompt[:g] = k_from[groups], v_from[groups]
             k_own[to], v_own[to] = (x[rows] for x in other.own[layer])
-
-
-def _mask(lengths: Tensor, width: int) -> Tensor:
-    """[B, 1, 1, width] to add to scores: 0 before each length, -inf from there on."""
-    outside = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(outside.shape, device=lengths.device).masked_fill(outside, float("-inf"))[:, None, None]
 
 
 class DeviceDecoder:

@@ -8,7 +8,7 @@ from maxrl_fast.ops.estimators import KERNEL_ROWS
 
 pytestmark = pytest.mark.gpu
 OP = torch.ops.maxrl_fast.group_advantage.default
-SHAPES = [(1, 1), (3, 2), (5, 31), (4, 33), (2, 257), (1100, 16), (3, 1024), (2, 3000), (1, 4096)]
+SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (1100, 16), (3, 1024), (2, 3000), (1, 4096)]
 
 
 def arguments(name, layout):

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: CUDA graphs against the CPU, and log-probs against the full forward pass."""
+"""Decoding on a GPU: attention against float64, CUDA graphs against the CPU, and log-probs against the full forward pass."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
+from tests.decoding import SHAPES, attention
 from tests.models import response_logits, tiny_decoder
 
 pytestmark = pytest.mark.gpu
@@ -14,6 +15,20 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 SAMPLINGS = [Sampling(1.3, 40, (3, 17)), Sampling(1.0, 40, (3,), top_k=12, top_p=0.9, min_p=0.05), Sampling(0.0, 40, (3,))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_equals_float64(shape, dtype):
+    """FlashAttention to the prompts, and the kernel for the rest."""
+    expected, *caches = attention(shape, torch.float64, torch.device("cpu"), in_kernel=False)
+    if dtype == torch.float32:
+        expected, *caches = attention(shape, dtype, torch.device("cpu"), in_kernel=False)
+    actual, *written = attention(shape, dtype, GPU, in_kernel=True)
+    for a, b in zip(written, caches, strict=True):
+        assert torch.equal(a.cpu().double(), b.double())
+    error = (actual.cpu().double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+    assert error.max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

@@ -1,0 +1,182 @@
+"""`python -m bench.gpu`, the second half of `make gpu`: tests, memory check and benchmarks on this machine's GPU.
+
+Steps run one after another, each in a process of its own and under its own limit, 8 minutes in all at the most; one that takes
+longer is killed with all that it started, and the next one goes on. What tests and benchmarks print is shown and kept in a log.
+One JSON document has the machine, the versions and every figure; it is written anew after each step. The last lines are a table
+of figures, aims, floors and peers; the aims are for an H200.
+
+Results go to the folder of the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME.json and
+gpu_NAME.log. Nothing is installed or downloaded: a peer that is not there is left out.
+
+Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or for other input that cannot
+work; 130 and 143 after Ctrl-C and SIGTERM, with the step's processes ended. A figure that misses its aim fails nothing.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_run import ROOT, run_step
+from bench.gpu_steps import Step, dry_steps, gpu_steps, missing
+from bench.gpu_table import lines, rows
+from maxrl_fast import _C
+from maxrl_fast.durable import write_json
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import memory_bytes, versions
+
+VARIABLE = "MAXRL_FAST_GPU_RESULTS"
+NEEDED = ("numpy", "safetensors", "tyro", "rich", "tensorboard", "matplotlib", "pytest")
+PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy", "vllm", "flash-attn")
+
+
+def output_of(*command: str) -> str | None:
+    """Of a program that may not be here, or may find nothing."""
+    if shutil.which(command[0]) is None:
+        return None
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures may depend on."""
+    commit, changes = output_of("git", "rev-parse", "HEAD"), output_of("git", "status", "--porcelain")
+    return versions() | {
+        "device": str(device),
+        "memory_bytes": memory_bytes(device),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "compute_capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        "cpu_cores": os.cpu_count(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+        "commit": commit,
+        "has_changes": None if changes is None else bool(changes),
+    }
+
+
+def check(device: torch.device) -> None:
+    """Raise InputError where there is nothing to run on."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
+            "dry run without one"
+        )
+    if device.type == "cuda" and not _C.cuda:
+        raise InputError("the extension was built without CUDA kernels; `make gpu` builds it with them")
+    absent = [package for package in NEEDED if missing(package)]
+    if absent:
+        raise InputError(f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}")
+
+
+def results_folder(is_dry: bool) -> Path:
+    """Where results go; it is made."""
+    folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "bench/results"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{VARIABLE} must be a folder that can be written to, got {folder}: {error}") from error
+    return folder
+
+
+def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
+    """Run the steps, and write down what has come so far after each."""
+    log, start = file.with_suffix(".log"), time.monotonic()
+    limit = sum(step.seconds for step in steps if not step.absent) * stretch
+    for number, step in enumerate(steps, 1):
+        gone = time.monotonic() - start
+        about = f"[{number}/{len(steps)}] {step.name}"
+        if step.absent:
+            print(f"{about}: not run, {step.absent}", flush=True)
+        else:
+            print(f"{about}: at most {step.seconds * stretch:.0f} s; {gone:.0f} of at most {limit:.0f} s are gone", flush=True)
+        record = run_step(step, step.seconds * stretch, log)
+        result["steps"][step.name] = record
+        record["commit"] = result["machine"]["commit"]
+        result["table"] = [vars(row) for row in rows(result["steps"])]
+        write_json(file, result)
+        if not step.absent:
+            why = f", {record['why']}" if record["why"] else ""
+            print(f"    {record['state']} after {record['seconds']:.0f} s{why}", flush=True)
+
+
+def earlier_steps(file: Path) -> dict[str, Any]:
+    """The records of a run before this one, marked as such."""
+    if not file.exists():
+        return {}
+    try:
+        steps = json.loads(file.read_text())["steps"]
+        return {name: record | {"is_earlier": True} for name, record in steps.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} must be results of bench.gpu for --only to keep, but cannot be read: {error!r}") from error
+
+
+def _stop(*_: object) -> None:
+    sys.exit(143)  # so that the step's processes are ended too
+
+
+def main() -> int:
+    """The command line."""
+    names = [step.name for step in gpu_steps()]
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="STEP",
+        choices=names,
+        help=f"run these, and keep the others' last results: {', '.join(names)}",
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run at tiny sizes (default: cuda)"
+    )
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor on all limits, for a slower GPU (default: 1)")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    try:
+        check(device)
+        if not 0 < options.stretch <= 1000:
+            raise InputError(f"--stretch must be above 0 and at most 1000, got {options.stretch:g}")
+        folder = results_folder(is_dry=device.type == "cpu")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "dry run"
+        file = folder / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower()).strip('_')}.json"
+        earlier = earlier_steps(file) if options.only else {}
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _stop)
+    steps = [step for step in (gpu_steps() if device.type == "cuda" else dry_steps()) if step.name in (options.only or names)]
+    result: dict[str, Any] = {"benchmark": "gpu", "machine": machine(device), "steps": earlier}
+    result["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if not options.only:
+        file.with_suffix(".log").unlink(missing_ok=True)
+    about = result["machine"]
+    print(f"{name}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}; results in {file}", flush=True)
+    try:
+        run_all(steps, result, file, options.stretch)
+    except KeyboardInterrupt:
+        print(f"stopped; what had come is in {file}", file=sys.stderr)
+        return 130
+    print(f"\n{name}, torch {about['torch']}; the aims are for an H200; {file}")
+    print("\n".join(lines(rows(result["steps"]))))
+    return int(any(result["steps"][step.name]["state"] not in ("done", "absent") for step in steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The table at the end of `make gpu`: each figure with its aim, and with its floor or peer beside it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line. The aims are those for an H200."""
+
+    figure: str
+    value: str
+    aim: str = ""
+    reached: bool | None = None  # None: there is nothing to reach
+    beside: str = ""  # floor or peer
+
+
+def ceilings(x: Any) -> Iterator[Row]:
+    yield Row("copy bandwidth", f"{x['copy_bytes_per_second'] / 1e9:,.0f} GB/s", beside="H200's data sheet: 4,800")
+    name = x["machine"]["dtype"].removeprefix("torch.")
+    yield Row(
+        f"{name} products", f"{x['matrix_flops_per_second'] / 1e12:,.1f} TFLOP/s", beside="H200's data sheet: 989 in bf16"
+    )
+
+
+def launches(x: Any) -> Iterator[Row]:
+    counts, times = x["launches"] or {}, x["microseconds_in_a_graph"] or x["microseconds"]
+    empty = times["empty kernel"]
+    for name in ("maxpo", "log_ratio_reward", "pacs_loss"):
+        count = counts.get(name)
+        started = "" if count is None else f"{count} launch{'' if count == 1 else 'es'}, "
+        reached = None if count is None else count == 1 and times[name] <= 2 * empty
+        aim = "1 launch, <= 2 x empty"
+        yield Row(f"{name}, 1024 x 16", f"{started}{times[name]:.2f} us", aim, reached, f"empty kernel {empty:.2f} us")
+
+
+def token_loss(x: Any) -> Iterator[Row]:
+    for name, case in (x["logits"] | x["other_vocabularies"]).items():
+        size = f"{case['tokens']} x {case['vocabulary']} {name.split()[0]}"
+        share, times = case["of_copy_bandwidth"]["ours"], case["milliseconds"]
+        beside = f"copy {times['copy']:.2f} ms, ours {times['ours']:.2f}, eager {times['eager']:.1f}"
+        yield Row(f"loss, {size}", f"{share:.0%} of a copy", ">= 85%", share >= 0.85, beside)
+        if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
+            yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
+        peak = case["peak_bytes_per_element"]["ours, in place"]
+        if peak is not None:  # gradient in the logits' place: whatever is left is a temporary
+            yield Row("  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1)
+    for name, case in x["linear"].items():
+        size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
+        useful, product = case["useful_tflops"], case["matrix_product_tflops"]
+        beside = f"a product {product:.1f}, eager {useful['eager']:.1f}"
+        yield Row(f"linear, {size}", f"{useful['ours']:.1f} TFLOP/s", ">= 650", useful["ours"] >= 650, beside)
+        peak, chunk = case["peak_mib"]["ours"], case["chunk_mib"]
+        if peak is not None:
+            own = peak - case["gradients_mib"]
+            aim = f"<= {chunk:,} MiB, a chunk"
+            yield Row(
+                "  beside its gradients", f"{own:,.0f} MiB", aim, own <= 1.05 * chunk, f"eager {case['peak_mib']['eager']:,.0f}"
+            )
+
+
+def rollout(x: Any) -> Iterator[Row]:
+    for case in x["cases"].values():
+        rows, rate = case["prompts"] * case["samples"], case["sides"]["native"]["tokens_per_second"]
+        beside = f"floor {case['floor_milliseconds']:.1f} of {case['sides']['native']['milliseconds']:.1f} ms"
+        aim, reached = (">= 5,000,000", rate >= 5e6) if rows >= 4096 else ("", None)
+        yield Row(f"rollout, {rows:,} rows", f"{rate:,.0f} tokens/s", aim, reached, beside)
+
+
+def rollout_peer(x: Any) -> Iterator[Row]:
+    for case in x["cases"].values():
+        side = case["sides"]["transformers"]
+        yield Row(
+            "  transformers' generate",
+            f"{side['tokens_per_second']:,.0f} tokens/s",
+            beside=f"{side['times_native']:.1f} x ours",
+        )
+
+
+def whole_step(x: Any) -> Iterator[Row]:
+    case = x["cases"]["step17"]
+    size, ms = f"{case['prompts']} x {case['rollouts']}", case["step_milliseconds"]
+    stages = case["milliseconds_by_stage"]
+    beside = f"rollout {stages['rollout']:.0f}, update {stages['update']:.0f}, prompts {stages['prompts']:.0f}"
+    yield Row(f"whole step, 17x17, {size}", f"{ms:,.0f} ms", "<= 100 ms", ms <= 100, beside)
+
+
+def qwen(x: Any) -> Iterator[Row]:
+    for name, case in x["cases"].items():
+        shared, padded = (case["layouts"].get(layout) for layout in ("shared", "padded"))
+        mfu = shared["model_flops_utilisation"]
+        beside = f"floor {shared['floor_milliseconds']:,.0f} of {shared['milliseconds']:,.0f} ms"
+        beside += f", padded {padded['times_shared']:.2f} x" if padded else ""
+        yield Row(f"update, {name}", f"{mfu:.0%} of the products", ">= 45%", mfu >= 0.45, beside)
+
+
+def advantages(x: Any) -> Iterator[Row]:
+    times = x["microseconds"]["1024x16"]
+    nothing = times["floor: an operator that does nothing"]
+    for name, peer in (("grpo", "grpo by view, mean, std"), ("maxpo", "maxpo by matrix")):
+        beside = f"an operator {nothing:.1f} us; by {peer.partition(' by ')[2]} {times[f'peer: {peer}'] / times[name]:.1f} x"
+        yield Row(f"{name}, a call", f"{times[name]:.1f} us", beside=beside)
+
+
+def trl(x: Any) -> Iterator[Row]:
+    seconds = x["seconds"]
+    yield Row(
+        "TRL's GRPOTrainer, that step", f"{seconds['trl']:.2f} s", beside=f"{x['ratio']:.1f} x ours, {seconds['ours']:.2f} s"
+    )
+
+
+SECTIONS: dict[str, Callable[[Any], Iterator[Row]]] = {
+    "ceilings": ceilings,
+    "launches": launches,
+    "token_loss": token_loss,
+    "rollout": rollout,
+    "rollout_peer": rollout_peer,
+    "whole_step": whole_step,
+    "qwen_0.5b": qwen,
+    "qwen_1.5b": qwen,
+    "advantages": advantages,
+    "trl": trl,
+}
+
+
+def rows(steps: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """From the records of the steps. One that failed says so, with the figures it had before. A dry run has no aims."""
+    table = []
+    for name, record in steps.items():
+        figures = record.get("figures")
+        if record["state"] == "absent":
+            table.append(Row(name, "not run", beside=record["why"]))
+        elif name not in SECTIONS:
+            counted = ", ".join(f"{number} {kind}" for kind, number in (figures or {}).items())
+            is_done = record["state"] == "done"
+            value = ", ".join(filter(None, ["" if is_done else "FAILED", counted])) or "done"
+            table.append(Row(name, value, "no failure", is_done, _why(record)))
+        else:
+            if record["state"] != "done":
+                table.append(Row(name, "FAILED", "", False, _why(record)))
+            of_step = list(SECTIONS[name](figures)) if figures else []
+            if figures and figures["machine"]["device"] == "cpu":
+                of_step = [replace(row, aim="", reached=None) for row in of_step]
+            table += of_step
+    return table
+
+
+def _why(record: Mapping[str, Any]) -> str:
+    return "" if record["state"] == "done" else f"{record['state']}: {record['why']}"
+
+
+def lines(table: list[Row]) -> list[str]:
+    """As text, a line a row."""
+    answers = {True: "yes", False: "NO", None: ""}
+    cells = [("figure", "measured", "aim", "reached", "floor or peer")]
+    cells += [(row.figure, row.value, row.aim, answers[row.reached], row.beside) for row in table]
+    widths = [max(len(row[i]) for row in cells) for i in range(4)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in cells]

@@ -1,0 +1,45 @@
+#include "bindings.h"
+
+namespace maxrl::bindings {
+
+void bind_decode_attention([[maybe_unused]] py::module_& m) {
+#ifdef MAXRL_FAST_CUDA
+  m.def(
+      "decode_attention_cuda",
+      [](std::string_view dtype, std::int64_t num_rows, std::int64_t limit, int heads, int kv_heads, int head_dim, Address q,
+         Address k, Address v, Address k_cache, Address v_cache, Address lengths, Address prompt_out, Address prompt_lse,
+         std::int64_t lse_row_stride, std::int64_t lse_head_stride, Address out, Address stream) {
+        for (const Address address : {q, k, v, k_cache, v_cache, prompt_out, out})
+          if (address % 16) throw py::value_error("decode_attention needs tensors that begin at 16-byte boundaries");
+        const auto run = [&](auto element) {
+          using Element = decltype(element);
+          const DecodeAttention<Element> in{num_rows,
+                                            limit,
+                                            heads,
+                                            kv_heads,
+                                            head_dim,
+                                            pointer<const Element>(q),
+                                            pointer<const Element>(k),
+                                            pointer<const Element>(v),
+                                            pointer<Element>(k_cache),
+                                            pointer<Element>(v_cache),
+                                            pointer<const std::int64_t>(lengths),
+                                            pointer<const Element>(prompt_out),
+                                            pointer<const float>(prompt_lse),
+                                            lse_row_stride,
+                                            lse_head_stride,
+                                            pointer<Element>(out)};
+          cuda::decode_attention(in, reinterpret_cast<cudaStream_t>(stream));
+        };
+        if (dtype == "float32") return run(float{});
+        if (dtype == "bfloat16") return run(BFloat16{});
+        if (dtype == "float16") return run(Float16{});
+        throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
+      },
+      py::kw_only(), "dtype"_a, "num_rows"_a, "limit"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "q"_a, "k"_a, "v"_a,
+      "k_cache"_a, "v_cache"_a, "lengths"_a, "prompt_out"_a, "prompt_lse"_a, "lse_row_stride"_a, "lse_head_stride"_a, "out"_a,
+      "stream"_a);
+#endif
+}
+
+}  // namespace maxrl::bindings

@@ -1,0 +1,228 @@
+// Attention of every row's newest token to the row's own tokens, merged with its attention to the prompt: one launch reads
+// the keys and values that there are once, in their own precision, whatever the length of the longest row.
+//
+// A block has one row and one key/value head, with all query heads that share it. The lanes of a warp lie side by side along
+// a key, 16 bytes each, and several keys beside one another: such a slot has its own running softmax, and the slots' are
+// merged at the end.
+#include <algorithm>
+
+#include "../kernels.h"
+#include "elements.cuh"
+#include "launch.h"
+#include "reduce.cuh"
+
+namespace maxrl::cuda {
+namespace {
+
+constexpr int kKeysAtOnce = 4;          // of a slot: loads in flight
+constexpr int kMaxWarps = 8;            // of a block
+constexpr float kLowest = -1e30f;       // below any score, and finite: the difference of two is 0
+constexpr int64_t kWantedWarps = 2048;  // of a launch, to fill a GPU
+
+// The softmax over some of the keys, of the query heads of a key/value head: their maximum, sum, and this lane's values.
+template <int kQueries, int kSize>
+struct Attended {
+  float top[kQueries], sum[kQueries], values[kQueries][kSize];
+
+  __device__ void clear() {
+    for (int r = 0; r < kQueries; ++r) {
+      top[r] = kLowest;
+      sum[r] = 0.0f;
+      for (int i = 0; i < kSize; ++i) values[r][i] = 0.0f;
+    }
+  }
+  __device__ void merge(int r, float other_top, float other_sum, const float (&other)[kSize]) {
+    const float greatest = fmaxf(top[r], other_top);
+    const float mine = exponential(top[r] - greatest), others = exponential(other_top - greatest);
+    top[r] = greatest;
+    sum[r] = sum[r] * mine + other_sum * others;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[r][i] = values[r][i] * mine + other[i] * others;
+  }
+};
+
+template <typename Element, int kQueries>
+__global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttention<Element> in, int lanes_of_key) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const int64_t row = blockIdx.x / in.kv_heads;
+  const int head = blockIdx.x % in.kv_heads, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int num_warps = blockDim.x / kWarp;
+  const int part = lane % lanes_of_key, slot = threadIdx.x / lanes_of_key, num_slots = blockDim.x / lanes_of_key;
+  const bool has_part = part * kSize < in.head_dim;  // lanes of a key are a power of two
+  const int64_t newest = max(int64_t(0), min(in.lengths[row], in.limit) - 1);
+
+  // 16 bytes of a head's vector; zeros where there are none.
+  const auto load = [&](const Element* vector, bool exists) {
+    Chunk<Element> chunk;
+    chunk.bits = uint4{0, 0, 0, 0};
+    if (exists && has_part) chunk.bits = *reinterpret_cast<const uint4*>(vector + part * kSize);
+    return chunk;
+  };
+  const auto cached = [&](Element* cache, int64_t position) {
+    return cache + ((row * in.limit + position) * in.kv_heads + head) * in.head_dim;
+  };
+  const int64_t of_new = (row * in.kv_heads + head) * in.head_dim;
+  const int64_t first_query = row * in.heads + head * kQueries;
+
+  float queries[kQueries][kSize];
+  const float scale = rsqrtf(static_cast<float>(in.head_dim));
+#pragma unroll
+  for (int r = 0; r < kQueries; ++r) {
+    const Chunk<Element> chunk = load(in.q + (first_query + r) * in.head_dim, true);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) queries[r][i] = to_real(chunk.elements[i]) * scale;
+  }
+  // The score of a key, in all lanes of its slot; every lane of the warp must call it.
+  const auto score = [&](int r, const Chunk<Element>& key) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum += queries[r][i] * to_real(key.elements[i]);
+    for (int offset = lanes_of_key / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    return sum;
+  };
+
+  Attended<kQueries, kSize> attended;
+  attended.clear();
+  for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // as often for all threads
+    Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
+    bool exists[kKeysAtOnce];
+#pragma unroll
+    for (int u = 0; u < kKeysAtOnce; ++u) {
+      const int64_t position = first + u * num_slots + slot;
+      exists[u] = position < newest;
+      keys[u] = load(cached(in.k_cache, position), exists[u]);
+      values[u] = load(cached(in.v_cache, position), exists[u]);
+    }
+#pragma unroll
+    for (int r = 0; r < kQueries; ++r) {
+      float scores[kKeysAtOnce], greatest = attended.top[r];
+#pragma unroll
+      for (int u = 0; u < kKeysAtOnce; ++u) {
+        scores[u] = score(r, keys[u]);
+        if (exists[u]) greatest = fmaxf(greatest, scores[u]);
+      }
+      const float kept = exponential(attended.top[r] - greatest);
+      attended.top[r] = greatest;
+      attended.sum[r] *= kept;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) attended.values[r][i] *= kept;
+#pragma unroll
+      for (int u = 0; u < kKeysAtOnce; ++u) {
+        const float p = exists[u] ? exponential(scores[u] - greatest) : 0.0f;
+        attended.sum[r] += p;
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) attended.values[r][i] += p * to_real(values[u].elements[i]);
+      }
+    }
+  }
+
+  // The newest token, by the first slot, which also puts it into the cache.
+  const Chunk<Element> new_key = load(in.k + of_new, true), new_value = load(in.v + of_new, true);
+  float new_values[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) new_values[i] = to_real(new_value.elements[i]);
+#pragma unroll
+  for (int r = 0; r < kQueries; ++r) {
+    const float of_newest = score(r, new_key);
+    if (slot == 0) attended.merge(r, of_newest, 1.0f, new_values);
+  }
+  if (slot == 0 && has_part) {
+    *reinterpret_cast<uint4*>(cached(in.k_cache, newest) + part * kSize) = new_key.bits;
+    *reinterpret_cast<uint4*>(cached(in.v_cache, newest) + part * kSize) = new_value.bits;
+  }
+
+  // Slots of a warp, then warps.
+  for (int offset = lanes_of_key; offset < kWarp; offset *= 2)
+#pragma unroll
+    for (int r = 0; r < kQueries; ++r) {
+      float other[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) other[i] = __shfl_xor_sync(kAllLanes, attended.values[r][i], offset);
+      const float top = __shfl_xor_sync(kAllLanes, attended.top[r], offset);
+      const float sum = __shfl_xor_sync(kAllLanes, attended.sum[r], offset);
+      attended.merge(r, top, sum, other);
+    }
+  if (num_warps > 1) {
+    // [num_warps, kQueries, lanes_of_key, kSize + 2]
+    auto* of_warps = reinterpret_cast<float*>(dynamic_shared());
+    const auto place = [&](int w, int r) { return of_warps + ((w * kQueries + r) * lanes_of_key + part) * (kSize + 2); };
+    if (lane < lanes_of_key)
+#pragma unroll
+      for (int r = 0; r < kQueries; ++r) {
+        float* to = place(warp, r);
+        to[kSize] = attended.top[r];
+        to[kSize + 1] = attended.sum[r];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) to[i] = attended.values[r][i];
+      }
+    __syncthreads();
+    if (warp == 0 && lane < lanes_of_key)
+      for (int w = 1; w < num_warps; ++w)
+#pragma unroll
+        for (int r = 0; r < kQueries; ++r) {
+          const float* from = place(w, r);
+          float other[kSize];
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) other[i] = from[i];
+          attended.merge(r, from[kSize], from[kSize + 1], other);
+        }
+  }
+
+  if (warp > 0 || lane >= lanes_of_key || !has_part) return;
+#pragma unroll
+  for (int r = 0; r < kQueries; ++r) {
+    const int64_t at = (first_query + r) * in.head_dim;
+    const Chunk<Element> of_prompt = load(in.prompt_out + at, true);
+    const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + (head * kQueries + r) * in.lse_head_stride];
+    const float own_lse = attended.top[r] + logf(attended.sum[r]);
+    const float prompts_share = 1.0f / (1.0f + exponential(own_lse - prompt_lse));
+    const float own_factor = (1.0f - prompts_share) / attended.sum[r];
+    Chunk<Element> out;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      out.elements[i] = from_real<Element>(attended.values[r][i] * own_factor + to_real(of_prompt.elements[i]) * prompts_share);
+    *reinterpret_cast<uint4*>(in.out + at + part * kSize) = out.bits;
+  }
+}
+
+template <typename Element, int kQueries>
+void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
+  int lanes = 1;
+  while (lanes * Chunk<Element>::kSize < in.head_dim) lanes *= 2;
+  const int64_t blocks = in.num_rows * in.kv_heads;
+  int warps = 1;
+  while (warps < kMaxWarps && blocks * warps < kWantedWarps) warps *= 2;
+  const int64_t shared = warps == 1 ? 0 : warps * kQueries * lanes * (Chunk<Element>::kSize + 2) * int64_t{sizeof(float)};
+  const auto kernel = attend_to_own<Element, kQueries>;
+  if (shared > 48 * 1024) allow_shared(kernel, shared);
+  launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
+}
+
+}  // namespace
+
+template <typename Element>
+void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
+  if (in.num_rows == 0) return;
+  if (in.head_dim % Chunk<Element>::kSize || in.head_dim > kWarp * Chunk<Element>::kSize)
+    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(Chunk<Element>::kSize) + " up to " +
+                                std::to_string(kWarp * Chunk<Element>::kSize) + ", got " + std::to_string(in.head_dim));
+  switch (in.heads / in.kv_heads) {
+    case 1: return launch_with<Element, 1>(in, stream);
+    case 2: return launch_with<Element, 2>(in, stream);
+    case 3: return launch_with<Element, 3>(in, stream);
+    case 4: return launch_with<Element, 4>(in, stream);
+    case 5: return launch_with<Element, 5>(in, stream);
+    case 6: return launch_with<Element, 6>(in, stream);
+    case 7: return launch_with<Element, 7>(in, stream);
+    case 8: return launch_with<Element, 8>(in, stream);
+    default:
+      throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
+                                  std::to_string(in.heads / in.kv_heads));
+  }
+}
+
+template void decode_attention(const DecodeAttention<float>&, cudaStream_t);
+template void decode_attention(const DecodeAttention<BFloat16>&, cudaStream_t);
+template void decode_attention(const DecodeAttention<Float16>&, cudaStream_t);
+
+}  // namespace maxrl::cuda

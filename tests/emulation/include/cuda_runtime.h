@@ -1,0 +1,158 @@
+// A GPU on the CPU, as far as csrc/cuda/ asks for one, so that its kernels can be tested on any machine.
+//
+// Every thread of a block is a fiber, which runs until it meets a barrier or an exchange within its warp; then the next one
+// does. With MAXRL_EMULATED_ORDER=reverse the last comes first: a result that depends on the order shows a missing barrier.
+// The blocks of a cluster are threads of the operating system, each with shared memory of its own; clusters come one after
+// another. A barrier that not all threads reach ends the process with a message, and so does a write behind the shared memory
+// that was asked for. Not emulated: the memory model (what one thread writes the others see at once), speed, and what the
+// hardware rounds in another way (__expf).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#include "cuda_runtime_api.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ thread_local  // the block's thread of the operating system
+#define __noinline__  // as part of __attribute__((__noinline__)) too
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+extern thread_local dim3 threadIdx, blockIdx;  // of the running fiber
+extern dim3 blockDim, gridDim;                 // of the launch
+
+namespace emulation {
+
+constexpr int kWarp = 32;
+
+extern unsigned cluster_size;  // of the launch
+
+unsigned cluster_rank();
+void sync_block();
+void sync_cluster();
+uint64_t exchange(uint64_t value, int from_lane);  // what a lane of the same warp gave; the whole warp calls it
+void* of_rank(void* mine, unsigned rank);          // the same shared variable of another block of the cluster
+void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, const std::function<void()>& kernel);
+
+template <typename T>
+T exchange_any(T value, int from_lane) {
+  uint64_t bits = 0;
+  static_assert(sizeof value <= sizeof bits);
+  std::memcpy(&bits, &value, sizeof value);
+  bits = exchange(bits, from_lane);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+}  // namespace emulation
+
+// What kernels call.
+using std::max;
+using std::min;
+inline void __syncthreads() { emulation::sync_block(); }
+inline void __syncwarp(unsigned = 0) { emulation::exchange(0, 0); }
+inline void __threadfence() {}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::exchange_any(value, emulation::lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  return emulation::exchange_any(value, std::max(emulation::lane() - delta, emulation::lane() < delta ? emulation::lane() : 0));
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int delta) {
+  const int from = emulation::lane() + delta;
+  return emulation::exchange_any(value, from < emulation::kWarp ? from : emulation::lane());
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) {
+  return emulation::exchange_any(value, from % emulation::kWarp);
+}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+  return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
+}
+inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// What launches call.
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+namespace emulation {
+cudaError_t allow_shared(const void* kernel, int bytes);
+cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel);
+}  // namespace emulation
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+  return emulation::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+}
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  const cudaError_t error = emulation::check(*config, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) return error;
+  const unsigned cluster_size = config->numAttrs > 0 ? config->attrs[0].val.clusterDim.x : 1;
+  emulation::run(config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}

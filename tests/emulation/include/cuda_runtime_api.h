@@ -1,0 +1,3 @@
+// All that the bindings need.
+#pragma once
+using cudaStream_t = void*;

@@ -1,0 +1,61 @@
+"""Attention while decoding, by the CUDA kernel on an emulated GPU, against float64."""
+
+import pytest
+import torch
+
+from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.decode_attention import has_kernel
+from maxrl_fast.rollout.native import NativeEngine
+from tests.decoding import SHAPES, attention
+from tests.emulation.test_kernels import CPU, emulated_gpu
+from tests.gpu.test_rollout import PROMPTS
+from tests.models import tiny_decoder
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture(params=["in order", "reverse"], autouse=True)
+def order(request, monkeypatch):
+    monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_float64(shape, dtype):
+    expected, *caches = attention(shape, dtype, CPU, in_kernel=False)
+    if dtype == torch.bfloat16:  # on the same numbers
+        expected, *_ = attention(shape, torch.float64, CPU, in_kernel=False)
+    with emulated_gpu():
+        actual, *written = attention(shape, dtype, CPU, in_kernel=True)
+    for a, b in zip(written, caches, strict=True):
+        assert torch.equal(a, b)
+    error = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+    assert error.max() < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_which_sizes_it_takes():
+    def fits(heads, kv_heads, head_dim, dtype):
+        config = DecoderConfig(50, heads * head_dim, 64, 2, heads, kv_heads, head_dim, 64)
+        with emulated_gpu():
+            return has_kernel(config, dtype, CPU)
+
+    assert fits(8, 1, 256, torch.bfloat16)
+    assert not fits(9, 1, 64, torch.bfloat16)
+    assert not fits(4, 2, 20, torch.bfloat16)
+    assert fits(4, 2, 20, torch.float32)
+    assert not fits(4, 2, 256, torch.float32)
+    assert not fits(4, 2, 64, torch.float64)
+    assert not has_kernel(DecoderConfig(50, 64, 64, 2, 4, 2, 16, 64), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 7}])
+def test_a_rollout_with_it_draws_what_the_cpu_draws(options):
+    model, sampling = tiny_decoder(), Sampling(1.3, 12, (3, 17))
+    expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
+    with emulated_gpu():
+        engine = NativeEngine(model, torch.float32, in_cpp=False, **options)
+        assert engine.decoder._grid(1, 1, 8, 12).in_kernel
+        rollouts = engine.generate(PROMPTS, 6, sampling, seed=4, step=2)
+    assert torch.equal(rollouts.tokens, expected.tokens)
+    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)

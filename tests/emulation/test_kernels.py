@@ -1,0 +1,185 @@
+"""The CUDA kernels on an emulated GPU (cuda_runtime.h says what that is), against the CPU's: what tests/gpu asks of them.
+
+Every test runs with the threads of a block in order and in reverse, and most on a GPU with clusters and on one without.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from maxrl_fast import _C, ops
+from maxrl_fast.ops import _gate, group_kernel
+from maxrl_fast.ops.estimators import KERNEL_ROWS
+from tests.gpu.test_advantage import SHAPES, arguments, layouts
+from tests.gpu.test_token_loss import OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of
+
+pytestmark = pytest.mark.emulated
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """The CPU is a GPU here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_gate, "is_gpu", lambda device: True)
+        patch.setattr(_gate, "launch", lambda name, device, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
+        yield
+
+
+@pytest.fixture(params=["in order", "reverse"], autouse=True)
+def order(request, monkeypatch):
+    monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+
+
+@pytest.fixture(params=[9, 8], ids=["clusters", "no clusters"])
+def capability(request, monkeypatch):
+    monkeypatch.setenv("MAXRL_EMULATED_CAPABILITY", str(request.param))
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab", [1, 2, 127, 32003, 50257, 151936])
+def test_token_loss(vocab, dtype):
+    logits, batch = example(vocab, dtype)
+    for options in OPTIONS if vocab < 1000 else OPTIONS[2:4]:
+        loss, gradient, metrics = gradient_of(logits, batch, **options)
+        with emulated_gpu():
+            gpu_loss, gpu_gradient, gpu_metrics = gradient_of(logits, batch, **options)
+        assert gpu_loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
+        assert_rows_close(gpu_gradient, gradient, TOLERANCE[dtype])
+        for name, value in metrics.items():
+            assert gpu_metrics[name].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [31, 1030, 40961])
+def test_rows_at_any_address(vocab, dtype):
+    """Rows that begin anywhere, in place and not, end where the next row's padding begins, which stays as it was."""
+    logits, batch = example(vocab, dtype)
+    _, expected, _ = gradient_of(logits, batch, **OPTIONS[2])
+    for offset in (0, 1, 5):
+        padded = torch.full((len(logits), vocab + 13), 7.0, dtype=dtype)
+        view = padded[:, offset : offset + vocab]
+        view.copy_(logits)
+        with emulated_gpu():
+            _, gradient, _ = gradient_of(view, batch, **OPTIONS[2])
+            computed = padded.detach().requires_grad_() * 1.0
+            loss, _ = ops.policy_gradient_loss(computed[:, offset : offset + vocab], **batch, **OPTIONS[2], in_place=True)
+            loss.backward()
+        assert_rows_close(gradient, expected, TOLERANCE[dtype])
+        for result in (padded, computed.detach()):
+            assert (result[:, :offset] == 7).all()
+            assert (result[:, offset + vocab :] == 7).all()
+        assert_rows_close(computed.detach()[:, offset : offset + vocab], expected, TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_token_logprobs(dtype):
+    logits, batch = example(5003, dtype)
+    weights = torch.randn(2, len(logits), generator=torch.Generator().manual_seed(1))
+    weights[:, 3] = 0
+
+    def results():
+        z = logits.detach().requires_grad_()
+        outputs = ops.token_logprobs(z, batch["targets"], temperature=batch["temperature"].to(outputs_dtype))
+        total = sum((w * x).sum() for w, x in zip(weights, outputs, strict=True))
+        return (*(x.detach() for x in outputs), torch.autograd.grad(total, z)[0])
+
+    outputs_dtype = torch.promote_types(dtype, torch.float32)
+    expected = results()
+    with emulated_gpu():
+        actual = results()
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_rows_close(actual[2], expected[2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_loss(dtype):
+    logits, batch = example(517, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (len(logits), 517))
+
+    def results():
+        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss, _ = ops.linear_policy_gradient_loss(h, w, **batch, loss="ppo", kl_coef=0.1, chunk_tokens=7)
+        (3 * loss).backward()
+        return loss.detach(), h.grad, w.grad
+
+    expected = results()
+    with emulated_gpu():
+        actual = results()
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).double().norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * b.double().norm()
+
+
+def test_a_bad_target_makes_the_loss_nan():
+    logits, batch = example(127, torch.float32)
+    batch["targets"][4] = 127
+    batch["mask"][:] = True
+    with emulated_gpu():
+        loss, gradient, _ = gradient_of(logits, batch, loss="ppo")
+    assert loss.isnan()
+    assert gradient[4].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", KERNEL_ROWS)
+def test_group_advantage(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
+    is_large = dtype == torch.float32 and name in ("maxpo", "qae", "rank_fraction", "opo", "grpo")
+    for shape in SHAPES if is_large else SHAPES[:5]:
+        if shape[0] > 1000:
+            shape = (40, 16)
+        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100  # ties and an offset
+        rewards = (rewards > 100 if KERNEL_ROWS[name].binary or dtype == torch.bool else rewards).to(dtype)
+        for viewed, layout in layouts(shape, name, generator):
+            given = (rewards.view(viewed), *arguments(name, layout), 0)
+            expected = group_kernel._on_cpu(*given)
+            with emulated_gpu():
+                actual = group_kernel._on_cuda(*given)
+            assert actual.dtype == expected.dtype
+            error = (actual.double() - expected.double()).abs().max()
+            assert error <= tolerance * expected.double().abs().max(), (shape, list(layout))
+
+
+def test_rewards_that_cannot_be_become_nan():
+    rewards = torch.zeros(3, 40)
+    rewards[1, 7] = torch.inf
+    for name in ("rloo", "maxpo", "reinforce_raw", "passk_training"):
+        with emulated_gpu():
+            a = group_kernel._on_cuda(rewards, *arguments(name, {}), 0)
+        assert a[1].isnan().all()
+        assert a[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", ["naive", "rloo", "dr_grpo", "grpo"])
+def test_pacs(score, dtype):
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.tensor([1, 2, 0, 5, 33, 16, 64, 7, 1, 40])
+    total, tokens = int(sizes.sum()), torch.randint(0, 300, (int(sizes.sum()),), generator=generator)
+    cu_seqlens = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    given = [0.2 * torch.randn(int(cu_seqlens[-1]), generator=generator, dtype=dtype) for _ in range(2)]
+    mask = torch.rand(len(given[0]), generator=generator) < 0.8
+    labels = (torch.rand(total, generator=generator) < 0.4).to(dtype)
+
+    def results():
+        logprobs = given[0].detach().requires_grad_()
+        proxies = ops.log_ratio_reward(logprobs, given[1], cu_seqlens, beta=0.3, mask=mask)
+        loss, metrics = ops.pacs_loss(proxies, labels, offsets, score=score)
+        (2 * loss).backward()
+        return proxies.detach(), loss.detach(), logprobs.grad, *metrics.values()
+
+    expected = results()
+    with emulated_gpu():
+        actual = results()
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=1e-6)

@@ -61,21 +61,21 @@ def gpu_steps() -> list[Step]:
     """On a GPU. Correctness first; then the ceilings, and the figures that have an aim; peers last."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
     return [
-        marked_gpu(95),
+        marked_gpu(85),
         sanitizer(35),
-        bench("ceilings", "ceilings", "--device cuda", 20),
+        bench("ceilings", "ceilings", "--device cuda", 15),
         bench("launches", "launches", "--device cuda", 15),
         bench("token_loss", "token_loss", "--device cuda", 75),
-        bench("rollout", "rollout", "--device cuda --peers", 30),
-        bench("whole_step", "train_step", "--device cuda --cases step17 --rounds 5", 40),
+        bench("rollout", "rollout", "--device cuda --peers", 45),
+        bench("whole_step", "train_step", "--device cuda --cases step17 --rounds 5", 75),
         bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 25),
-        bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 40),
-        bench("advantages", "advantages", "--device cuda --rounds 9", 25),
+        bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 30),
+        bench("advantages", "advantages", "--device cuda --rounds 5", 15),
         bench(
-            *("rollout_peer", "rollout", "--device cuda --cases maze17x32 --peers transformers --rounds 1", 35),
+            *("rollout_peer", "rollout", "--device cuda --cases maze17x32 --peers transformers --rounds 1", 25),
             absent=missing("transformers"),
         ),
-        bench("trl", "peers", "--device cuda --turns 1", 40, absent=missing("trl")),
+        bench("trl", "peers", "--device cuda --turns 1", 35, absent=missing("trl")),
     ]
 
 

@@ -116,6 +116,8 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
     engines: dict[str, Engine] = {"native": NativeEngine(model, dtype)}
     if device.type == "cpu":
         engines["native, PyTorch"] = NativeEngine(model, dtype, in_cpp=False)
+    else:
+        engines["native, compiled"] = NativeEngine(model, dtype, compiled=True)
     if "vllm" in sides:
         from maxrl_fast.rollout.vllm import VllmEngine
 

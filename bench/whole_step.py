@@ -14,7 +14,7 @@ from maxrl_fast.model.policy import build_policy
 from maxrl_fast.ops import grpo_advantage
 from maxrl_fast.options import Config
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task
@@ -33,7 +33,7 @@ class OurStep:
         self.task, self.config, self.step, self.all_teach = task, config, 0, all_teach
         self.device = torch.device(config.run.device)
         self.learner = Learner.of(config, model, LossSettings.of(config))
-        self.engine = NativeEngine(model, self.learner.dtype)
+        self.engine = build_engine(config, model, task)
         self.sampling = Sampling.of(config, task)
         self.tokens: list[int] = []
         self.teaching: list[float] = []  # share of the rollouts
@@ -72,25 +72,16 @@ class OurStep:
         self.rewards.append(float(rewards.mean()))
 
 
-def whole_step(config: Config, rounds: int) -> dict[str, Any]:
-    """Milliseconds of the step of a checked configuration after its warm start, all rollouts learned from."""
-    task = build_task(config.task, config.run.seed)
-    config = resolve(config, task)
-    device = torch.device(config.run.device)
-    model = build_policy(config, task).to(device)
-    warm_start(config, task, model, Screen())
+def timed(config: Config, task: Task, model: Decoder, rounds: int) -> dict[str, Any]:
+    """Milliseconds of the step, whole and by stage, all rollouts learned from."""
     step = OurStep(config, task, model, all_teach=True)
     for _ in range(3):  # on a GPU the first ones capture graphs
         step()
-    time_of_step = milliseconds({"step": step}, rounds, device)["step"]
+    time_of_step = milliseconds({"step": step}, rounds, step.device)["step"]
     for _ in range(rounds):
         step(by_stage=True)
     tokens = statistics.mean(step.tokens)
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "maze_size": config.task.maze_size,
-        "prompts": config.rollout.prompts,
-        "rollouts": config.rollout.rollouts,
         "response_tokens": tokens,
         "reward_mean": statistics.mean(step.rewards),
         "share_that_teaches": statistics.mean(step.teaching),
@@ -98,3 +89,22 @@ def whole_step(config: Config, rounds: int) -> dict[str, Any]:
         "step_tokens_per_second": tokens / time_of_step * 1e3,
         "milliseconds_by_stage": {name: statistics.median(values) for name, values in step.stages.items()},
     }
+
+
+def whole_step(config: Config, rounds: int) -> dict[str, Any]:
+    """The step of a checked configuration after its warm start; on a GPU with torch.compile too."""
+    task = build_task(config.task, config.run.seed)
+    config = resolve(config, task)
+    model = build_policy(config, task).to(torch.device(config.run.device))
+    warm_start(config, task, model, Screen())
+    result: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "maze_size": config.task.maze_size,
+        "prompts": config.rollout.prompts,
+        "rollouts": config.rollout.rollouts,
+    }
+    result |= timed(config, task, model, rounds)
+    if config.run.device == "cuda":
+        model.compile_layers()
+        result["compiled"] = timed(config.replace(compile=True), task, model, rounds)
+    return result

@@ -246,7 +246,8 @@ class RunOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Computation; auto: bfloat16 where the machine multiplies it fast. Weights and moments are float32 always."""
     compile: bool = False
-    """Fuse each layer's operations before and after attention by torch.compile, which takes a while at the first steps."""
+    """Fuse each layer's operations before and after attention by torch.compile, in training and, where PyTorch decodes, in
+    rollout; it takes a while at the first steps."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """Between processes of torchrun: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full where the
     training state would take more than half of a GPU's memory."""

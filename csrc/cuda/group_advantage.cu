@@ -114,7 +114,6 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
   coarse = block_prefix_sum(coarse, warps);
   fine = block_prefix_sum(fine, warps);
   double lower = before;
-  __syncthreads();  // every thread has read its neighbour's last value
   for (int i = begin; i < end; ++i) {
     const double reward = values[i];
     const double term = i > 0 ? slope[i] * (reward - lower) : 0.0, part = sum.coarse(term);

@@ -117,8 +117,8 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary position embedding of x [U, heads, D]: dimension i is paired with i + D/2."""
-    cos, sin = (table.to(x.dtype) for table in rotary)
+    """Rotary position embedding of x [U, heads, D], tables of its dtype: dimension i is paired with i + D/2."""
+    cos, sin = rotary
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
 
@@ -270,7 +270,8 @@ class Decoder(nn.Module):
             hidden states [R, H] after the last norm, in `dtype`, or what `finish` makes of them.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
-        rotary = rotary_table(self.config, positions)
+        cos, sin = rotary_table(self.config, positions)
+        rotary = cos.to(dtype), sin.to(dtype)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             arguments = (x, rotary, i, attention, rows if i == last else None)

@@ -1,5 +1,6 @@
 """The token loss and log-probabilities from hidden states and the output matrix: logits exist for one chunk of tokens only."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -172,10 +173,26 @@ class _Chunks:
             hidden = self.hidden[start:stop]
             if gradient.dtype == self.by_weight.dtype:
                 self.by_weight.addmm_(gradient.T, hidden)
+            elif gradient.device.type == "cuda" and _adds_half_products(gradient.device, gradient.dtype):
+                torch.addmm(self.by_weight, gradient.T, hidden, out_dtype=self.by_weight.dtype, out=self.by_weight)
             elif gradient.device.type == "cuda":
                 self.by_weight += torch.mm(gradient.T, hidden, out_dtype=self.by_weight.dtype)
             else:
                 self.by_weight.addmm_(gradient.T.to(self.by_weight.dtype), hidden.to(self.by_weight.dtype))
+
+
+@cache
+def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds products of half precision to a float32 matrix where it lies.
+
+    Else they take a matrix [V, H] of their own, and another pass over both. Not all versions from 2.10 on do: asked for once.
+    """
+    total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except RuntimeError:  # it wants one dtype
+        return False
+    return bool((total == 17).all())
 
 
 class _LinearLoss(torch.autograd.Function):

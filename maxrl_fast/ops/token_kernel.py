@@ -57,7 +57,8 @@ def loss_arguments(batch: TokenBatch, options: LossOptions) -> tuple[Any, ...]:
         batch.sequence_tokens,
         batch.denominator,
     )
-    return (batch.targets, temperatures, temperature, *tensors, *vars(options).values())
+    choices = (options.loss, options.clip_low, options.clip_high, options.dual_clip, options.kl, options.kl_coef)
+    return (batch.targets, temperatures, temperature, *tensors, *choices, options.entropy_coef)
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:

@@ -34,8 +34,10 @@ class _Grid:
 
     STATE = ("sample", "keys", "last", "length", "done", "tokens", "logprobs", "raw_logprobs")
 
-    def __init__(self, model: Decoder, groups: int, rows: int, prompt_length: int, limit: int, dtype: torch.dtype):
-        c, self.model, self.dtype = model.config, model, dtype
+    def __init__(
+        self, model: Decoder, groups: int, rows: int, prompt_length: int, limit: int, dtype: torch.dtype, in_kernel: bool
+    ):
+        c, self.model, self.dtype, self.in_kernel = model.config, model, dtype, in_kernel
         self.groups, self.rows, self.limit = groups, rows, limit
         size, device = groups * rows, model.lm_head.weight.device
 
@@ -58,7 +60,6 @@ class _Grid:
         self.logprobs, self.raw_logprobs = (torch.zeros(size, limit, device=device) for _ in range(2))
         self.every = torch.arange(size, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
-        self.in_kernel = has_kernel(c, dtype, device)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
         # Graphs write to this grid alone, and run one after another: they may share their working memory.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -157,9 +158,12 @@ class _Grid:
 class DeviceDecoder:
     """A copy of the policy in the compute dtype, and its grids, kept from call to call up to `kept_bytes`."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, kept_bytes: int = 0):
+    def __init__(self, model: Decoder, dtype: torch.dtype, kept_bytes: int = 0, compiled: bool = False):
         self.dtype, self.device, self.kept_bytes = dtype, model.lm_head.weight.device, kept_bytes
         self.model = Decoder.empty(model.config, self.device, dtype).requires_grad_(False)
+        if compiled:
+            self.model.compile_layers()
+        self.in_kernel = has_kernel(model.config, dtype, self.device)  # attention
         self._grids: dict[tuple[int, ...], _Grid] = {}
 
     def cache_bytes(self, length: int) -> int:
@@ -184,7 +188,7 @@ class DeviceDecoder:
 
     def _grid(self, groups: int, rows: int, prompt_length: int, limit: int) -> _Grid:
         shape = (groups, rows, prompt_length, limit)
-        grid = self._grids.pop(shape, None) or _Grid(self.model, *shape, self.dtype)
+        grid = self._grids.pop(shape, None) or _Grid(self.model, *shape, self.dtype, self.in_kernel)
         while self._grids and grid.bytes + sum(kept.bytes for kept in self._grids.values()) > self.kept_bytes:
             self._grids.pop(next(iter(self._grids)))  # not used for the longest
         self._grids[shape] = grid
@@ -226,7 +230,7 @@ class _Job:
         stops = torch.zeros(vocab_size, dtype=torch.bool)
         stops[list(self.sampling.stop_ids)] = True
         grid.reset(stops.to(self.keys.device))
-        alive = self._hand_in(grid)
+        alive, lengths = self._hand_in(grid)
         while True:
             empty, waiting = (~alive.any(1)).nonzero()[:, 0], len(self.groups) - self.next_group
             # A quarter of the places at least: small batches cost more for each token.
@@ -235,13 +239,13 @@ class _Job:
             elif not alive.any():
                 break
             else:
-                grid, alive = (grid, alive) if waiting else self._shrunk(grid, alive)
-                lengths = grid.length[alive.flatten().to(self.keys.device)]
+                lengths = lengths[alive]
                 count = min(BURST, limit - int(lengths.min()))
+                grid = grid if waiting else self._shrunk(grid, alive)
                 grid.steps(count, self.sampling, min(limit, _rounded(int(lengths.max()) + count)))
                 self.steps += count
             self.cache_bytes = max(self.cache_bytes, grid.bytes)
-            alive = self._hand_in(grid)
+            alive, lengths = self._hand_in(grid)
         tokens, logprobs, raw_logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         rollouts = Rollouts.from_padded(tokens, logprobs, raw_logprobs, lengths, ~grid.stops[last])
@@ -269,25 +273,30 @@ class _Job:
         self.next_group += len(places)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _hand_in(self, grid: _Grid) -> Tensor:
-        """Keep the results of rows that have ended since the last time; returns which are still at work, [groups, rows] on the
-        host."""
-        rows = (grid.done & (grid.sample >= 0)).nonzero()[:, 0]
-        samples = grid.sample[rows]
-        for name, result in self.results.items():
-            result[samples] = getattr(grid, name)[rows]
-        grid.sample[rows] = -1
-        return (~grid.done).view(grid.groups, grid.rows).cpu()
+    def _hand_in(self, grid: _Grid) -> tuple[Tensor, Tensor]:
+        """Keep the results of rows that have ended since the last time.
 
-    def _shrunk(self, grid: _Grid, alive: Tensor) -> tuple[_Grid, Tensor]:
+        Returns which rows are still at work, and their lengths, [groups, rows] on the host: the one wait for the device.
+        """
+        state = torch.stack([grid.done.long(), grid.sample, grid.length]).cpu()
+        done, samples, lengths = state.view(3, grid.groups, grid.rows)
+        ended = ((done == 1) & (samples >= 0)).flatten().nonzero()[:, 0]
+        if len(ended):
+            rows, samples = (x.to(self.keys.device) for x in (ended, samples.flatten()[ended]))
+            for name, result in self.results.items():
+                result[samples] = getattr(grid, name)[rows]
+            grid.sample[rows] = -1
+        return done == 0, lengths
+
+    def _shrunk(self, grid: _Grid, alive: Tensor) -> _Grid:
         """A smaller grid with what is still at work, where that is worth the move."""
         groups = alive.any(1).nonzero()[:, 0]
         most = int(alive.sum(1).max())
         size = min(grid.groups, _rounded(len(groups))), min(grid.rows, _rounded(most))
         if 4 * size[0] * size[1] > 3 * grid.groups * grid.rows:
-            return grid, alive
+            return grid
         smaller = self.grid_of(*size, self.prompt_length, self.sampling.max_new_tokens)
         rows = alive[groups].long().argsort(dim=1, descending=True, stable=True)[:, :most]  # those at work first
         device = self.keys.device
         smaller.copy_from(grid, groups.to(device), (groups[:, None] * grid.rows + rows).to(device))
-        return smaller, (~smaller.done).view(size).cpu()
+        return smaller

@@ -24,7 +24,7 @@ def build_engine(config: Config, model: Decoder, task: Task) -> Engine:
         rows = max(config.rollout.prompts * config.rollout.rollouts, 256)
         return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(rows, MOST_ROWS[device.type]))
     in_cpp = None if config.rollout.decoder == "auto" else config.rollout.decoder == "cpp"
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, in_cpp=in_cpp)
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, in_cpp=in_cpp, compiled=config.run.compile)
     assert config.rollout.max_new_tokens is not None
     engine.sequence_bytes(task.prompt_length, config.rollout.max_new_tokens)
     return engine

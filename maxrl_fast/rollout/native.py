@@ -31,6 +31,7 @@ class NativeEngine:
         cache_bytes: most memory of keys and values; samples beyond it wait for others to end.
         max_rows: most samples computed side by side.
         in_cpp: whether to decode in C++, on a CPU; None: as above.
+        compiled: whether torch.compile fuses what PyTorch decodes with.
     """
 
     exact = True
@@ -43,19 +44,20 @@ class NativeEngine:
         cache_bytes: int | None = None,
         max_rows: int | None = None,
         in_cpp: bool | None = None,
+        compiled: bool = False,
     ):
         device = model.lm_head.weight.device
         self.config = model.config
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         self.max_rows = MOST_ROWS[device.type] if max_rows is None else max_rows
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
         self.decoder = self._choose(model, dtype, device.type == "cpu" if in_cpp is None else in_cpp, in_cpp is None)
         self.load_weights(model)
 
     def _choose(self, model: Decoder, dtype: torch.dtype, in_cpp: bool, measures: bool) -> CpuDecoder | DeviceDecoder:
         if in_cpp and (dtype == torch.float32 or not measures):
             return CpuDecoder(model.config)
-        in_torch = DeviceDecoder(model, dtype, self.cache_bytes)
+        in_torch = DeviceDecoder(model, dtype, self.cache_bytes, self.compiled)
         if not (in_cpp and dtype == torch.bfloat16):
             return in_torch
         candidates: list[CpuDecoder | DeviceDecoder] = []
@@ -81,7 +83,9 @@ class NativeEngine:
             how = "C++, float32"
         else:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
-            how += ", CUDA graphs" if self.decoder.device.type == "cuda" else ""
+            how += ", compiled" if self.compiled else ""
+            if self.decoder.device.type == "cuda":
+                how += f", CUDA graphs, attention in {'CUDA' if self.decoder.in_kernel else 'PyTorch'}"
         return f"native ({how}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,27 +37,30 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
         items[i], items[-1] = items[-1], items[i]
         return items.pop()
 
-    def rooms_around(cell: Cell) -> list[Cell]:
-        row, column = cell
-        return [
-            (row + 2 * dr, column + 2 * dc)
-            for dr, dc in MOVES.values()
-            if 0 < row + 2 * dr < size - 1 and 0 < column + 2 * dc < size - 1
-        ]
-
+    rooms_around = _rooms_around(size)
     is_open = [[False] * size for _ in range(size)]
     is_open[1][1] = True
-    frontier = rooms_around((1, 1))
+    frontier = list(rooms_around[1, 1])
     listed = {(1, 1), *frontier}
     while frontier:
-        row, column = pop_random(frontier)
-        near_row, near_column = pop_random([(r, c) for r, c in rooms_around((row, column)) if is_open[r][c]])
+        room = pop_random(frontier)
+        row, column = room
+        near_row, near_column = pop_random([near for near in rooms_around[room] if is_open[near[0]][near[1]]])
         is_open[row][column] = is_open[(row + near_row) // 2][(column + near_column) // 2] = True
-        for room in rooms_around((row, column)):
-            if room not in listed:
-                listed.add(room)
-                frontier.append(room)
+        for near in rooms_around[room]:
+            if near not in listed:
+                listed.add(near)
+                frontier.append(near)
     return is_open
+
+
+@cache
+def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
+    """The neighbours of each room, up, down, left and right of it."""
+    rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
+    moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
+    within = set(rooms)
+    return {(r, c): [(r + dr, c + dc) for dr, dc in moves if (r + dr, c + dc) in within] for r, c in rooms}
 
 
 def shortest_path(is_open: Grid) -> list[int]:

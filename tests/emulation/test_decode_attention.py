@@ -55,7 +55,7 @@ def test_a_rollout_with_it_draws_what_the_cpu_draws(options):
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
     with emulated_gpu():
         engine = NativeEngine(model, torch.float32, in_cpp=False, **options)
-        assert engine.decoder._grid(1, 1, 8, 12).in_kernel
+        assert engine.decoder.in_kernel
         rollouts = engine.generate(PROMPTS, 6, sampling, seed=4, step=2)
     assert torch.equal(rollouts.tokens, expected.tokens)
     torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)

@@ -49,6 +49,13 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
     assert rollouts.lengths.unique().numel() > 3  # rows finished at different times
 
 
+def test_compiled_layers_draw_the_same():
+    model = tiny_decoder()
+    expected, rollouts = generate(model, in_cpp=False), generate(model, in_cpp=False, compiled=True)
+    assert torch.equal(rollouts.tokens, expected.tokens)
+    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 @pytest.mark.parametrize(
     "changes",

@@ -56,6 +56,7 @@ struct Softmax {
   double logp;     // of the target
   double entropy;  // nats
 
+  Softmax() = default;
   MAXRL_HOST_DEVICE Softmax(PartialSoftmax part, double at_target, double inverse_temperature)
       : inverse_temperature(inverse_temperature) {
     if (!(at_target <= part.top)) part.raise(at_target, inverse_temperature);

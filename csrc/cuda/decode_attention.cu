@@ -19,7 +19,8 @@ constexpr int kMaxWarps = 8;            // of a block
 constexpr float kLowest = -1e30f;       // below any score, and finite: the difference of two is 0
 constexpr int64_t kWantedWarps = 2048;  // of a launch, to fill a GPU
 
-// The softmax over some of the keys, of the query heads of a key/value head: their maximum, sum, and this lane's values.
+// The softmax over some of the keys, of the query heads of a key/value head: their maximum, sum, and this lane's values. Scores
+// are in units of log2.
 template <int kQueries, int kSize>
 struct Attended {
   float top[kQueries], sum[kQueries], values[kQueries][kSize];
@@ -33,7 +34,7 @@ struct Attended {
   }
   __device__ void merge(int r, float other_top, float other_sum, const float (&other)[kSize]) {
     const float greatest = fmaxf(top[r], other_top);
-    const float mine = exponential(top[r] - greatest), others = exponential(other_top - greatest);
+    const float mine = exponential2(top[r] - greatest), others = exponential2(other_top - greatest);
     top[r] = greatest;
     sum[r] = sum[r] * mine + other_sum * others;
 #pragma unroll
@@ -42,7 +43,7 @@ struct Attended {
 };
 
 template <typename Element, int kQueries>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttention<Element> in, int lanes_of_key) {
+__global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int64_t row = blockIdx.x / in.kv_heads;
   const int head = blockIdx.x % in.kv_heads, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -65,18 +66,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttentio
   const int64_t first_query = row * in.heads + head * kQueries;
 
   float queries[kQueries][kSize];
-  const float scale = rsqrtf(static_cast<float>(in.head_dim));
+  const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
-    const Chunk<Element> chunk = load(in.q + (first_query + r) * in.head_dim, true);
+    unpack(load(in.q + (first_query + r) * in.head_dim, true), queries[r]);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) queries[r][i] = to_real(chunk.elements[i]) * scale;
+    for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
   }
   // The score of a key, in all lanes of its slot; every lane of the warp must call it.
-  const auto score = [&](int r, const Chunk<Element>& key) {
-    float sum = 0.0f;
+  const auto score = [&](int r, const Chunk<Element>& chunk) {
+    float sum = 0.0f, key[kSize];
+    unpack(chunk, key);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sum += queries[r][i] * to_real(key.elements[i]);
+    for (int i = 0; i < kSize; ++i) sum += queries[r][i] * key[i];
     for (int offset = lanes_of_key / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     return sum;
   };
@@ -101,17 +103,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttentio
         scores[u] = score(r, keys[u]);
         if (exists[u]) greatest = fmaxf(greatest, scores[u]);
       }
-      const float kept = exponential(attended.top[r] - greatest);
+      const float kept = exponential2(attended.top[r] - greatest);
       attended.top[r] = greatest;
       attended.sum[r] *= kept;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) attended.values[r][i] *= kept;
 #pragma unroll
       for (int u = 0; u < kKeysAtOnce; ++u) {
-        const float p = exists[u] ? exponential(scores[u] - greatest) : 0.0f;
+        const float p = exists[u] ? exponential2(scores[u] - greatest) : 0.0f;
+        float value[kSize];
+        unpack(values[u], value);
         attended.sum[r] += p;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) attended.values[r][i] += p * to_real(values[u].elements[i]);
+        for (int i = 0; i < kSize; ++i) attended.values[r][i] += p * value[i];
       }
     }
   }
@@ -119,8 +123,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttentio
   // The newest token, by the first slot, which also puts it into the cache.
   const Chunk<Element> new_key = load(in.k + of_new, true), new_value = load(in.v + of_new, true);
   float new_values[kSize];
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) new_values[i] = to_real(new_value.elements[i]);
+  unpack(new_value, new_values);
 #pragma unroll
   for (int r = 0; r < kQueries; ++r) {
     const float of_newest = score(r, new_key);
@@ -174,14 +177,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(DecodeAttentio
     const int64_t at = (first_query + r) * in.head_dim;
     const Chunk<Element> of_prompt = load(in.prompt_out + at, true);
     const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + (head * kQueries + r) * in.lse_head_stride];
-    const float own_lse = attended.top[r] + logf(attended.sum[r]);
-    const float prompts_share = 1.0f / (1.0f + exponential(own_lse - prompt_lse));
+    const float own_lse = attended.top[r] + log2f(attended.sum[r]);
+    const float prompts_share = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
     const float own_factor = (1.0f - prompts_share) / attended.sum[r];
-    Chunk<Element> out;
+    float out[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i)
-      out.elements[i] = from_real<Element>(attended.values[r][i] * own_factor + to_real(of_prompt.elements[i]) * prompts_share);
-    *reinterpret_cast<uint4*>(in.out + at + part * kSize) = out.bits;
+      out[i] = attended.values[r][i] * own_factor + to_real(of_prompt.elements[i]) * prompts_share;
+    *reinterpret_cast<uint4*>(in.out + at + part * kSize) = rounded<Element>(out).bits;
   }
 }
 

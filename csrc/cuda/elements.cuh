@@ -1,14 +1,17 @@
-// The element types in registers, and 16 bytes of them at a time.
+// The element types in registers, 16 bytes of them at a time.
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "../element_types.h"
 
 namespace maxrl::cuda {
 
 constexpr int kAccess = 16;  // bytes a thread reads or writes at once
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 __device__ inline float to_real(float x) { return x; }
 __device__ inline double to_real(double x) { return x; }
@@ -21,24 +24,114 @@ __device__ inline Element from_real(Real x) {
 }
 template <>
 __device__ inline BFloat16 from_real<BFloat16, float>(float x) {
-  const unsigned bits = __float_as_uint(x);
-  if (x != x) return BFloat16{0x7fc0};
-  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+  return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 }
 template <>
 __device__ inline Float16 from_real<Float16, float>(float x) {
   return Float16{__half_as_ushort(__float2half_rn(x))};
 }
 
-__device__ inline float exponential(float x) { return __expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
+// 2^x: one instruction, below 2^-126 it is 0.
+__device__ inline float exponential2(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return x < -126.0f ? 0.0f : exp2f(x);
+#endif
+}
+__device__ inline double exponential2(double x) { return exp2(x); }
 
+// The greater one; a NaN stays one.
+__device__ inline float at_least(float x, float least) {
+#ifdef __CUDACC__
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(least));
+  return y;
+#else
+  return x < least ? least : x;
+#endif
+}
+__device__ inline double at_least(double x, double least) { return x < least ? least : x; }
+
+// 16 bytes of a row.
 template <typename Element>
 union Chunk {
   static constexpr int kSize = kAccess / sizeof(Element);
   uint4 bits;
   Element elements[kSize];
+  uint32_t pairs[4];  // of half precision
   __device__ Chunk() {}
 };
+
+// Two numbers to a register, the first in its lower half.
+__device__ inline uint32_t rounded_pair(BFloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+__device__ inline uint32_t rounded_pair(Float16, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+template <typename Pair>
+__device__ inline uint32_t greater_pair(uint32_t a, uint32_t b) {
+  Pair x, y;
+  memcpy(&x, &a, sizeof x);
+  memcpy(&y, &b, sizeof y);
+  x = __hmax2(x, y);
+  memcpy(&a, &x, sizeof a);
+  return a;
+}
+__device__ inline uint32_t greater(BFloat16, uint32_t a, uint32_t b) { return greater_pair<__nv_bfloat162>(a, b); }
+__device__ inline uint32_t greater(Float16, uint32_t a, uint32_t b) { return greater_pair<__half2>(a, b); }
+
+template <typename Element, typename Real, int size>
+__device__ inline Chunk<Element> rounded(const Real (&values)[size]) {
+  Chunk<Element> chunk;
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if constexpr (sizeof(Element) == 2) {
+      if (i % 2 == 0) chunk.pairs[i / 2] = rounded_pair(Element{}, values[i], values[i + 1]);
+    } else {
+      chunk.elements[i] = values[i];
+    }
+  }
+  return chunk;
+}
+
+template <typename Real, typename Element>
+__device__ inline void unpack(const Chunk<Element>& chunk, Real (&values)[Chunk<Element>::kSize]) {
+#pragma unroll
+  for (int i = 0; i < Chunk<Element>::kSize; ++i) values[i] = to_real(chunk.elements[i]);
+}
+template <>
+__device__ inline void unpack(const Chunk<BFloat16>& chunk, float (&values)[8]) {  // an instruction each
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = __uint_as_float(chunk.pairs[i] << 16);
+    values[2 * i + 1] = __uint_as_float(chunk.pairs[i] & 0xffff0000u);
+  }
+}
+
+// The greatest element; of NaNs nothing is said.
+template <typename Real, typename Element>
+__device__ inline Real greatest_of(const Chunk<Element>& chunk) {
+  if constexpr (sizeof(Element) == 2) {
+    const uint32_t pair = greater(Element{}, greater(Element{}, chunk.pairs[0], chunk.pairs[1]),
+                                  greater(Element{}, chunk.pairs[2], chunk.pairs[3]));
+    const Real low = to_real(Element{static_cast<uint16_t>(pair)}), high = to_real(Element{static_cast<uint16_t>(pair >> 16)});
+    return low > high || high != high ? low : high;
+  } else {
+    Real greatest = chunk.elements[0];
+#pragma unroll
+    for (int i = 1; i < Chunk<Element>::kSize; ++i) greatest = chunk.elements[i] > greatest ? chunk.elements[i] : greatest;
+    return greatest;
+  }
+}
 
 }  // namespace maxrl::cuda

@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
       sums[PacsSums::kLoss] += loss / *in.denominator;
       sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
       sums[PacsSums::kProxy] += r;
-      sums[label == 1.0 ? PacsSums::kScoreCorrect : PacsSums::kScoreWrong] += psi;
+      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // an index known only now would take them out of registers
+      sums[PacsSums::kScoreWrong] += label == 1.0 ? 0.0 : psi;
       sums[PacsSums::kCorrect] += label == 1.0;
     }
     mean_q = first_q + warp_sum(mean_q) / n;

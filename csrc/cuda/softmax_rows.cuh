@@ -24,70 +24,92 @@ constexpr int kMaxClusterSize = 8;             // more is not portable
 constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks of a multiprocessor hide each other's waits
 
 template <typename Real>
-constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-104) : Real(-745.5);  // e^x rounds to 0
+constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
 
-// What one thread has seen of its row; see PartialSoftmax, of which this is the fast form.
+// What one thread has seen of its row; see PartialSoftmax, of which this is the fast form. Exponents are of 2, and one
+// multiply-add: z rate - base, with rate = log2(e) / tau, and base the greatest logit times rate as it was rounded. What the
+// exponents are under, `top`, is therefore base / rate, near the greatest logit.
 template <typename Real>
 struct ThreadSoftmax {
-  Real top = -static_cast<Real>(INFINITY), base = 0, others = 0, moment = 0;
+  Real greatest = -static_cast<Real>(INFINITY), base = 0, others = 0, moment = 0;
 
-  __device__ void raise(Real new_top, Real inverse_temperature) {
+  __device__ void raise(Real new_greatest, Real rate) {
+    const Real new_base = new_greatest * rate;
     if (others > 0) {
-      const Real shift = (top - new_top) * inverse_temperature, factor = exponential(shift);
+      const Real shift = base - new_base, factor = exponential2(shift);
       moment = factor > 0 ? factor * (moment + others * shift) : Real(0);
       others *= factor;
     }
-    top = base = new_top;
+    greatest = new_greatest;
+    base = new_base;
   }
-  __device__ void add(Real z, Real inverse_temperature) {
-    Real x = (z - base) * inverse_temperature;
-    x = x < kLowestExponent<Real> ? kLowestExponent<Real> : x;  // -inf too; a NaN stays one
-    const Real e = exponential(x);
+  __device__ void add(Real z, Real rate) {
+    const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);  // -inf too
+    const Real e = exponential2(x);
     others += e;
-    moment += e * x;
+    moment = fma(e, x, moment);
+  }
+  __device__ PartialSoftmax part(Real rate) const {
+    const bool has_top = greatest > -static_cast<Real>(INFINITY) && rate > 0;
+    const double top = has_top ? static_cast<double>(base) / rate : static_cast<double>(greatest);
+    return {top, static_cast<double>(others), kLn2 * moment};
   }
 };
 
-// How a row lies in memory: a few elements up to the first 16-byte boundary, chunks, a few elements.
+// How a row lies in memory: a few elements up to the first 16-byte boundary, chunks, a few elements. In 32 bits, so that an
+// index takes one register.
 template <typename Element>
 struct RowLayout {
-  int64_t head, num_chunks, size;
-  __device__ RowLayout(const Element* row, int64_t size) : size(size) {
-    const auto beyond = reinterpret_cast<uintptr_t>(row) % kAccess;
-    const int64_t wanted = beyond ? static_cast<int64_t>((kAccess - beyond) / sizeof(Element)) : 0;
+  int head, num_chunks, size;
+  __device__ RowLayout(const Element* row, int size) : size(size) {
+    const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(row) % kAccess);
+    const int wanted = beyond ? (kAccess - beyond) / static_cast<int>(sizeof(Element)) : 0;
     head = wanted < size ? wanted : size;
     num_chunks = (size - head) / Chunk<Element>::kSize;
   }
-  __device__ int64_t tail() const { return head + num_chunks * Chunk<Element>::kSize; }
+  __device__ int tail() const { return head + num_chunks * Chunk<Element>::kSize; }
+  // The first chunk of a block of a cluster.
+  __device__ int first_of(int rank, int cluster_size) const {
+    return static_cast<int>(static_cast<int64_t>(num_chunks) * rank / cluster_size);
+  }
 };
 
-// What a block needs of its row's softmax to write the gradient.
+// What a block needs of its row's softmax to write the gradient: 2^x (constant + slope x), x = z rate - base.
 template <typename Element, typename Real>
 struct ResolvedRow {
   Real base, constant, slope;
   Element at_target;
+  Softmax softmax;  // here rather than in registers
 };
 
 // A function of its own, on one thread, so that its double precision takes no registers from the loops.
 template <typename Element, typename Real, typename Work>
-__device__ __noinline__ void resolve(const Work& work, typename Work::State& state, int64_t t, double at_target,
-                                     double inverse_temperature, const PartialSoftmax* of_block,
-                                     ResolvedRow<Element, Real>& resolved) {
+__device__ __noinline__ void resolve(const Work& work, typename Work::State& state, const TokenRows<Real>& in, int64_t t,
+                                     double at_target, const PartialSoftmax* of_block, ResolvedRow<Element, Real>& resolved) {
+  const double inverse_temperature = 1.0 / in.temperature_of(t);
+  const auto rate = static_cast<Real>(kLog2E * inverse_temperature);
   PartialSoftmax part = *Cluster::of_rank(of_block, 0);
   for (unsigned r = 1; r < Cluster::size(); ++r) part.add(*Cluster::of_rank(of_block, r), inverse_temperature);
-  const Softmax softmax(part, at_target, inverse_temperature);
-  const RowGradient row = softmax.gradient(work.evaluate(state, t, softmax));
-  resolved.base = static_cast<Real>(softmax.top);
-  resolved.constant = static_cast<Real>(row.constant);
-  resolved.slope = static_cast<Real>(row.slope);
+  resolved.softmax = Softmax(part, at_target, inverse_temperature);
+  const Slopes slopes = work.evaluate(state, t, resolved.softmax);
+  const Softmax& softmax = resolved.softmax;
+  const RowGradient row = softmax.gradient(slopes);
+  // x under the rounded base instead of under the softmax's top.
+  const auto base = static_cast<Real>(softmax.top * rate);
+  const double shift = rate > 0 ? (static_cast<double>(base) / rate - softmax.top) * inverse_temperature : 0.0;
+  const double factor = exp(shift);
+  resolved.base = base;
+  resolved.constant = static_cast<Real>(factor * (row.constant + row.slope * shift));
+  resolved.slope = static_cast<Real>(factor * row.slope * kLn2);
   resolved.at_target = from_real<Element>(static_cast<Real>(row.at_target));
 }
 
 // Adds up what the threads of a block have seen, always in the same order, into *of_block.
 template <typename Real>
-__device__ __noinline__ void combine(const ThreadSoftmax<Real>& mine, double inverse_temperature, PartialSoftmax* of_warps,
+__device__ __noinline__ void combine(ThreadSoftmax<Real> mine, const TokenRows<Real>& in, int64_t t, PartialSoftmax* of_warps,
                                      PartialSoftmax* of_block) {
-  PartialSoftmax part{mine.top, mine.others, mine.moment};
+  const double inverse_temperature = 1.0 / in.temperature_of(t);
+  PartialSoftmax part = mine.part(static_cast<Real>(kLog2E * inverse_temperature));
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     part.add({__shfl_down_sync(kAllLanes, part.top, offset), __shfl_down_sync(kAllLanes, part.others, offset),
               __shfl_down_sync(kAllLanes, part.moment, offset)},
@@ -101,7 +123,8 @@ __device__ __noinline__ void combine(const ThreadSoftmax<Real>& mine, double inv
 
 template <typename Element, typename Real, bool kOnChip, typename Work>
 __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
-    softmax_rows(Rows<const Element> logits, TokenRows<Real> in, Rows<Element> gradient, Work work) {
+    softmax_rows(const __grid_constant__ Rows<const Element> logits, const __grid_constant__ TokenRows<Real> in,
+                 const __grid_constant__ Rows<Element> gradient, const __grid_constant__ Work work) {
   __shared__ PartialSoftmax of_warps[kRowThreads / kWarp];
   __shared__ PartialSoftmax of_block;  // read by the whole cluster
   __shared__ ResolvedRow<Element, Real> resolved;
@@ -109,15 +132,16 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
   __shared__ bool must_read;
   constexpr int kSize = Chunk<Element>::kSize;
   auto* kept = reinterpret_cast<Chunk<Element>*>(dynamic_shared());
-  const int thread = threadIdx.x, rank = Cluster::rank(), cluster_size = Cluster::size();
+  const int thread = threadIdx.x;
+  const int rank = kOnChip ? Cluster::rank() : 0, cluster_size = kOnChip ? Cluster::size() : 1;
   if (thread == 0) state = {};
 
   for (int64_t t = blockIdx.x / cluster_size; t < in.num_tokens; t += gridDim.x / cluster_size) {
     const Element* row = logits.of(t);
     Element* row_gradient = gradient.of(t);
-    const RowLayout<Element> layout(row, in.vocab_size);
+    const RowLayout<Element> layout(row, static_cast<int>(in.vocab_size));
     // This block's chunks; the first block also has the head, the last the tail.
-    const int64_t first = layout.num_chunks * rank / cluster_size, last = layout.num_chunks * (rank + 1) / cluster_size;
+    const int first = layout.first_of(rank, cluster_size), last = layout.first_of(rank + 1, cluster_size);
     const bool has_head = rank == 0, has_tail = rank == cluster_size - 1;
     const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + layout.head);
     const bool is_aligned =
@@ -128,8 +152,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
       if (has_head && thread < layout.head) use(thread);
       if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
     };
-    const auto write = [&](int64_t chunk, const Chunk<Element>& out) {
-      Element* to = row_gradient + layout.head + chunk * kSize;
+    const auto write = [&](int chunk, const Chunk<Element>& out) {
+      Element* to = row_gradient + (layout.head + chunk * kSize);
       if (is_aligned)
         *reinterpret_cast<uint4*>(to) = out.bits;
       else
@@ -142,64 +166,73 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
       if (row_gradient) {
         Chunk<Element> zeros;
         zeros.bits = uint4{0, 0, 0, 0};
-        for_ends([&](int64_t i) { row_gradient[i] = Element{}; });
-        for (int64_t c = first + thread; c < last; c += kRowThreads) write(c, zeros);
+        for_ends([&](int i) { row_gradient[i] = Element{}; });
+        for (int c = first + thread; c < last; c += kRowThreads) write(c, zeros);
       }
       __syncthreads();  // must_read is read
       continue;
     }
 
-    const int64_t target = in.is_target_valid(t) ? in.targets[t] : -1;
-    const auto inverse_temperature = static_cast<Real>(1.0 / in.temperature_of(t));
+    const int target = in.is_target_valid(t) ? static_cast<int>(in.targets[t]) : -1;
+    const auto rate = static_cast<Real>(kLog2E * (1.0 / in.temperature_of(t)));
+    // Which element of a chunk the target is; of the other chunks, none.
+    const auto target_in = [&](int chunk) { return static_cast<unsigned>(target - (layout.head + chunk * kSize)); };
     ThreadSoftmax<Real> mine;
-    const auto add_end = [&](int64_t i) {
+    for_ends([&](int i) {
       if (i == target) return;
       const Real z = to_real(row[i]);
-      if (z > mine.top) mine.raise(z, inverse_temperature);
-      mine.add(z, inverse_temperature);
-    };
-    for_ends(add_end);
+      if (z > mine.greatest) mine.raise(z, rate);
+      mine.add(z, rate);
+    });
 #pragma unroll 2
-    for (int64_t c = first + thread; c < last; c += kRowThreads) {
+    for (int c = first + thread; c < last; c += kRowThreads) {
       Chunk<Element> chunk;
       chunk.bits = kOnChip ? __ldcs(&chunks[c].bits) : chunks[c].bits;  // not to be read again, or soon
       if constexpr (kOnChip) kept[c - first].bits = chunk.bits;
-      const int64_t start = layout.head + c * kSize;
-      Real values[kSize], greatest = -static_cast<Real>(INFINITY);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        values[i] = start + i == target ? -static_cast<Real>(INFINITY) : to_real(chunk.elements[i]);
-        greatest = values[i] > greatest ? values[i] : greatest;
+      if (target_in(c) < kSize) {  // one chunk of a row, element by element
+#pragma unroll 1
+        for (int i = 0; i < kSize; ++i) {
+          if (i == static_cast<int>(target_in(c))) continue;
+          const Real z = to_real(row[layout.head + c * kSize + i]);
+          if (z > mine.greatest) mine.raise(z, rate);
+          mine.add(z, rate);
+        }
+        continue;
       }
-      if (greatest > mine.top) mine.raise(greatest, inverse_temperature);
+      const Real greatest = greatest_of<Real>(chunk);
+      if (greatest > mine.greatest) mine.raise(greatest, rate);
+      Real values[kSize];
+      unpack(chunk, values);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) mine.add(values[i], inverse_temperature);
+      for (int i = 0; i < kSize; ++i) mine.add(values[i], rate);
     }
 
-    combine(mine, inverse_temperature, of_warps, &of_block);
+    combine(mine, in, t, of_warps, &of_block);
     Cluster::sync();
     if (thread == 0) {
       // A target that is not in the vocabulary makes all of it NaN.
       const double at_target = target < 0 ? NAN : static_cast<double>(to_real(row[target]));
-      resolve(work, state, t, at_target, inverse_temperature, &of_block, resolved);
+      resolve(work, state, in, t, at_target, &of_block, resolved);
     }
     Cluster::sync();  // before another row changes of_block, and before the gradient takes the place of the logits
     if (!row_gradient) continue;
 
     const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
-    const auto gradient_of = [&](Element z, int64_t index) {
-      if (index == target) return resolved.at_target;
-      Real x = (to_real(z) - base) * inverse_temperature;
-      x = x < kLowestExponent<Real> ? kLowestExponent<Real> : x;
-      return from_real<Element>(exponential(x) * (constant + slope * x));
+    const Element at_target = resolved.at_target;
+    const auto gradient_of = [&](Real z) {
+      const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);
+      return exponential2(x) * fma(slope, x, constant);
     };
-    for_ends([&](int64_t i) { row_gradient[i] = gradient_of(row[i], i); });
-    for (int64_t c = first + thread; c < last; c += kRowThreads) {
-      Chunk<Element> in_chunk, out;
+    for_ends([&](int i) { row_gradient[i] = i == target ? at_target : from_real<Element>(gradient_of(to_real(row[i]))); });
+    for (int c = first + thread; c < last; c += kRowThreads) {
+      Chunk<Element> in_chunk;
       in_chunk.bits = kOnChip ? kept[c - first].bits : chunks[c].bits;
+      Real values[kSize];
+      unpack(in_chunk, values);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) out.elements[i] = gradient_of(in_chunk.elements[i], layout.head + c * kSize + i);
-      write(c, out);
+      for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
+      write(c, rounded<Element>(values));
+      if (target_in(c) < kSize) row_gradient[target] = at_target;  // after the write, by the same thread
     }
   }
   __syncthreads();
@@ -242,6 +275,7 @@ void launch_with(const RowLaunch& plan, Rows<const Element> logits, const TokenR
 template <typename Element, typename Real, typename Work>
 void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient, const Work& work,
                  cudaStream_t stream) {
+  if (in.vocab_size > INT32_MAX - kRowThreads * kAccess) throw std::invalid_argument("a row has too many logits");
   const RowLaunch plan = plan_launch(in.vocab_size * static_cast<int64_t>(sizeof(Element)), gradient.data != nullptr);
   if (plan.storage > 0)
     launch_with<Element, Real, true>(plan, logits, in, gradient, work, stream);

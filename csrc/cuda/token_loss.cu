@@ -23,7 +23,7 @@ struct LossWork {
     state.sums.values[Sums::kDropped] += row.counts && !row.must_read;
     return row.must_read;
   }
-  __device__ Slopes evaluate(State& state, int64_t t, const Softmax& softmax) const {
+  __device__ __noinline__ Slopes evaluate(State& state, int64_t t, const Softmax& softmax) const {
     return evaluate_row(in, options, t, state.row, softmax, state.sums);
   }
   __device__ void finish(State& state) const {

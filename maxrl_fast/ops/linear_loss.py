@@ -185,7 +185,7 @@ class _Chunks:
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch adds products of half precision to a float32 matrix where it lies.
 
-    Else they take a matrix [V, H] of their own, and another pass over both. Not all versions from 2.10 on do: asked for once.
+    Else they take a matrix [V, H] of their own, and another pass over both. Not every version does: asked for once.
     """
     total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     try:

@@ -5,7 +5,7 @@
 // The blocks of a cluster are threads of the operating system, each with shared memory of its own; clusters come one after
 // another. A barrier that not all threads reach ends the process with a message, and so does a write behind the shared memory
 // that was asked for. Not emulated: the memory model (what one thread writes the others see at once), speed, and what the
-// hardware rounds in another way (__expf).
+// hardware rounds in another way (powers of 2).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -23,6 +23,7 @@
 #define __noinline__  // as part of __attribute__((__noinline__)) too
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __CUDA_ARCH__ 900
 
 struct dim3 {
@@ -95,7 +96,7 @@ T __ldcs(const T* from) {
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
   return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
 }
-inline float __expf(float x) { return std::exp(x); }
+using std::fma;
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __uint_as_float(unsigned bits) {
   float value;

@@ -7,7 +7,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "decode_attention.h"
+#include "decoding.h"
 #include "group_advantage.h"
 #include "pacs.h"
 #include "token_loss.h"
@@ -103,6 +103,7 @@ void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies,
 // key/value head.
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
+void decode_sample(const DecodeSample& in, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

@@ -107,6 +107,23 @@ def decode_attention_cuda(
     out: int,
     stream: int,
 ) -> None: ...
+def decode_sample_cuda(
+    *,
+    num_rows: int,
+    vocab_size: int,
+    limit: int,
+    logits: int,
+    temperature: float,
+    keys: int,
+    stops: int,
+    last: int,
+    length: int,
+    done: int,
+    tokens: int,
+    logprobs: int,
+    raw_logprobs: int,
+    stream: int,
+) -> None: ...
 
 class Pacs:
     def __init__(

@@ -1,8 +1,12 @@
-"""Examples of decoding attention, for the emulated and the real GPU."""
+"""Examples of decoding steps, for the emulated and the real GPU."""
 
 import torch
 
+from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import Step
+from maxrl_fast.rollout.decode_sample import sample_and_take
+from maxrl_fast.rollout.random import uniforms
+from maxrl_fast.rollout.sampling import sample
 
 # Query heads, key/value heads, head size; groups, rows; prompt width, limit.
 SHAPES = [
@@ -37,3 +41,43 @@ def attention(shape, dtype, device, in_kernel):
         step = Step(prompt_lengths.to(device), lengths.to(device), prompt_width, limit, in_kernel)
         out = step.attend(q, k, v, prompt, own)
     return out, *own
+
+
+VOCABULARIES = [1, 2, 31, 32, 33, 300, 5000]
+TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
+
+
+def sampling_state(vocab, device):
+    """Logits and the state of 60 rows, some of which are done."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows, limit = 60, 9
+    logits = 3 * torch.randn(rows, vocab, generator=generator)
+    logits[5, 1:] = -torch.inf  # one token can be drawn
+    stops = torch.rand(vocab, generator=generator) < 0.3
+    length = torch.randint(1, limit, (rows,), generator=generator)
+    done = torch.rand(rows, generator=generator) < 0.2
+    keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    last = torch.randint(vocab, (rows,), generator=generator)
+    written = torch.full((rows, limit), -7), torch.full((rows, limit), -7.0), torch.full((rows, limit), -7.0)
+    return [x.to(device) for x in (logits, keys, stops, last, length, done, *written)]
+
+
+def check_sampling(vocab, temperature, device, around_kernel):
+    """The kernel against sampling.sample on the CPU, in all that it writes."""
+    sampling = Sampling(temperature, 9, ())
+    logits, keys, stops, last, length, done, tokens, logprobs, raw_logprobs = sampling_state(vocab, torch.device("cpu"))
+    token, log_p, raw = sample(logits, uniforms(keys, length), sampling)
+    rows = (~done).nonzero()[:, 0]
+    for to, values in ((tokens, token), (logprobs, log_p), (raw_logprobs, raw)):
+        to[rows, length[rows]] = values[rows]
+    last[rows], length[rows] = token[rows], length[rows] + 1
+    done |= stops[last] & ~done | (length == tokens.shape[1])
+
+    given = sampling_state(vocab, device)
+    with around_kernel():
+        sample_and_take(given[0], sampling, *given[1:])
+    _, _, _, *state, logprobs_written, raw_written = (x.cpu() for x in given)
+    for actual, expected in zip(state, (last, length, done, tokens), strict=True):
+        assert torch.equal(actual, expected)
+    torch.testing.assert_close(logprobs_written, logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(raw_written, raw_logprobs, rtol=1e-5, atol=1e-5)

@@ -34,6 +34,6 @@ void bind_group_advantage(py::module_& m);
 void bind_token_loss(py::module_& m);
 void bind_pacs(py::module_& m);
 void bind_generation(py::module_& m);
-void bind_decode_attention(py::module_& m);
+void bind_decoding(py::module_& m);
 
 }  // namespace maxrl::bindings

@@ -10,5 +10,5 @@ PYBIND11_MODULE(_C, m) {
   maxrl::bindings::bind_token_loss(m);
   maxrl::bindings::bind_pacs(m);
   maxrl::bindings::bind_generation(m);
-  maxrl::bindings::bind_decode_attention(m);
+  maxrl::bindings::bind_decoding(m);
 }

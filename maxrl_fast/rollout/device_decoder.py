@@ -15,7 +15,7 @@ from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attenti
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts, cumulative
-from maxrl_fast.rollout import RolloutStatistics, Sampling
+from maxrl_fast.rollout import RolloutStatistics, Sampling, decode_sample
 from maxrl_fast.rollout.decode_attention import Step, has_kernel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
@@ -103,7 +103,12 @@ class _Grid:
             return step.attend(q, k, v, self.prompts[layer], self.own[layer])
 
         hidden = self.model(self.last, lengths + at, attention, self.every, self.dtype)
-        self.take(self.every, sample(self.model.logits(hidden), uniforms(self.keys, self.length), sampling), self.length)
+        logits = self.model.logits(hidden)
+        if decode_sample.has_kernel(sampling, logits.device):
+            state = (self.last, self.length, self.done, self.tokens, self.logprobs, self.raw_logprobs)
+            decode_sample.sample_and_take(logits, sampling, self.keys, self.stops, *state)
+        else:
+            self.take(self.every, sample(logits, uniforms(self.keys, self.length), sampling), self.length)
 
     def take(self, rows: Tensor, sampled: tuple[Tensor, Tensor, Tensor], at: Tensor) -> None:
         """Write down what was sampled as token number `at` of these rows, where they have not ended."""

@@ -1,5 +1,7 @@
 """Decoding on a GPU: attention against float64, CUDA graphs against the CPU, and log-probs against the full forward pass."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
-from tests.decoding import SHAPES, attention
+from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling
 from tests.models import response_logits, tiny_decoder
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +31,12 @@ def test_attention_equals_float64(shape, dtype):
         assert torch.equal(a.cpu().double(), b.double())
     error = (actual.cpu().double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     assert error.max() < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("vocab", [*VOCABULARIES, 151936])
+def test_sampling_equals_pytorchs(vocab, temperature):
+    check_sampling(vocab, temperature, GPU, contextlib.nullcontext)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

@@ -2,7 +2,7 @@
 
 namespace maxrl::bindings {
 
-void bind_decode_attention([[maybe_unused]] py::module_& m) {
+void bind_decoding([[maybe_unused]] py::module_& m) {
 #ifdef MAXRL_FAST_CUDA
   m.def(
       "decode_attention_cuda",
@@ -39,6 +39,28 @@ void bind_decode_attention([[maybe_unused]] py::module_& m) {
       py::kw_only(), "dtype"_a, "num_rows"_a, "limit"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "q"_a, "k"_a, "v"_a,
       "k_cache"_a, "v_cache"_a, "lengths"_a, "prompt_out"_a, "prompt_lse"_a, "lse_row_stride"_a, "lse_head_stride"_a, "out"_a,
       "stream"_a);
+  m.def(
+      "decode_sample_cuda",
+      [](std::int64_t num_rows, std::int64_t vocab_size, std::int64_t limit, Address logits, double temperature, Address keys,
+         Address stops, Address last, Address length, Address done, Address tokens, Address logprobs, Address raw_logprobs,
+         Address stream) {
+        const DecodeSample in{num_rows,
+                              vocab_size,
+                              limit,
+                              pointer<const float>(logits),
+                              temperature,
+                              pointer<const std::int64_t>(keys),
+                              pointer<const bool>(stops),
+                              pointer<std::int64_t>(last),
+                              pointer<std::int64_t>(length),
+                              pointer<bool>(done),
+                              pointer<std::int64_t>(tokens),
+                              pointer<float>(logprobs),
+                              pointer<float>(raw_logprobs)};
+        cuda::decode_sample(in, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::kw_only(), "num_rows"_a, "vocab_size"_a, "limit"_a, "logits"_a, "temperature"_a, "keys"_a, "stops"_a, "last"_a,
+      "length"_a, "done"_a, "tokens"_a, "logprobs"_a, "raw_logprobs"_a, "stream"_a);
 #endif
 }
 

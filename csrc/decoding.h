@@ -1,4 +1,4 @@
-// Attention of one new token a row, on a GPU.
+// A step of decoding on a GPU: attention of one new token a row, and the sampling of the next.
 #pragma once
 #include <cstdint>
 
@@ -16,6 +16,20 @@ struct DecodeAttention {
   const float* prompt_lse;                 // and its log-sum-exp, [A, Hq] by these strides
   int64_t lse_row_stride, lse_head_stride;
   Element* out;                            // [A, Hq, D]
+};
+
+// Rows A, vocabulary V, at most `limit` tokens a row. A row that is done is left as it is.
+struct DecodeSample {
+  int64_t num_rows, vocab_size, limit;
+  const float* logits;    // [A, V]
+  double temperature;     // 0: the likeliest token
+  const int64_t* keys;    // [A] of random.h
+  const bool* stops;      // [V] tokens that end a row
+  int64_t *last, *length; // [A] newest token, tokens so far: this one becomes number `length`, from 0
+  bool* done;             // [A]
+  int64_t* tokens;        // [A, limit]
+  float* logprobs;        // [A, limit] under what was sampled from, 0 at temperature 0
+  float* raw_logprobs;    // [A, limit] under softmax(logits)
 };
 
 }  // namespace maxrl

@@ -1,4 +1,4 @@
-"""Attention while decoding, by the CUDA kernel on an emulated GPU, against float64."""
+"""A step of decoding by the CUDA kernels on an emulated GPU: attention against float64, sampling against PyTorch."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ import torch
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
+from maxrl_fast.rollout.decode_sample import sample_and_take
 from maxrl_fast.rollout.native import NativeEngine
-from tests.decoding import SHAPES, attention
+from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
 from tests.emulation.test_kernels import CPU, emulated_gpu
 from tests.gpu.test_rollout import PROMPTS
 from tests.models import tiny_decoder
@@ -47,6 +48,22 @@ def test_which_sizes_it_takes():
     assert not fits(4, 2, 256, torch.float32)
     assert not fits(4, 2, 64, torch.float64)
     assert not has_kernel(DecoderConfig(50, 64, 64, 2, 4, 2, 16, 64), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_sampling(vocab, temperature):
+    check_sampling(vocab, temperature, CPU, emulated_gpu)
+
+
+def test_a_logit_that_is_no_number_shows_in_the_logprobs():
+    logits, *state = sampling_state(300, CPU)
+    logits[7, 40], logits[8, 0], logits[9, 3] = torch.nan, torch.inf, -torch.inf
+    state[4][:] = False
+    with emulated_gpu():
+        sample_and_take(logits, Sampling(1.0, 9, ()), *state)
+    bad = (~state[-2].isfinite()).any(1).nonzero()[:, 0]
+    assert bad.tolist() == [7, 8]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 7}])

@@ -8,6 +8,8 @@
 //     void finish(State&)                                            after the last row, by every thread
 // plan and evaluate run on thread 0 of every block, and must say the same in all blocks of a cluster.
 #pragma once
+#include <cuda_pipeline_primitives.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -20,6 +22,7 @@
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 512;
+constexpr int kAhead = 4;                      // chunks of a thread on their way to shared memory
 constexpr int kMaxClusterSize = 8;             // more is not portable
 constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks of a multiprocessor hide each other's waits
 
@@ -184,11 +187,22 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
       if (z > mine.greatest) mine.raise(z, rate);
       mine.add(z, rate);
     });
+    // A thread reads what it copied itself: it need not wait for others.
+    const auto copy = [&](int c) {
+      if (kOnChip && c < last) __pipeline_memcpy_async(&kept[c - first], &chunks[c], kAccess);
+      if (kOnChip) __pipeline_commit();
+    };
+    for (int ahead = 0; ahead < kAhead; ++ahead) copy(first + thread + ahead * kRowThreads);
 #pragma unroll 2
     for (int c = first + thread; c < last; c += kRowThreads) {
       Chunk<Element> chunk;
-      chunk.bits = kOnChip ? __ldcs(&chunks[c].bits) : chunks[c].bits;  // not to be read again, or soon
-      if constexpr (kOnChip) kept[c - first].bits = chunk.bits;
+      if constexpr (kOnChip) {
+        copy(c + kAhead * kRowThreads);
+        __pipeline_wait_prior(kAhead);
+        chunk.bits = kept[c - first].bits;
+      } else {
+        chunk.bits = chunks[c].bits;
+      }
       if (target_in(c) < kSize) {  // one chunk of a row, element by element
 #pragma unroll 1
         for (int i = 0; i < kSize; ++i) {

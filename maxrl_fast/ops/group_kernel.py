@@ -68,20 +68,7 @@ def _on_cpu(
     elif has_table:
         largest = rewards.shape[1]
         tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
-    advantages = _fake(rewards)
-    unusable = _gate.launch(
-        "group_advantage",
-        rewards.device,
-        dtype=DTYPES[rewards.dtype],
-        rewards=rewards.data_ptr(),
-        groups=groups,
-        lengths=_optional("lengths", lengths, torch.int64, rewards),
-        tables=tables,
-        table_starts=starts,
-        largest_table=largest,
-        formula=formula,
-        advantages=advantages.data_ptr(),
-    )
+    advantages, unusable = _launch(rewards, groups, lengths, (tables, starts, largest), formula)
     if unusable >= 0:
         _refuse(unusable, rewards, offsets, order, estimator)
     return advantages
@@ -116,21 +103,28 @@ def _on_cuda(
             largest = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
             sizes = tuple(range(largest + 1))
             tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
+    return _launch(rewards, groups, lengths, (tables, starts, largest), formula)[0]
+
+
+def _launch(
+    rewards: Tensor, groups: _C.Groups, lengths: Tensor | None, tables: tuple[int, int, int], formula: _C.Formula
+) -> tuple[Tensor, int]:
+    """Advantages, and what the CPU's kernel says of the rewards; tables, their starts, and the largest group they take."""
     advantages = _fake(rewards)
-    _gate.launch(
+    unusable: int = _gate.launch(
         "group_advantage",
         rewards.device,
         dtype=DTYPES[rewards.dtype],
         rewards=rewards.data_ptr(),
         groups=groups,
         lengths=_optional("lengths", lengths, torch.int64, rewards),
-        tables=tables,
-        table_starts=starts,
-        largest_table=largest,
+        tables=tables[0],
+        table_starts=tables[1],
+        largest_table=tables[2],
         formula=formula,
         advantages=advantages.data_ptr(),
     )
-    return advantages
+    return advantages, unusable
 
 
 torch.library.register_fake("maxrl_fast::group_advantage", _fake)

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 #include <vector>
 
+#include "cuda_pipeline_primitives.h"
 #include "cuda_runtime.h"
 
 namespace {
@@ -40,8 +41,15 @@ namespace {
   std::abort();
 }
 
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
 struct Fiber {
   dim3 thread;
+  std::vector<std::vector<Copy>> copies{1};  // groups, the oldest first; the last one is open
   jmp_buf state;
   std::unique_ptr<unsigned char[]> stack = std::make_unique<unsigned char[]>(kStack);
   bool is_started = false, is_done = false;
@@ -126,6 +134,7 @@ void run_block(Block& block, size_t shared_bytes) {
   for (unsigned t = 0; t < size; ++t) {
     block.fibers[t].thread = dim3(t);
     block.fibers[t].is_started = block.fibers[t].is_done = false;
+    block.fibers[t].copies.assign(1, {});
   }
   const char* order = std::getenv("MAXRL_EMULATED_ORDER");
   const bool is_reverse = order && std::strcmp(order, "reverse") == 0;
@@ -173,6 +182,18 @@ uint64_t exchange(uint64_t value, int from_lane) {
   const uint64_t result = warp.values[from_lane];
   wait_for(warp.taken);
   return result;
+}
+
+void copy_later(void* to, const void* from, size_t bytes) { here->running->copies.back().push_back({to, from, bytes}); }
+
+void commit_copies() { here->running->copies.emplace_back(); }
+
+void finish_copies(size_t but) {
+  auto& groups = here->running->copies;
+  while (groups.size() > but + 1) {
+    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    groups.erase(groups.begin());
+  }
 }
 
 void sync_cluster() {

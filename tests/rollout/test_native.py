@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, check_finite
+from maxrl_fast.rollout.device_decoder import _Grid
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
@@ -47,6 +49,32 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
         assert logprobs.std() > 0.5
         assert (logprobs - expected).abs().max() < tolerance
     assert rollouts.lengths.unique().numel() > 3  # rows finished at different times
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses the operators that ask the device for a number or a shape, for which a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().removeprefix("aten::")
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2"):
+            raise AssertionError(f"{name} within a burst")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+def test_a_burst_asks_the_device_for_nothing(sampling, monkeypatch):
+    steps, bursts = _Grid.steps, []
+
+    def watched(grid, *arguments):
+        bursts.append(arguments[0])
+        with NoWaiting():
+            steps(grid, *arguments)
+
+    monkeypatch.setattr(_Grid, "steps", watched)
+    generate(tiny_decoder(), in_cpp=False, **sampling)
+    assert sum(bursts) > 8
+    with pytest.raises(AssertionError, match="_local_scalar_dense within a burst"), NoWaiting():
+        torch.ones(()).item()
 
 
 def test_compiled_layers_draw_the_same():

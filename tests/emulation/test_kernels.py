@@ -134,8 +134,6 @@ def test_group_advantage(name, dtype):
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
     is_large = dtype == torch.float32 and name in ("maxpo", "qae", "rank_fraction", "opo", "grpo")
     for shape in SHAPES if is_large else SHAPES[:5]:
-        if shape[0] > 1000:
-            shape = (40, 16)
         rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100  # ties and an offset
         rewards = (rewards > 100 if KERNEL_ROWS[name].binary or dtype == torch.bool else rewards).to(dtype)
         for viewed, layout in layouts(shape, name, generator):

@@ -221,10 +221,10 @@ def main() -> int:
         for name in options.cases or USUAL[device.type]:
             result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
             report(name, result["cases"][name])
+            print(json.dumps(result), flush=True)  # so far: the next case may outlast a limit
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result))
     return 0
 
 

@@ -245,6 +245,7 @@ def measure_linear(
     memory = {name: peak_bytes(function, device) for name, function in functions.items()}
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
     product = milliseconds({"product": lambda: left @ weight.detach().T}, rounds, device)["product"]
+    rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
     return {
         "tokens": num_tokens,
         "vocabulary": vocab_size,
@@ -253,8 +254,8 @@ def measure_linear(
         "useful_tflops": {name: work / t / 1e9 for name, t in times.items()},
         "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / product / 1e9,
         "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in memory.items()},
-        # What must be there at the end: the gradients, the output matrix's in float32. Beside them, one chunk of logits.
-        "gradients_mib": (hidden.numel() * hidden.element_size() + 4 * weight.numel()) / 2**20,
+        # What must be there: the gradients, the output matrix's in float32 and rounded. Beside them, one chunk of logits.
+        "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
         "chunk_mib": 1024 if device.type == "cuda" else 32,
         "times_ours": {name: t / times["ours"] for name, t in times.items()},
         "not_installed": absent,

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,8 +92,8 @@ def timed(config: Config, task: Task, model: Decoder, rounds: int) -> dict[str, 
     }
 
 
-def whole_step(config: Config, rounds: int) -> dict[str, Any]:
-    """The step of a checked configuration after its warm start; on a GPU with torch.compile too."""
+def whole_step(config: Config, rounds: int) -> Iterator[dict[str, Any]]:
+    """The step of a checked configuration after its warm start; on a GPU then again, with torch.compile too."""
     task = build_task(config.task, config.run.seed)
     config = resolve(config, task)
     model = build_policy(config, task).to(torch.device(config.run.device))
@@ -104,7 +105,7 @@ def whole_step(config: Config, rounds: int) -> dict[str, Any]:
         "rollouts": config.rollout.rollouts,
     }
     result |= timed(config, task, model, rounds)
+    yield result
     if config.run.device == "cuda":
         model.compile_layers()
-        result["compiled"] = timed(config.replace(compile=True), task, model, rounds)
-    return result
+        yield result | {"compiled": timed(config.replace(compile=True), task, model, rounds)}

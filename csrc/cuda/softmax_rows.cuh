@@ -138,6 +138,13 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
   const int thread = threadIdx.x;
   const int rank = kOnChip ? Cluster::rank() : 0, cluster_size = kOnChip ? Cluster::size() : 1;
   if (thread == 0) state = {};
+  // A cluster's barrier orders all memory, which a block by itself need not pay for.
+  const auto sync = [&] {
+    if (cluster_size == 1)
+      __syncthreads();
+    else
+      Cluster::sync();
+  };
 
   for (int64_t t = blockIdx.x / cluster_size; t < in.num_tokens; t += gridDim.x / cluster_size) {
     const Element* row = logits.of(t);
@@ -222,13 +229,13 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
     }
 
     combine(mine, in, t, of_warps, &of_block);
-    Cluster::sync();
+    sync();
     if (thread == 0) {
       // A target that is not in the vocabulary makes all of it NaN.
       const double at_target = target < 0 ? NAN : static_cast<double>(to_real(row[target]));
       resolve(work, state, in, t, at_target, &of_block, resolved);
     }
-    Cluster::sync();  // before another row changes of_block, and before the gradient takes the place of the logits
+    sync();  // before another row changes of_block, and before the gradient takes the place of the logits
     if (!row_gradient) continue;
 
     const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
@@ -277,10 +284,8 @@ void launch_with(const RowLaunch& plan, Rows<const Element> logits, const TokenR
                  Work work, cudaStream_t stream) {
   auto* kernel = softmax_rows<Element, Real, kOnChip, Work>;
   if (plan.storage > 0) allow_shared(kernel, plan.storage);
-  int per_processor = 0;
-  MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kRowThreads, plan.storage));
-  const int64_t resident = int64_t{std::max(per_processor, 1)} * device_attribute(cudaDevAttrMultiProcessorCount);
-  const int64_t clusters = std::max<int64_t>(1, std::min({in.num_tokens, resident / plan.cluster_size, kMaxSummingBlocks}));
+  const int64_t resident = resident_clusters(kernel, kRowThreads, plan.storage, plan.cluster_size);
+  const int64_t clusters = std::max<int64_t>(1, std::min({in.num_tokens, resident, kMaxSummingBlocks}));
   launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage, plan.has_clusters ? plan.cluster_size : 0, stream,
          logits, in, gradient, work);
 }

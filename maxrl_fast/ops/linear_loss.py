@@ -45,7 +45,8 @@ def linear_policy_gradient_loss(
 
     Loss and gradients come in one pass over chunks of tokens: the chunk's logits, their gradient in their place, and its
     products with weight and hidden states. Beside the gradients of hidden [T, H] and weight [V, H] float32, memory peaks at
-    one chunk of logits (and its float32 copy where a CPU multiplies half precision), whatever T. gspo makes two passes, the
+    one chunk of logits (and its float32 copy where a CPU multiplies half precision), whatever T; the gradient of a weight in
+    half precision is there in float32, and rounded, at the end. gspo makes two passes, the
     first for its sequences' ratios. Tokens that cannot teach are left out of all products; on a GPU this waits for the
     device once.
 
@@ -212,6 +213,7 @@ class _LinearLoss(torch.autograd.Function):
                 chunks.back(start, stop, logits)
             else:
                 sums += _OPS.token_loss(logits, *arguments, False)[0]
+        chunks.buffer = logits = chunks.buffer.new_empty(0)  # free before the gradient is rounded
         by_weight = None if chunks.by_weight is None else chunks.by_weight.to(weight.dtype)
         ctx.save_for_backward(chunks.by_hidden, by_weight)
         ctx.is_spent = False

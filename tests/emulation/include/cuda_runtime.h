@@ -149,6 +149,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
   *blocks = 2;
   return cudaSuccess;
 }
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLaunchConfig_t*) {
+  *clusters = 2;
+  return cudaSuccess;
+}
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Arguments&... arguments) {
   const cudaError_t error = emulation::check(*config, reinterpret_cast<const void*>(kernel));

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.measure import milliseconds, peak_bytes
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
+from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -341,8 +341,8 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     compiled = None if options.no_compile else torch.compile(eager_ppo)
     names = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-    # A CPU without bfloat16 units takes minutes for one product.
-    fast = [name for name in names if on_gpu or DTYPES[name] in (torch.float32, resolve_dtype("auto", device))]
+    # A CPU without bfloat16 instructions takes minutes for one matrix multiplication: there --dtypes must ask for it.
+    fast = names if on_gpu or options.dtypes else ["float32"]
     result = {
         "benchmark": "token_loss",
         "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},

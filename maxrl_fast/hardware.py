@@ -2,7 +2,6 @@
 
 import os
 import platform
-import time
 from typing import Any
 
 import torch
@@ -21,26 +20,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of "float32", "bfloat16" or "auto": bfloat16 where the hardware multiplies it faster than float32."""
+    """The dtype of "float32", "bfloat16" or "auto": bfloat16 on a GPU that computes with it, float32 elsewhere.
+
+    Not bfloat16 on a CPU, even where it has instructions for it: matrix multiplications are faster there, but a small policy's
+    whole step was slower (bench/README.md). Nothing is timed, so that one machine always computes the same numbers.
+    """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        # Emulated, as on AVX2, bfloat16 products are about ten times slower than float32.
-        fast = product_seconds(torch.bfloat16) < 0.7 * product_seconds(torch.float32)
-    return torch.bfloat16 if fast else torch.float32
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """Time of a small product on the CPU, the best of a few."""
-    a, b = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def versions() -> dict[str, Any]:

@@ -106,8 +106,7 @@ class RolloutOptions:
     min_p: float = 0.0
     """Sample from tokens with at least this fraction of the likeliest one's probability."""
     decoder: Literal["auto", "cpp", "torch"] = "auto"
-    """What the native engine decodes with on a CPU: cpp in float32, torch in the run's dtype, or auto: cpp, but with bfloat16
-    the one measured to be faster."""
+    """How the native engine decodes on a CPU: cpp (C++, in float32), torch (PyTorch, in the run's dtype), or auto: cpp."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """Most memory for keys and values while sampling, in 1e9 bytes; samples that do not fit wait for others to end."""
     importance_cap: Annotated[float | None, unset("FLOAT", "2 with vllm, top_k, top_p or min_p, else off")] = None
@@ -244,7 +243,8 @@ class RunOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Computation; auto: bfloat16 where the machine multiplies it fast. Weights and moments are float32 always."""
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
+    moments are always float32."""
     compile: bool = False
     """Fuse each layer's operations before and after attention by torch.compile, in training and, where PyTorch decodes, in
     rollout; it takes a while at the first steps."""

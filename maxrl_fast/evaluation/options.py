@@ -80,7 +80,7 @@ class PlaceOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Computation; auto: bfloat16 where the machine multiplies it fast."""
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
     threads: Annotated[int | None, unset("INT", "those this process may use")] = None
     """CPU threads."""
 

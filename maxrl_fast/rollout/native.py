@@ -26,11 +26,10 @@ class NativeEngine:
 
     Args:
         model: the policy; its weights are copied by `load_weights`.
-        dtype: of the policy's computation in training. On a CPU the C++ decoder runs in float32; where training is in bfloat16,
-            it or PyTorch in bfloat16, whichever is measured to be faster.
+        dtype: of the policy's computation in training. PyTorch decodes in it; the C++ decoder runs in float32 always.
         cache_bytes: most memory of keys and values; samples beyond it wait for others to end.
         max_rows: most samples computed side by side.
-        in_cpp: whether to decode in C++, on a CPU; None: as above.
+        in_cpp: whether to decode in C++, which runs on a CPU; None: wherever it can.
         compiled: whether torch.compile fuses what PyTorch decodes with.
     """
 
@@ -51,26 +50,11 @@ class NativeEngine:
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         self.max_rows = MOST_ROWS[device.type] if max_rows is None else max_rows
         self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
-        self.decoder = self._choose(model, dtype, device.type == "cpu" if in_cpp is None else in_cpp, in_cpp is None)
+        in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
+        self.decoder: CpuDecoder | DeviceDecoder = (
+            CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, self.cache_bytes, compiled)
+        )
         self.load_weights(model)
-
-    def _choose(self, model: Decoder, dtype: torch.dtype, in_cpp: bool, measures: bool) -> CpuDecoder | DeviceDecoder:
-        if in_cpp and (dtype == torch.float32 or not measures):
-            return CpuDecoder(model.config)
-        in_torch = DeviceDecoder(model, dtype, self.cache_bytes, self.compiled)
-        if not (in_cpp and dtype == torch.bfloat16):
-            return in_torch
-        candidates: list[CpuDecoder | DeviceDecoder] = []
-        seconds = []
-        for self.decoder in (CpuDecoder(model.config), in_torch):
-            self.load_weights(model)
-            prompt = Prompts(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.int64))
-            sampling = Sampling(1.0, min(8, model.config.max_position_embeddings - 1), ())
-            for _ in range(2):  # the first is to warm up
-                self.generate(prompt, 64, sampling, seed=0, step=0)
-            seconds.append(self.statistics.decode_seconds)
-            candidates.append(self.decoder)
-        return candidates[seconds.index(min(seconds))]
 
     @property
     def in_cpp(self) -> bool:

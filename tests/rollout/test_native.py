@@ -237,9 +237,9 @@ def test_new_weights_are_taken_over(in_cpp):
     assert torch.equal(after.logprobs, expected.logprobs)
 
 
-def test_bfloat16_on_a_cpu_takes_the_faster_decoder():
+def test_a_cpu_decodes_in_cpp_whatever_dtype_training_has():
     engine = NativeEngine(tiny_decoder(), torch.bfloat16)
-    assert engine.describe().startswith(("native (C++, float32", "native (PyTorch, bfloat16"))
+    assert engine.describe().startswith("native (C++, float32")
     assert engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0).logprobs.isfinite().all()
 
 

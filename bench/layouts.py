@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measure import matrix_rate, milliseconds, peak_bytes, synchronize
-from maxrl_fast.batching import Batch, Packer
-from maxrl_fast.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.config.options import OptimizerOptions
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.ops import linear_policy_gradient_loss
-from maxrl_fast.options import OptimizerOptions
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.packing import Batch, Packer
 
 SETTINGS = LossSettings(loss="reinforce", aggregation="token_mean")
 LAYOUTS = ("shared", "repeated", "padded")

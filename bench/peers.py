@@ -23,19 +23,19 @@ import torch
 
 from bench.measure import synchronize
 from bench.whole_step import OurStep
-from maxrl_fast.checks import check
-from maxrl_fast.config import parse, resolve
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.policy import build_policy
-from maxrl_fast.options import Config
 from maxrl_fast.records import Rollouts
-from maxrl_fast.screen import Screen
+from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import WORDS
 from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.warm_start import warm_start
+from maxrl_fast.training.warm_start import warm_start
 
 SIZES = {
     "paper": ["--hidden-size", "256", "--intermediate-size", "1024", "--heads", "4", "--kv-heads", "2"],  # 3.9M parameters

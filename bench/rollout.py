@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from bench.measure import matrix_rate, milliseconds, peak_bytes
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.options import TaskOptions
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import NativeEngine

@@ -27,23 +27,23 @@ from torch import Tensor
 from bench.layouts import LAYOUTS, Case, update_in_layouts
 from bench.measure import milliseconds
 from bench.whole_step import whole_step
-from maxrl_fast.checks import check
-from maxrl_fast.config import parse, resolve
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import memory_bytes, resolve_device, resolve_dtype, versions
-from maxrl_fast.learner import Learner, LossSettings
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import group_advantage
-from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.screen import Screen
+from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.warm_start import warm_start
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.warm_start import warm_start
 
 
 def job(config: Config) -> tuple[Case, dict[str, Any]]:

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from bench.measure import milliseconds, synchronize
-from maxrl_fast.config import resolve
-from maxrl_fast.learner import Learner, LossSettings
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import resolve
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.ops import grpo_advantage
-from maxrl_fast.options import Config
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.engines import build_engine
-from maxrl_fast.screen import Screen
+from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.warm_start import warm_start
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.warm_start import warm_start
 
 
 class OurStep:

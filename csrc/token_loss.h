@@ -19,7 +19,7 @@ struct LossOptions {
   double kl_coef, entropy_coef;
 };
 
-// Sums over the rows, in the order of SUMS in maxrl_fast/ops/token_kernel.py.
+// Sums over the rows, in the order of SUMS in maxrl_fast/ops/token_loss_kernel.py.
 struct Sums {
   enum Name { kLoss, kTokens, kDropped, kRatio, kClippedLow, kClippedHigh, kDivergence, kEntropy, kMismatch, kSize };
   double values[kSize];

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from maxrl_fast.curves import draw_weights
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.advantage import effective_weight
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator
+from maxrl_fast.ops.group_advantage import effective_weight
+from maxrl_fast.run.plots import draw_weights
 
 
 @dataclass(frozen=True)

@@ -12,37 +12,37 @@ from pathlib import Path
 
 import torch
 
-from maxrl_fast.advantages import advantages_of
-from maxrl_fast.checkpoints import Checkpoints
-from maxrl_fast.checks import check
-from maxrl_fast.collecting import Collector
-from maxrl_fast.config import parse, resolve
-from maxrl_fast.control import Interrupted, StopSignal, Stopwatch, Watchdog
-from maxrl_fast.diagnosis import diagnosis, prompt_gradient_norms
-from maxrl_fast.durable import locked
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse, resolve
+from maxrl_fast.distributed.ranks import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
-from maxrl_fast.estimates import describe_run, estimate
-from maxrl_fast.evaluate import evaluate
+from maxrl_fast.evaluation.evaluator import evaluate
+from maxrl_fast.evaluation.kept_samples import KeptSamples
+from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
-from maxrl_fast.health import Health
-from maxrl_fast.learner import Learner, LossSettings, frozen_copy, learning_rate
-from maxrl_fast.metrics import step_metrics, summary
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import build_policy
-from maxrl_fast.options import Config
-from maxrl_fast.parallel import LATECOMER, Ranks, Watch, distribute, is_sharded, said_by_first
-from maxrl_fast.resume import Saved, check_same, find_saved
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.engines import build_engine
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.run_files import RunFiles
-from maxrl_fast.samples import KeptSamples
-from maxrl_fast.screen import Screen
-from maxrl_fast.state import Progress
+from maxrl_fast.run.checkpoints import Checkpoints
+from maxrl_fast.run.control import Interrupted, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.run.estimates import describe_run, estimate
+from maxrl_fast.run.health import Health
+from maxrl_fast.run.resume import Saved, check_same, find_saved
+from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.run.screen import Screen
+from maxrl_fast.run.state import Progress
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.warm_start import warm_start
+from maxrl_fast.training.collect import Collector
+from maxrl_fast.training.diagnostics import diagnosis, prompt_gradient_norms
+from maxrl_fast.training.group_objective import advantages_of
+from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy, learning_rate
+from maxrl_fast.training.metrics import step_metrics, summary
+from maxrl_fast.training.warm_start import warm_start
 
 
 def train(

@@ -2,8 +2,8 @@
 
 import torch
 
-from maxrl_fast.batching import Batch, Packer
 from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.training.packing import Batch, Packer
 
 
 def make_prompts(token_lists: list[list[int]]) -> Prompts:

@@ -1,7 +1,7 @@
 """What the fuzz tests draw from: tensors in any layout, and arguments that do not belong where they are put.
 
-`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz.py tests/test_config_fuzz.py` draws 20 times as many examples, and
-others each time. Without it the examples are the same in every run.
+`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz.py tests/config/test_config_fuzz.py` draws 20 times as many
+examples, and others each time. Without it the examples are the same in every run.
 """
 
 import math

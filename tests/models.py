@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from maxrl_fast.batching import Batch
-from maxrl_fast.learner import run_batch
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.training.learner import run_batch
+from maxrl_fast.training.packing import Batch
 
 TINY = DecoderConfig(
     vocab_size=32,

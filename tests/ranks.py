@@ -1,16 +1,16 @@
-"""A process of tests/test_parallel.py, started by torchrun: `python -m tests.ranks OUT WHAT`."""
+"""A process of tests/distributed/test_torchrun.py, started by torchrun: `python -m tests.ranks OUT WHAT`."""
 
 import sys
 from pathlib import Path
 
 import torch
 
-from maxrl_fast.diagnosis import prompt_gradient_norms
-from maxrl_fast.learner import Learner, LossSettings, frozen_copy, make_optimizer
+from maxrl_fast.config.options import OptimizerOptions
+from maxrl_fast.distributed.ranks import Ranks, distribute
 from maxrl_fast.model.linear import add_adapters, whole
-from maxrl_fast.options import OptimizerOptions
-from maxrl_fast.parallel import Ranks, distribute
 from maxrl_fast.records import Rollouts
+from maxrl_fast.training.diagnostics import prompt_gradient_norms
+from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy, make_optimizer
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from maxrl_fast.checks import check
-from maxrl_fast.config import parse
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options_page import groups, page
+from maxrl_fast.config.parse import parse
 from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.reference import groups, page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "examples" / "papers" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -120,7 +120,7 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reference_of_the_options_is_current() -> None:
     is_current = (ROOT / "docs" / "options.md").read_text() == page()
-    assert is_current, "docs/options.md is not what the options are: python -m maxrl_fast.reference > docs/options.md"
+    assert is_current, "docs/options.md is not what the options are: python -m maxrl_fast.config.options_page > docs/options.md"
 
 
 def test_the_reference_is_in_the_order_of_help(capsys: pytest.CaptureFixture[str]) -> None:

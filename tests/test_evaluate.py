@@ -1,106 +1,427 @@
-"""Evaluation of a policy whose success is known, and what becomes of its samples."""
+"""`python -m maxrl_fast.evaluate` from its command line: what it computes, writes, compares and refuses."""
 
-import math
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 import torch
+from rich.console import Console
 
-from maxrl_fast.evaluate import evaluate, sample_records
-from maxrl_fast.evaluation.collector import Collector
-from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
+from maxrl_fast import evaluate, train
+from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
+from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.run.screen import Screen
+from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
+from tests.models import tiny_decoder
+
+PLACE = ("--threads", "1", "--dtype", "float32")
+SMALL = (*PLACE, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
 
 
-class Oracle:
-    """An engine that solves every maze with its first `solved` samples and walks into a wall with the others."""
-
-    def __init__(self, task, solved, split="test"):
-        self.task, self.solved, self.split = task, solved, split
-
-    def generate(self, prompts, num_samples, sampling, *, seed, step):
-        answers = []
-        for index in prompts.ids.tolist():
-            path = [*shortest_path(self.task.maze(self.split, index)), DONE]
-            answers += [path if sample < self.solved else [UP, DONE] for sample in range(num_samples)]
-        return Rollouts.given(answers)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run whose policy solves some of its mazes, with a checkpoint before and one after."""
+    out = tmp_path_factory.mktemp("runs") / "trained"
+    options = ("--maze-size", "5", "--maze-strict", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
+    options += ("--eval-samples", "6", "--prompts", "8", "--rollouts", "8", "--k", "2", "--steps", "3")
+    options += ("--sft-steps", "80", "--sft-batch", "16", "--sft-lr", "5e-3", "--warmup-steps", "0", "--lr", "5e-4")
+    options += ("--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2")
+    assert train.main([*PLACE, *options, "--out", str(out)]) == 0
+    return out
 
 
-def evaluated(engine, task, num_prompts=40, num_samples=8, **options):
-    sampling, device = Sampling(1.0, 20, task.stop_ids), torch.device("cpu")
-    return evaluate(engine, task, Scorer(task, None), num_prompts, num_samples, sampling, seed=0, device=device, **options)
+@pytest.fixture(scope="module")
+def finished(trained, tmp_path_factory):
+    """An evaluation of its last checkpoint against its first."""
+    out = tmp_path_factory.mktemp("evaluations") / "finished"
+    assert run(trained / "latest", "--baseline", trained / "checkpoints" / "step-000000", "--out", out) == 0
+    return out
 
 
-def test_evaluation_counts_what_is_solved():
-    task, done = MazeTask(7), []
-    result = evaluated(Oracle(task, 3), task, progress=done.append)
-    for k in (1, 2, 4, 8):
-        assert result.pass_at_k[k] == pytest.approx(float(brute_force.pass_at_k(8, 3, k)))
-    assert done == [32, 40]
-    assert result.truncated == 0
-    assert result.num_tokens == pytest.approx(result.response_length_mean * 320)
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A checkpoint in no run's folder."""
+    directory, model, task = tmp_path_factory.mktemp("models") / "untrained", tiny_decoder(), MazeTask(5)
+    save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+    return directory
 
 
-def test_every_chunk_is_handed_over_once():
-    task, kept, done = MazeTask(7), [], []
-    result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
-    assert done == [16, 32, 40]
-    assert torch.cat([prompts.ids for prompts, _, _ in kept]).tolist() == list(range(40))
-    assert torch.cat([rewards for _, _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
-    assert sum(len(rollouts.tokens) for _, rollouts, _ in kept) == result.num_tokens
-    assert evaluated(Oracle(task, 3), task) == result
+def run(checkpoint, *flags):
+    return evaluate.main([str(checkpoint), *SMALL, *map(str, flags)])
 
 
-def test_prompts_of_training_are_others():
-    task = MazeTask(7)
-    assert evaluated(Oracle(task, 8, "train"), task, split="train").pass_at_k[1] == 1
-    assert evaluated(Oracle(task, 8, "train"), task).pass_at_k[1] < 0.5
+def read(out):
+    return json.loads((out / "eval.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_samples_as_records():
+def samples_of(out):
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_evaluated_as_it_was_in_training(trained, finished):
+    """The task, its seed, the length limit and the luck are the run's."""
+    [_, last] = [json.loads(line) for line in (trained / "eval.jsonl").read_text().splitlines()]
+    results = read(finished)
+    for k in (1, 2, 4):
+        assert results["pass_at_k"][str(k)]["mean"] == pytest.approx(last["pass_at_k"][str(k)], abs=1e-12)
+    for name in ("response_length_mean", "truncated", "num_tokens", "reward_errors"):
+        assert results[name] == last[name]
+    assert 0 < results["pass_at_k"]["1"]["mean"] < 1
+    options = results["options"]
+    wanted = {"maze_size": 5, "maze_strict": True, "seed": 4, "task_seed": 4, "max_new_tokens": 9, "samples": 6, "prompts": 7}
+    assert wanted.items() <= options.items()
+    assert options["k"] == [1, 2, 4]
+    assert results["run"] == str(trained)
+    assert results["checkpoint"] == str(trained / "checkpoints" / "step-000003")
+    assert results["name"] == "trained-step-000003"
+    assert results["versions"]["torch"] == torch.__version__
+
+
+def test_the_numbers_are_those_of_the_samples(finished):
+    results, samples = read(finished), samples_of(finished)
+    assert [sample["id"] for sample in samples] == [i for i in range(7) for _ in range(6)]
+    task = MazeTask(5, seed=4, strict=True)
+    assert samples[6]["prompt"] == task.decode(task.prompts("test", 1, 1).tokens.tolist())
+    groups = [samples[i : i + 6] for i in range(0, 42, 6)]
+    counts = [sum(sample["reward"] == 1 for sample in group) for group in groups]
+    assert results["per_prompt"]["num_correct"] == counts
+    assert results["per_prompt"]["id"] == list(range(7))
+    assert results["solved"] == pytest.approx(sum(count > 0 for count in counts) / 7)
+    for k in (1, 2, 4):
+        passes = [float(brute_force.pass_at_k(6, count, k)) for count in counts]
+        [interval] = bootstrap(torch.tensor(passes)[:, None], 40, 0.95, seed=4)
+        assert results["pass_at_k"][str(k)] == pytest.approx(vars(interval), abs=1e-6)
+        assert results["max_at_k"][str(k)]["mean"] == pytest.approx(sum(passes) / 7)  # rewards are 0 and 1
+    assert list(results["coverage"]) == ["1", "2", "4", "6"]
+    assert results["coverage"]["6"]["mean"] == pytest.approx(results["solved"])
+    assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 42)
+    assert results["response_length_mean"] == pytest.approx(sum(sample["tokens"] for sample in samples) / 42)
+    assert results["truncated"] == pytest.approx(sum(sample["truncated"] for sample in samples) / 42)
+    left_out = [i for i, count in enumerate(counts) if count < 2]
+    diversities = results["per_prompt"]["diversity"]
+    assert [i for i, value in enumerate(diversities) if value is None] == left_out
+    assert results["diversity"]["num_left_out"] == len(left_out) == 7 - results["diversity"]["num_prompts"]
+    known = [value for value in diversities if value is not None]
+    assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
+
+
+def test_the_majority_votes_on_the_tasks_answers(trained, tmp_path):
+    assert run(trained / "latest", "--k", "6", "3", "--out", tmp_path / "out") == 0
+    results, samples, task = read(tmp_path / "out"), samples_of(tmp_path / "out"), MazeTask(5)
+    assert list(results["maj_at_k"]) == ["3", "6"]
+    total = 0.0
+    for start in range(0, 42, 6):
+        group = [(task.answer(sample["response"]), sample["reward"]) for sample in samples[start : start + 6]]
+        votes = Counter(answer for answer, _ in group if answer) or Counter({"": 6})
+        tied = [answer for answer, count in votes.items() if count == max(votes.values())]
+        rewards = [[reward for given, reward in group if given == answer] for answer in tied]
+        total += sum(sum(own) / len(own) for own in rewards) / len(tied)
+    assert results["maj_at_k"]["6"]["mean"] == pytest.approx(total / 7)
+
+
+def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
+    """Sampled here, or read from the folder of its own evaluation: the same numbers."""
+    first = trained / "checkpoints" / "step-000000"
+    assert run(first, "--out", tmp_path / "first") == 0
+    alone, results = read(tmp_path / "first"), read(finished)
+    baseline = results["baseline"]
+    own, theirs = results["per_prompt"]["num_correct"], alone["per_prompt"]["num_correct"]
+    assert own != theirs
+    assert baseline["num_correct"] == theirs
+    assert baseline["pass_at_k"] == alone["pass_at_k"]
+    assert baseline["diversity"] == alone["diversity"]["mean"]
+    assert baseline["response_length_mean"] == alone["response_length_mean"]
+    gains = pass_at_k(6, torch.tensor(own), 2) - pass_at_k(6, torch.tensor(theirs), 2)
+    assert baseline["gain"]["2"] == pytest.approx(vars(bootstrap(gains[:, None], 40, 0.95, seed=4)[0]), abs=1e-12)
+    pairs = list(zip(own, theirs, strict=True))
+    assert baseline["support"] == {
+        "preserved": sum(a > 0 and b > 0 for a, b in pairs),
+        "expanded": sum(a > 0 and b == 0 for a, b in pairs),
+        "shrunk": sum(a == 0 and b > 0 for a, b in pairs),
+        "out_of_support": sum(a == 0 and b == 0 for a, b in pairs),
+    }
+    for k in (1, 2, 4):
+        passes = {j: sum(float(brute_force.pass_at_k(6, c, j)) for c in own) / 7 for j in range(1, 7)}
+        match = next((j for j, value in passes.items() if value >= alone["pass_at_k"][str(k)]["mean"] - 1e-9), None)
+        ratio = None if match is None else k / match
+        assert baseline["samples_to_match"][str(k)] == {"samples": match, "ratio": ratio}
+
+    assert run(trained / "latest", "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
+    assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
+
+
+def test_a_baseline_that_is_never_matched(trained, untrained, tmp_path):
+    shutil.copytree(trained / "latest", tmp_path / "good")
+    flags = ("--maze-size", "5", "--maze-strict", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1")
+    assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
+    results = read(tmp_path / "out")
+    assert results["run"] is None
+    assert results["pass_at_k"]["1"]["mean"] < results["baseline"]["pass_at_k"]["1"]["mean"]
+    assert results["solved"] == 0
+    assert results["diversity"] == {**results["diversity"], "mean": None, "num_prompts": 0, "num_left_out": 7}
+    assert results["baseline"]["samples_to_match"] == {"1": {"samples": None, "ratio": None}}
+
+
+def test_a_baseline_that_solves_nothing_is_not_matched_but_by_none(trained, untrained, tmp_path):
+    flags = ("--maze-size", "5", "--maze-strict", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1", "2")
+    assert run(trained, *flags, "--baseline", untrained, "--out", tmp_path / "out") == 0
+    assert read(tmp_path / "out")["baseline"]["pass_at_k"]["2"]["mean"] == 0
+    assert read(tmp_path / "out")["baseline"]["samples_to_match"] == {}
+
+
+def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path):
+    assert run(trained, "--out", tmp_path / "again") == 0
+    same, other = (tmp_path / "again" / "samples.jsonl").read_bytes(), (finished / "samples.jsonl").read_bytes()
+    best = (trained / "best").resolve()
+    assert (same == other) == (best == (trained / "latest").resolve())  # a run's folder means its best checkpoint
+    assert read(tmp_path / "again")["checkpoint"] == str(best)
+    assert run(best, "--out", tmp_path / "third", "--prompts", "3") == 0
+    third = (tmp_path / "third" / "samples.jsonl").read_bytes()
+    assert third
+    assert same.startswith(third)  # a sample does not depend on how many prompts there are
+    assert run(best, "--out", tmp_path / "fourth", "--seed", "5") == 0
+    fourth = samples_of(tmp_path / "fourth")
+    assert [s["prompt"] for s in fourth] == [s["prompt"] for s in samples_of(tmp_path / "again")]  # the run's mazes
+    assert [s["response"] for s in fourth] != [s["response"] for s in samples_of(tmp_path / "again")]
+
+
+def test_flags_override_the_runs_options(trained, tmp_path, capsys):
+    flags = ("--maze-size", "7", "--no-maze-strict", "--task-seed", "1", "--split", "train", "--top-p", "0.9", "--seed", "2")
+    assert run(trained, *flags, "--out", tmp_path / "out") == 0
+    options = read(tmp_path / "out")["options"]
+    wanted = {"maze_size": 7, "maze_strict": False, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
+    assert wanted.items() <= options.items()
+    task = MazeTask(7, seed=1)
+    assert samples_of(tmp_path / "out")[0]["prompt"] == task.decode(task.prompts("train", 0, 1).tokens.tolist())
+    text, error = capsys.readouterr()
+    assert error == ""
+    assert f"the task's options and seed are those of the run {trained}, but for what flags say" in text
+    assert "7 train prompts x 6 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
+
+
+def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
+    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 0
+    options = read(tmp_path / "out")["options"]
+    assert {"maze_strict": False, "seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}.items() <= options.items()
+    text = capsys.readouterr().out
+    assert "those of the run" not in text
     task = MazeTask(5)
-    prompts = task.prompts("test", 3, 2)
-    path = [*shortest_path(task.maze("test", 3)), DONE]
-    rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
-    rollouts.truncated[1] = True
-    records = list(sample_records(task, prompts, rollouts, torch.tensor([1.0, math.nan, -0.5, 0.0])))
-    assert [record["id"] for record in records] == [3, 3, 4, 4]
-    assert [record["prompt"] for record in records[::2]] == [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
-    assert [record["response"] for record in records] == [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
-    assert [record["reward"] for record in records] == [1.0, None, -0.5, 0.0]
-    assert [record["truncated"] for record in records] == [False, True, False, False]
-    assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
+    num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(7)})
+    assert num_distinct < 7
+    assert f"7 test prompts ({num_distinct} distinct: intervals take all for distinct) x 6 samples" in text
+    assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
-def test_the_collector_numbers_answers_and_measures_correct_responses():
-    class Letters(MazeTask):
-        """The answer is the last word but DONE; none after an UP."""
-
-        def answer(self, response):
-            return "" if "UP" in response else response.split()[-2]
-
-    task = Letters(5)
-    lines, collector = [], None
-    collector = Collector(task, NGramDiversity(), lines.append)
-    down, left, right = 14, 15, 16
-    responses = [[down, DONE], [left, DONE], [right, DONE], [UP, DONE], [left, DONE], [left, DONE], [UP, DONE], [down, DONE]]
-    rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
-    collector(task.prompts("test", 0, 2), Rollouts.given(responses), rewards)
-    assert collector.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
-    assert collector.rewards.shape == (2, 4)
-    assert len(lines) == 8
-    # (down), (done), (down done) against (left), (done), (left done); one correct response has no pair.
-    assert collector.diversities == [pytest.approx(2 / 3), None]
-    assert collector.mean_diversity == pytest.approx(2 / 3)
-    assert collector.ids == [0, 1]
+def test_what_is_on_the_screen(trained, tmp_path, monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(evaluate, "Screen", lambda: Screen(Console(file=output, force_terminal=True, width=160, no_color=True)))
+    flags = ("--baseline", trained / "checkpoints" / "step-000000", "--confidence", "0.9")
+    assert run(trained / "latest", *flags, "--out", tmp_path / "out") == 0
+    text, results = output.getvalue(), read(tmp_path / "out")
+    for words in ("evaluate", "7/7", "left", "max@k", "maj@k", "90%", "samples to match", "preserved", "out of support"):
+        assert words in text
+    interval = results["pass_at_k"]["2"]
+    assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
+    gain = results["baseline"]["gain"]["4"]
+    assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
+    for name in ("eval.json", "samples.jsonl", "coverage.png"):
+        assert str(tmp_path / "out" / name) in text
+        assert (tmp_path / "out" / name).stat().st_size > 0
+    assert (tmp_path / "out" / "coverage.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "samples.jsonl", "coverage.png", "lock"}
 
 
-def test_log_probs_that_are_not_finite_are_refused():
-    task = MazeTask(5)
-    rollouts = Rollouts.given([[UP], [UP, DONE]])
-    rollouts.logprobs[1] = math.inf
-    with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
-        Collector(task, NGramDiversity())(task.prompts("test", 4, 2), rollouts, torch.zeros(2))
+def test_finished_evaluations_are_laid_over_each_other(trained, finished, tmp_path, capsys):
+    assert run(trained / "checkpoints" / "step-000000", "--out", tmp_path / "first") == 0
+    assert run(trained, "--samples", "3", "--out", tmp_path / "few") == 0
+    capsys.readouterr()
+    folders = [str(path) for path in (tmp_path / "first", finished, tmp_path / "few")]
+    flags = ["--bootstrap", "40", "--seed", "4"]
+    assert evaluate.main(["--compare", *folders[:2], *flags, "--out", str(tmp_path / "two")]) == 0
+    text, error = capsys.readouterr()
+    assert error == ""
+    gain = read(finished)["baseline"]["gain"]["2"]  # the same two policies
+    assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
+    for out in folders[:2]:
+        assert f"{read(tmp_path / out)['pass_at_k']['4']['mean']:.3f}" in text
+    picture = (tmp_path / "two" / "coverage.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+
+    assert evaluate.main(["--compare", *folders, *flags, "--out", str(tmp_path / "three")]) == 0
+    text, error = capsys.readouterr()
+    assert "warning: A and C are not of the same prompts, samples and sampling; they differ in samples: 6 and 3" in error
+    assert "A and B" not in error
+    assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
+
+
+REFUSALS = {
+    "no checkpoint": ((), "CHECKPOINT is missing"),
+    "not there": (
+        ("{tmp}/none",),
+        "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got {tmp}/none",
+    ),
+    "a file": (("{untrained}/config.json",), "which is no directory"),
+    "an empty folder": (("{tmp}",), "which has no config.json"),
+    "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
+    "no prompts": (("{run}", "--prompts", "0"), "prompts must be at least 1, got 0"),
+    "no resamples": (("{run}", "--bootstrap", "0"), "bootstrap must be at least 1, got 0"),
+    "all confidence": (("{run}", "--confidence", "1"), "confidence must be above 0 and below 1, got 1.0"),
+    "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got 7"),
+    "k of none": (("{run}", "--k", "0"), "k must be from 1 to the 6 samples, got 0"),
+    "greedy samples": (("{run}", "--temperature", "0"), "at temperature 0 all samples are the same: samples must be 1, got 6"),
+    "cold": (("{run}", "--temperature", "-1"), "temperature must be a finite number above 0, got -1.0"),
+    "no top-p": (("{run}", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
+    "a negative seed": (("{run}", "--seed", "-1"), "seed must be in [0, 2^63), got -1"),
+    "a negative task seed": (("{run}", "--task-seed", "-1"), "task_seed must be in [0, 2^63), got -1"),
+    "even mazes": (("{run}", "--maze-size", "6"), "maze size must be an odd number from 5 to 31, got 6"),
+    "too long": (("{run}", "--max-new-tokens", "1000"), "positions"),
+    "no embeddings": (("{run}", "--embeddings", "{tmp}/none"), "--embeddings must be the directory of a model, got {tmp}/none"),
+    "a full folder": (("{run}", "--out", "{untrained}"), "--out must be a new or empty folder, got {untrained}"),
+    "no baseline": (
+        ("{run}", "--baseline", "{tmp}/none"),
+        "--baseline must be a Hugging Face checkpoint directory or the folder",
+    ),
+    "other samples": (("{run}", "--baseline", "{finished}", "--samples", "4"), "it differs in samples: 6 and 4"),
+    "other prompts": (("{run}", "--baseline", "{finished}", "--split", "train"), "it differs in split: test and train"),
+    "other sampling": (("{run}", "--baseline", "{finished}", "--min-p", "0.1"), "it differs in min_p: 0.0 and 0.1"),
+    "other rules": (("{run}", "--baseline", "{finished}", "--no-maze-strict"), "it differs in maze_strict: True and False"),
+    "one to compare": (("--compare", "{finished}"), "--compare needs at least two finished evaluations, got 1"),
+    "no evaluation": (("--compare", "{finished}", "{run}"), "{run} must be the folder of a finished evaluation"),
+    "compared at what is not there": (
+        ("--compare", "{finished}", "{finished}", "--k", "7"),
+        "k must be from 1 to 6, the fewest samples of these evaluations, got 7",
+    ),
+    "compared and evaluated": (("{run}", "--compare", "{finished}", "{finished}"), "takes no CHECKPOINT"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_input_is_refused_before_any_work(case, trained, finished, untrained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
+    monkeypatch.chdir(tmp_path)
+    places = {"tmp": tmp_path, "run": trained, "finished": finished, "untrained": untrained}
+    flags, sentence = REFUSALS[case]
+    given = [flag.format(**places) for flag in flags]
+    defaults = () if "--compare" in given else SMALL
+    assert evaluate.main([*given[:1], *defaults, *given[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert sentence.format(**places) in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_prompts_than_are_held_out_are_refused(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(MazeTask, "num_test_prompts", 5)
+    assert run(trained, "--out", tmp_path / "out") == 2
+    assert "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
+    assert evaluate.main([str(trained), *PLACE, "--samples", "1", "--bootstrap", "9", "--out", str(tmp_path / "out")]) == 0
+    assert read(tmp_path / "out")["options"]["prompts"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda results: results.pop("per_prompt"), "lacks 'per_prompt'"),
+        (lambda results: results["settings"].pop("top_p"), "lacks 'top_p'"),
+        (lambda results: results["per_prompt"].update(num_correct=[7] * 7), "counts from 0 to 6"),
+        (lambda results: results["per_prompt"].update(num_correct=[]), "counts from 0 to 6"),
+        (lambda results: results["per_prompt"].update(num_correct="many"), "must be the folder of a finished evaluation"),
+        (lambda results: results["settings"].update(prompts_sha256="0"), "it differs in the prompts themselves"),
+        (lambda results: results.update(truncated="some"), "truncated must be a number, got 'some'"),
+    ],
+)
+def test_results_that_no_evaluation_wrote_are_refused(change, sentence, finished, trained, tmp_path, capsys):
+    results = read(finished)
+    change(results)
+    (tmp_path / "eval.json").write_text(json.dumps(results))
+    assert run(trained, "--baseline", tmp_path, "--out", tmp_path / "out") == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(trained, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(trained) == 2
+    assert "an evaluation runs in one process, got 2" in capsys.readouterr().err
+
+
+def test_rewards_that_fail_now_and_then_are_null_and_wrong(untrained, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response):\n    if len(response) % 2:\n        raise ValueError('odd')\n    return -len(response)\n"
+    )
+    flags = ("--maze-size", "5", "--reward", f"{tmp_path}/reward.py:score", "--max-reward-error-rate", "0.99")
+    assert run(untrained, *flags, "--out", tmp_path / "out") == 0
+    assert "rewards failed (exception" in capsys.readouterr().err
+    results, samples = read(tmp_path / "out"), samples_of(tmp_path / "out")
+    rewards = [sample["reward"] for sample in samples]
+    assert rewards == [None if len(s["response"]) % 2 else -len(s["response"]) for s in samples]
+    assert results["reward_errors"] == pytest.approx(rewards.count(None) / 42)
+    assert 0 < rewards.count(None) < 42
+    lowest = min(reward for reward in rewards if reward is not None)  # which failed ones count as
+    known = [lowest if reward is None else reward for reward in rewards]
+    best = [max(known[i : i + 6]) for i in range(0, 42, 6)]
+    assert run(untrained, *flags, "--k", "6", "1", "--out", tmp_path / "more") == 0
+    results = read(tmp_path / "more")["max_at_k"]
+    assert results["6"]["mean"] == pytest.approx(sum(best) / 7)
+    assert results["1"]["mean"] == pytest.approx(sum(known) / 42)
+
+
+def test_rewards_that_fail_too_often_end_it_with_a_sentence(untrained, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def score(prompt, response):\n    raise ValueError('no idea')\n")
+    flags = ("--maze-size", "5", "--reward", f"{tmp_path}/reward.py:score", "--out", tmp_path / "out")
+    assert run(untrained, *flags) == 1
+    error = capsys.readouterr().err
+    assert "no idea" in error
+    assert "nothing was kept" in error
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
+    (tmp_path / "reward.py").write_text("def score(prompt, response):\n    return 1\n")
+    assert run(untrained, *flags) == 0  # into the same folder
+
+
+def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 130
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
+    assert "stopped; nothing was kept" in capsys.readouterr().err
+
+
+def test_a_signal_to_the_process(untrained, tmp_path):
+    flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *PLACE, "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # until it samples
+        if line.startswith(b"evaluate"):
+            break
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(timeout=100) == 130
+
+
+def test_greedy_and_one_sample(trained, tmp_path):
+    assert run(trained, "--temperature", "0", "--samples", "1", "--out", tmp_path / "out") == 0
+    results = read(tmp_path / "out")
+    assert list(results["pass_at_k"]) == ["1"]
+    assert results["diversity"]["num_left_out"] == 7
+
+
+def test_help_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("CHECKPOINT", "--baseline", "--samples", "--compare", "--embeddings", "--task", "top-p .95"):
+        assert words in text

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.checks import check
-from maxrl_fast.config import parse, resolve
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse, resolve
 from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
@@ -80,6 +80,6 @@ def test_gym_tiny(tmp_path):
 def test_the_ops_import_no_trainer():
     code = "import sys; from maxrl_fast import ops; print([m for m in sys.modules if m.startswith('maxrl_fast')])"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "maxrl_fast.ops.advantage" in modules
+    assert "maxrl_fast.ops.group_advantage" in modules
     for name in ("train", "config", "model", "rollout", "tasks", "learner"):
         assert f"maxrl_fast.{name}" not in modules

@@ -13,11 +13,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import ops, train
-from maxrl_fast.checkpoints import Checkpoints
-from maxrl_fast.learner import Learner
 from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
-from maxrl_fast.screen import Screen
+from maxrl_fast.run.checkpoints import Checkpoints
+from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.learner import Learner
 from tests.models import tiny_decoder
 
 SMALL = [

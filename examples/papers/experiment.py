@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from maxrl_fast.durable import replaced
 from maxrl_fast.errors import InputError
+from maxrl_fast.files.durable import replaced
 from maxrl_fast.hardware import versions
 
 RESULTS = Path(__file__).parent / "results"

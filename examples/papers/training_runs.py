@@ -15,9 +15,9 @@ from typing import Any
 
 from experiment import tracked
 
+from maxrl_fast import evaluate as evaluation
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation import command as evaluation
 
 ONE_CPU = ("--threads=1", "--device=cpu", "--dtype=float32")
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.tables import subset_ratios
+from maxrl_fast.ops.estimator_tables import subset_ratios
 
 NUM_DRAWS = 500  # of subsets, for maj@k: a prompt's estimate then has a standard error of at most 0.5 / sqrt(500) = 0.022
 ROUNDING = 1e-12  # by which two estimates of the same number may differ

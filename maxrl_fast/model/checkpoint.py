@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from maxrl_fast.durable import written_aside
 from maxrl_fast.errors import InputError
+from maxrl_fast.files.durable import written_aside
+from maxrl_fast.files.untrusted import check_regular, read_json, shown
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
-from maxrl_fast.model.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # of a file: written in one call, in which a process says nothing to the other ranks

@@ -2,12 +2,12 @@
 
 import torch
 
+from maxrl_fast.config.options import Config, ModelOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.options import Config, ModelOptions
 from maxrl_fast.tasks import Task
 
 

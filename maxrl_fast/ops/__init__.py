@@ -1,6 +1,7 @@
 """The fused operators, importable without the trainer: `from maxrl_fast import ops`."""
 
-from maxrl_fast.ops.advantage import (
+from maxrl_fast.ops.estimators import ESTIMATORS
+from maxrl_fast.ops.group_advantage import (
     effective_weight,
     expected_improvement,
     group_advantage,
@@ -10,7 +11,6 @@ from maxrl_fast.ops.advantage import (
     maxrl_advantage,
     rloo_advantage,
 )
-from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops import tables
-from maxrl_fast.ops.checks import check_finite, check_number
+from maxrl_fast.ops import estimator_tables as tables
+from maxrl_fast.ops.arguments import check_finite, check_number
 from maxrl_fast.ops.groups import Groups
 
 

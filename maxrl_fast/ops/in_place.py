@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.token_kernel import scaled
+from maxrl_fast.ops.token_loss_kernel import scaled
 
 
 def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.checks import check_tensor, check_whole
+from maxrl_fast.ops.arguments import check_tensor, check_whole
 from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, check_rows, prepare
-from maxrl_fast.ops.token_kernel import DTYPES, SUMS, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
-from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
+from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
 _OPS = torch.ops.maxrl_fast
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of logits; products of more rows are no faster

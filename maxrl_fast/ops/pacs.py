@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.checks import check_choice, check_finite, check_tensor, check_whole
+from maxrl_fast.ops.arguments import check_choice, check_finite, check_tensor, check_whole
 from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS, log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.checks import can_look_at, check_choice, check_finite, check_number, check_tensor, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_number, check_tensor, is_integer
 
 LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.checks import check_flag, check_tensor
+from maxrl_fast.ops.arguments import check_flag, check_tensor
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_kernel import DTYPES, SUMS, loss_arguments, split_temperature
-from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
+from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, split_temperature
+from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
 _OPS = torch.ops.maxrl_fast
 

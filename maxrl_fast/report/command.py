@@ -8,12 +8,12 @@ from typing import Annotated
 
 import tyro
 
-from maxrl_fast.durable import replaced
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.files import shown
+from maxrl_fast.files.durable import replaced
+from maxrl_fast.files.untrusted import shown
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.screen import Screen
+from maxrl_fast.run.screen import Screen
 
 MOST_RUNS = 24
 

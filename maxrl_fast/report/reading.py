@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.files import JSON_BYTES, check_regular, shown
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 
 FILE_BYTES = 1 << 30
 EVALUATION_BYTES = 1 << 28  # it has a number for each prompt

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError
-from maxrl_fast.options import TaskOptions
-from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.pool import Failure, RewardPool
 from maxrl_fast.tasks import Task

@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.options import Config
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import Task
 

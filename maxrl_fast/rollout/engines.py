@@ -2,8 +2,8 @@
 
 import torch
 
+from maxrl_fast.config.options import Config
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.options import Config
 from maxrl_fast.rollout import Engine
 from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
 from maxrl_fast.tasks import Task

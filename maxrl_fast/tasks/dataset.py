@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.options import TaskOptions
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks.kinds import Kind
+from maxrl_fast.tasks.dataset_specs import Kind
 from maxrl_fast.tasks.lines import read_hub, read_lines
-from maxrl_fast.tasks.text import Text, prompts_of
+from maxrl_fast.tasks.text_codec import Text, prompts_of
 
 TEST_SHARE = 10  # one prompt in about this many is held out, where no test prompts are given
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.options import TaskOptions
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks.text import Text, prompts_of
+from maxrl_fast.tasks.text_codec import Text, prompts_of
 
 TEST_SHARE = 5  # one question in about this many is held out
 TRIES = 200  # draws for a question on its side of the split: of 10 million test questions one would find none
@@ -41,12 +41,12 @@ class GymTask:
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
-    reward: str | None = "maxrl_fast.rewards.gym:score"
+    reward: str | None = "maxrl_fast.rewards.gym_score:score"
     answer_limit: int | None = None
 
     def __init__(self, name: str, options: TaskOptions, seed: int, model: Path):
         try:
-            from maxrl_fast.rewards import gym
+            from maxrl_fast.rewards import gym_score as gym
         except ImportError as error:
             raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
         hashed = [known for known in HASHED if known == name or (name == "composite" and f'"{known}"' in options.gym_config)]

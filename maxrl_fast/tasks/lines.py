@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.files import check_regular, shown
+from maxrl_fast.files.untrusted import check_regular, shown
 
 LINE_BYTES = 1 << 20  # of a line; the longest prompts of mathematics and code have a tenth of it
 MOST_UNPACKED, UNPACKED_RATIO = 1 << 26, 100  # bytes of a Parquet file's rows: so many, and so many for each of its own

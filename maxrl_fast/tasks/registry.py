@@ -5,13 +5,13 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.options import TaskOptions
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.dataset_specs import KINDS
 from maxrl_fast.tasks.gym import GymTask, check_config
-from maxrl_fast.tasks.kinds import KINDS
 from maxrl_fast.tasks.maze import MazeTask
 
 GYM = "gym:"

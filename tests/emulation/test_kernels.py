@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from maxrl_fast import _C, ops
-from maxrl_fast.ops import _gate, group_kernel
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops import group_advantage_kernel as group_kernel
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from tests.gpu.test_advantage import SHAPES, arguments, layouts
 from tests.gpu.test_token_loss import OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from maxrl_fast.config.options import OptimizerOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.learner import frozen_copy, make_optimizer
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.options import OptimizerOptions
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.training.learner import frozen_copy, make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 

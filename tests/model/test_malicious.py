@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.files.untrusted import JSON_BYTES
 from maxrl_fast.model.checkpoint import load_checkpoint, read_config, save_checkpoint
-from maxrl_fast.model.files import JSON_BYTES
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import tiny_decoder

@@ -1,6 +1,7 @@
 """Every op with arguments that fit, in any layout, and with ones that do not: the right value or a refusal in words.
 
-Right is what tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_reference.py make of the same numbers.
+Right is what tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py make of the
+same numbers.
 How to draw more examples: tests/fuzzing.py.
 """
 
@@ -15,7 +16,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossOptions, TokenBatch
-from maxrl_fast.ops.token_reference import token_logprobs_reference, token_loss_reference
+from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
 from tests.ops.definitions import DEFINITIONS, bon_mean, grpo, maxrl_ratio, mean, opo, qae

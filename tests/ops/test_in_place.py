@@ -5,7 +5,7 @@ import torch
 
 from maxrl_fast.ops import policy_gradient_loss
 from maxrl_fast.ops.token_batch import prepare
-from maxrl_fast.ops.token_kernel import loss_arguments
+from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
 T, H, V = 12, 8, 50
 GENERATOR = torch.Generator().manual_seed(0)

@@ -2,9 +2,9 @@
 
 import json
 
-from maxrl_fast.checks import check
-from maxrl_fast.config import parse, resolve
-from maxrl_fast.evaluation import command
+from maxrl_fast import evaluate as command
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse, resolve
 from maxrl_fast.model.policy import build_policy
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main as train

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from maxrl_fast import ops, train
-from maxrl_fast.learner import Learner
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
+from maxrl_fast.training.learner import Learner
 from tests.test_train import base, read
 
 REWARDS = """

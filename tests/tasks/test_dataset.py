@@ -10,15 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import save_checkpoint
-from maxrl_fast.options import TaskOptions
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.kinds import KINDS
+from maxrl_fast.tasks.dataset_specs import KINDS
 from maxrl_fast.tasks.lines import read_lines
 from tests.models import tiny_decoder
-from tests.test_resume import assert_same, stop_at
+from tests.run.test_resume import assert_same, stop_at
 from tests.test_train import read
 
 CHAT = (

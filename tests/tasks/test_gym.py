@@ -10,16 +10,16 @@ import torch
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast import train
+from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.options import TaskOptions
-from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards import gym
+from maxrl_fast.rewards import gym_score as gym
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks.gym import HASHED
 from maxrl_fast.tasks.registry import build_task
+from tests.run.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy
-from tests.test_resume import assert_same, stop_at
 from tests.test_train import read
 
 COMPOSITE = '{"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "lcm", "weight": 1, "config": {}}]}'

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from maxrl_fast import train
+from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.options import TaskOptions
-from maxrl_fast.parallel import Ranks
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.boxed import boxed
 from maxrl_fast.rewards.mathematics import score
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks import lines
-from maxrl_fast.tasks.kinds import gsm8k_answer, look_up, math_answer
+from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from maxrl_fast.tasks.registry import build_task
 from tests.tasks.test_dataset import save_byte_level_policy, written
 

@@ -1,0 +1,119 @@
+"""The page of all options in Markdown: `python -m maxrl_fast.config.options_page > docs/options.md`."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from maxrl_fast.config import options
+
+_HEAD = """# Options
+
+`python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py`;
+`python -m maxrl_fast.train --help` prints the same.
+
+Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`
+is `maze_size = 11`, and `--maze-strict` is `maze_strict = true`. Keys stand at the top of the file, without tables. A flag
+overrides the file, and an unknown key is an error.
+"""
+_NOT_IN_A_FILE = ("config", "resume")
+_METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A row of the page, in Markdown."""
+
+    flag: str
+    key: str
+    kind: str  # type or choices
+    default: str
+    help: str
+
+
+def groups() -> Iterator[tuple[str, str, list[Option]]]:
+    """Name, purpose and options of every group, in the order of --help."""
+    helps = _field_docstrings()
+    for group in dataclasses.fields(options.Config):
+        cls = type(getattr(options.Config(), group.name))
+        hints = get_type_hints(cls, include_extras=True)
+        rows = [_option(option, hints[option.name], helps[cls.__name__, option.name]) for option in dataclasses.fields(cls)]
+        yield group.name.replace("_", " "), inspect.cleandoc(cls.__doc__ or ""), rows
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for name, purpose, rows in groups():
+        parts.append(f"## {name.capitalize()} options\n\n{_escaped(purpose)}\n\n{_table(rows)}")
+    return "\n".join(parts)
+
+
+def _field_docstrings() -> dict[tuple[str, str], str]:
+    """The text under each field, by class and field: Python does not keep it, so it is read from the source."""
+    helps = {}
+    for node in ast.parse(inspect.getsource(options)).body:
+        if isinstance(node, ast.ClassDef):
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                    helps[node.name, field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return helps
+
+
+def _option(option: "dataclasses.Field[Any]", hint: Any, help_text: str) -> Option:
+    shown = None
+    if get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        shown = next((note for note in notes if hasattr(note, "help_behavior_hint")), None)  # of tyro.conf.arg
+    default = _default(option.default)
+    if shown is not None and isinstance(shown.help_behavior_hint, str):
+        default = _escaped(shown.help_behavior_hint.removeprefix("(default: ").removesuffix(")"))
+    name = "--" + option.name.replace("_", "-")
+    flag = f"`{name}`" if hint is not bool else f"`{name}`, `--no-{name[2:]}`"
+    key = "none" if option.name in _NOT_IN_A_FILE else f"`{option.name}`"
+    return Option(flag, key, _kind(hint, shown.metavar if shown else None), default, _escaped(help_text))
+
+
+def _kind(hint: Any, metavar: str | None) -> str:
+    """Choices where there are some, else what --help shows in the value's place."""
+    if NoneType in get_args(hint):  # X | None
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if hint is bool:
+        return "flag"
+    return f"`{metavar or _METAVARS.get(hint, str(hint))}`"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value in (None, "") else f"`{value}`"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is, also in a table; what stands in backquotes is left alone."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if i % 2 else re.sub(r"([*<\[\]])", r"\\\1", part) for i, part in enumerate(parts)).replace("|", r"\|")
+
+
+def _table(rows: list[Option]) -> str:
+    lines = ["| flag | key | value | default | |", "|---|---|---|---|---|"]
+    lines += [f"| {row.flag} | {row.key} | {row.kind} | {row.default} | {row.help} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """The command line. Returns 0."""
+    sys.stdout.write(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What an evaluation keeps of its samples."""
+
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.evaluation.diversity import Diversity
+from maxrl_fast.evaluation.evaluator import is_correct, sample_records
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout import check_finite
+from maxrl_fast.tasks import Task
+
+
+class Collector:
+    """Keeps what estimates need of the samples, and writes each to a file.
+
+    Args:
+        write: takes a line; None: the samples are not kept.
+    """
+
+    def __init__(self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None) -> None:
+        self._task, self._diversity, self._write = task, diversity, write
+        self.measure = diversity.name
+        self._rewards: list[Tensor] = []
+        self._answers: list[list[int]] = []
+        self.ids: list[int] = []
+        self.diversities: list[float | None] = []
+
+    def __call__(self, prompts: Prompts, rollouts: Rollouts, rewards: Tensor) -> None:
+        """`keep` of `evaluate`."""
+        check_finite(rollouts, prompts, step=0)
+        num_samples = len(rewards) // len(prompts)
+        self._rewards.append(rewards.view(-1, num_samples).cpu())
+        self.ids += prompts.ids.tolist()
+        records = list(sample_records(self._task, prompts, rollouts, rewards))
+        if self._write:
+            for record in records:
+                self._write(json.dumps(record) + "\n")
+        tokens, right = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), is_correct(rewards).tolist()
+        for start in range(0, len(records), num_samples):
+            own = range(start, start + num_samples)
+            numbers = {"": -1}  # equal answers have the same, from 0 on
+            answers = [self._task.answer(records[s]["response"]) for s in own]
+            self._answers.append([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
+            correct = [s for s in own if right[s]]
+            texts = [records[s]["response"] for s in correct]
+            is_enough = len(correct) >= 2
+            self.diversities.append(self._diversity([tokens[s].tolist() for s in correct], texts) if is_enough else None)
+
+    @property
+    def rewards(self) -> Tensor:  # [P, n], NaN where they failed
+        return torch.cat(self._rewards)
+
+    @property
+    def answers(self) -> Tensor:  # [P, n] int64
+        return torch.tensor(self._answers)
+
+    @property
+    def mean_diversity(self) -> float | None:
+        """Over the prompts with two correct responses or more; None where there are none."""
+        known = [value for value in self.diversities if value is not None]
+        return sum(known) / len(known) if known else None

@@ -1,0 +1,291 @@
+"""Group advantages: how much better each rollout did than its group, by any estimator of `ESTIMATORS`."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops.arguments import can_look_at, check_flag, check_tensor, check_whole, is_integer
+from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
+from maxrl_fast.ops.group_advantage_kernel import DTYPES, result_dtype
+from maxrl_fast.ops.groups import Groups
+
+_kernel = torch.ops.maxrl_fast.group_advantage.default
+_LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
+
+
+def group_advantage(
+    rewards: Tensor,
+    estimator: str,
+    *,
+    k: int | None = None,
+    order: int | None = None,
+    offsets: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    greedy_correct: Tensor | None = None,
+    scale_by_k: bool = False,
+    max_group_size: int | None = None,
+    **options: float,
+) -> Tensor:
+    """Advantages of rollouts within their groups (formulas and sources: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
+
+    Args:
+        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
+        estimator: a name in `ESTIMATORS`.
+        k: size of the max@k objective, for estimators that have one.
+        order: truncation of MaxRL, 1 <= order <= N-1; default the full order, N-1 of each group.
+        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
+        group_ids: [S], integers in any order; equal ids form a group.
+        valid: bool, like `rewards`; the others are left out, as if their groups were smaller, and get 0.
+        lengths: integers like `rewards`, tokens of each response, for opo.
+        logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
+        greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
+            leaves the factor out.
+        max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
+            all sizes up to it, or up to min(S, 4096), 8 bytes times its square.
+        options: what the estimator takes besides: eps, ddof, quantile, tau, ... with the defaults in `ESTIMATORS`.
+
+    Returns:
+        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. A group
+        of one has 0 under every centred estimator. Where groups are uneven, those with too few rollouts for k have 0.
+
+    Raises:
+        ValueError: on an unknown estimator; k or order outside the range (of the largest group); what the estimator needs and
+            lacks, or does not take; shapes, dtypes, devices or offsets that do not fit; a reward on the CPU that is not
+            finite, or not 0 or 1 where only those have a meaning, and a length below 0. On a GPU rewards and offsets are not
+            looked at, which would stall it: a group with such a reward becomes NaN.
+        TypeError: on what should be a tensor and is none.
+    """
+    check_tensor("rewards", rewards)
+    shape, uneven = rewards.shape, offsets is not None or group_ids is not None
+    if not shape or (uneven and len(shape) != 1):
+        wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
+        raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
+    plan_of = _plan if torch.compiler.is_compiling() else _cached_plan  # a compiler traces no cache
+    given = tuple(options.items())
+    try:
+        plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
+    except TypeError:  # what the cache cannot keep is refused by name
+        plan = _plan(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
+    row = plan.row
+    if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
+        _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
+    for name, tensor, kind in (
+        ("offsets", offsets, None),
+        ("group_ids", group_ids, "integers"),
+        ("valid", valid, "bool"),
+        ("lengths", lengths, "integers"),
+        ("logprobs", logprobs, "floating"),
+        ("greedy_correct", greedy_correct, None),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, rewards.device, "the rewards are")
+            if kind is not None:
+                _check_like_rewards(name, tensor, kind, shape)
+    if max_group_size is not None:
+        check_whole("max_group_size", max_group_size, "a whole number of at least 0", lambda x: x >= 0)
+        max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
+    if lengths is not None and can_look_at(lengths):
+        _check_lengths(lengths, valid)
+
+    dtype = result_dtype(rewards)
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards, dtype=dtype)
+    if rewards.requires_grad:
+        rewards = rewards.detach()
+    rewards = _kernel_dtype(rewards)
+    groups = Groups.of(rewards, offsets, group_ids, valid)
+    values = groups.view(rewards)
+    inputs = None
+    if row.before is not None or row.after is not None:
+        inputs = Inputs(
+            groups=groups,
+            rewards=values,
+            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
+            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        )
+        if row.before is not None:
+            values = row.before(inputs, plan.options)
+    advantages = _kernel(
+        values,
+        groups.offsets,
+        groups.order,
+        groups.valid,
+        None if lengths is None else groups.view(lengths if lengths.dtype == torch.int64 else lengths.long()),
+        estimator,
+        plan.parameter,
+        plan.eps,
+        plan.ddof,
+        plan.gain,
+        plan.bias,
+        max_group_size or 0,
+    )
+    if row.after is not None:
+        assert inputs is not None
+        advantages = row.after(advantages, inputs, plan.options)
+        if groups.valid is not None:
+            advantages = advantages.masked_fill(~groups.valid, 0.0)
+    if advantages.dtype != dtype:
+        advantages = advantages.to(dtype)
+    return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A call's numbers, checked."""
+
+    row: Estimator
+    inputs: tuple[bool, bool, bool]  # which of lengths, logprobs, greedy_correct it needs
+    options: dict[str, float]
+    parameter: float  # the size (0: the largest that fits) or the quantile
+    eps: float
+    ddof: int
+    gain: float
+    bias: float
+
+
+def _plan(
+    estimator: str,
+    n: int | None,
+    k: int | None,
+    order: int | None,
+    scale_by_k: bool,
+    given: tuple[tuple[str, float], ...],
+) -> _Plan:
+    row = _row(estimator)
+    check_flag("scale_by_k", scale_by_k)
+    options = row.resolve_options(estimator, dict(given))
+    if scale_by_k and not row.scales_by_k:
+        raise ValueError(f"{estimator} takes no scale_by_k")
+    is_alone = n == 1 and row.is_centred  # its advantage is 0, whatever the size
+    size = row.resolve_size(estimator, None if is_alone else n, k, order)
+    gain, bias = row.affine(options)
+    return _Plan(
+        row=row,
+        inputs=("lengths" in row.inputs, "logprobs" in row.inputs, "greedy_correct" in row.inputs),
+        options=options,
+        parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
+        eps=options.get("eps", 0.0),
+        ddof=int(options.get("ddof", 0.0)),
+        gain=gain * size if scale_by_k else gain,
+        bias=bias,
+    )
+
+
+_cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
+
+
+def _row(estimator: str) -> Estimator:
+    row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
+    if row is None:
+        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r:.80}")
+    return row
+
+
+def _kernel_dtype(tensor: Tensor) -> Tensor:
+    if tensor.dtype in DTYPES:
+        return tensor
+    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large whole numbers do not fit into float32
+
+
+def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:
+    for name, tensor in given.items():
+        if (tensor is None) == (name in needed):
+            raise ValueError(f"{estimator} {'needs' if tensor is None else 'takes no'} {name}")
+
+
+def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have the shape of rewards, {tuple(shape)}, got {tuple(tensor.shape)}")
+    is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
+    if not is_kind[kind]:
+        raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:
+    counted = lengths.long()  # the largest unsigned numbers become negative
+    below = counted < 0 if valid is None else (counted < 0) & valid
+    if bool(below.any()):
+        raise ValueError(f"lengths must be at least 0, got {int(counted[below][0])}")
+
+
+def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
+    """S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
+
+    This and the names below take the layouts of `group_advantage` too: offsets, group_ids, valid.
+    """
+    return group_advantage(rewards, "maxpo", k=k, **layout)
+
+
+def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
+    """EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
+    return group_advantage(rewards, "expected_improvement", k=k, **layout)
+
+
+def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
+    """L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
+    return group_advantage(rewards, "leave_two_out", k=k, **layout)
+
+
+def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
+    """MaxRL of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
+
+    For rewards of 0 and 1 and full order that is (r - mu)/mu, and 0 where nothing was solved (MaxRL, Algorithm 1).
+    """
+    return group_advantage(rewards, "maxrl", order=order, **layout)
+
+
+def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
+    """(r_i - mu)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
+    return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
+
+
+def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
+    """r_i minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
+    return group_advantage(rewards, "rloo", **layout)
+
+
+def effective_weight(
+    estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
+) -> Tensor:
+    """W_n(p) of an estimator for rewards of 0 and 1, exact at finite n: the factor by which it scales a prompt's gradient.
+
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
+    A_correct(c) and A_wrong(c) the advantages of a correct and of a wrong rollout where c are correct. Equal lengths are
+    assumed for opo.
+
+    Args:
+        estimator: a name in `ESTIMATORS` whose advantages depend on the group's rewards alone.
+        n: rollouts of the group.
+        pass_rate: p, any shape, between 0 and 1.
+        k, order, options: as in `group_advantage`.
+
+    Returns:
+        W_n(p) like `pass_rate`, float64.
+
+    Raises:
+        ValueError, TypeError: where group_advantage does, and on a pass rate outside [0, 1].
+    """
+    row = _row(estimator)
+    if not row.has_weight:
+        raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
+    wanted = f"a whole number from 1 to {_LARGEST_WEIGHED}"
+    check_whole("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
+    check_tensor("pass_rate", pass_rate)
+    if pass_rate.device.type != "meta" and not bool(((pass_rate.double() >= 0) & (pass_rate.double() <= 1)).all()):
+        raise ValueError("pass_rate must be between 0 and 1 everywhere")
+    rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
+    lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
+    advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
+    p = pass_rate.double().flatten()[:, None]
+    difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
+    c = torch.arange(n, dtype=torch.float64, device=p.device)
+    choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
+    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
+    return (probability @ difference).view(pass_rate.shape)

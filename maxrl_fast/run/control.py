@@ -1,0 +1,144 @@
+"""Stopping, timing and watching a run."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from maxrl_fast.distributed.ranks import STUCK, Ranks, dump_stacks
+
+ECHO = 1.0  # seconds in which a signal that comes again is the same one: from the terminal, and passed on by torchrun
+TELL_LIMIT = 30.0  # seconds in which the other ranks hear that this one is stuck, and write their stacks
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop, and it is at a point where it can. `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__(SIGNALS.get(signal.Signals(number), signal.Signals(number).name))
+        self.signal = number
+
+
+class StopSignal:
+    """Turns the first Ctrl-C or SIGTERM into a stop at the next safe point, of all ranks at the same; a second one stops at
+    once."""
+
+    def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
+        self._asked, self._since = 0, 0.0
+        self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
+
+    def __enter__(self) -> "StopSignal":
+        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._asked:
+            self._asked, self._since = number, now
+            # Not print: the signal may have come in the middle of one, and a buffered stream must not be entered twice.
+            if self._ranks.is_first:
+                name = SIGNALS[signal.Signals(number)]
+                os.write(2, f"\n{name}: saving and stopping after this step; again, to stop at once without saving\n".encode())
+        elif now - self._since > ECHO:
+            raise SystemExit(128 + number)
+
+    @property
+    def number(self) -> int:
+        """The signal that asked for a stop, of this rank or another, at a point that all ranks reach; 0: none did."""
+        return (self._asked or signal.SIGTERM) if self._ranks.any(bool(self._asked), self._device) else 0
+
+
+@dataclass
+class Lap:
+    seconds: float = 0.0
+
+
+class Stopwatch:
+    """Wall time by stage, that of a stage inside another counted once, and how long the present one has shown no progress.
+
+    Args:
+        seconds: by stage, of the run so far.
+    """
+
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.seconds = seconds if seconds is not None else {}
+        self._inside, self._depth = 0.0, 0  # seconds of the stages inside the present one; how many there are around
+        self._now = ("the start", time.monotonic())  # replaced whole: the watchdog reads it from another thread
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[Lap]:
+        lap, start = Lap(), time.perf_counter()
+        outer, before, is_inside = self._now[0], self._inside, self._depth > 0
+        self._depth += 1
+        self._now, self._inside = (stage, time.monotonic()), 0.0
+        try:
+            yield lap
+        finally:
+            lap.seconds = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + lap.seconds - self._inside
+            self._now = (outer if is_inside else f"what follows {stage}", time.monotonic())
+            self._inside, self._depth = before + lap.seconds, self._depth - 1
+
+    def beat(self) -> None:
+        """The present stage has made progress."""
+        self._now = (self._now[0], time.monotonic())
+
+    def silence(self) -> tuple[str, float]:
+        """The present stage, and the seconds since it began or last made progress."""
+        stage, since = self._now
+        return stage, time.monotonic() - since
+
+
+class Watchdog(threading.Thread):
+    """Ends a process whose stages stand still, with the stacks of all processes.
+
+    Args:
+        clock: of the run.
+        limit: seconds that a stage may take without progress.
+        tell: hands the message to the other ranks, and waits until they have written their stacks too.
+        dump_workers: makes worker processes write their stacks.
+    """
+
+    def __init__(
+        self, clock: Stopwatch, limit: float, ranks: Ranks, tell: Callable[[str], object], dump_workers: Callable[[], None]
+    ):
+        super().__init__(name="watchdog", daemon=True)
+        self._clock, self._limit, self._ranks = clock, limit, ranks
+        self._tell, self._dump_workers = tell, dump_workers
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped.wait(min(1.0, self._limit / 4)):
+            stage, silence = self._clock.silence()
+            if silence > self._limit:
+                message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
+                os.write(
+                    2,
+                    f"\nerror: {message}. --resume goes on from the last checkpoint; the stacks say where it waits.\n".encode(),
+                )
+                dump_stacks(f"rank {self._ranks.rank}")
+                self._dump_workers()
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # which may be what is stuck
+                telling.start()
+                telling.join(TELL_LIMIT)
+                os._exit(1)  # the main thread may be where no exception reaches it

@@ -1,0 +1,111 @@
+"""What a run shows: a live progress line on a terminal, plain lines elsewhere, a table at the end."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from maxrl_fast.evaluation.evaluator import Evaluation
+
+
+class Stage:
+    """Progress of one stage, with the time left, `done` of whose `total` were done before."""
+
+    def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
+        self._name, self._total, self._console = name, total, console
+        self._every = max(1, total // lines)
+        self._start, self._before = time.monotonic(), done
+        self._bar = Progress(
+            TextColumn(f"{name:<10}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            console=console,
+        )
+        self._task = self._bar.add_task(name, total=total, completed=done, note="")
+
+    def advance(self, done: int, note: str = "") -> None:
+        """`done` of the total are done; the note stands behind the bar."""
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=done, note=note)
+        elif done % self._every == 0 or done == self._total:
+            left = (time.monotonic() - self._start) / max(done - self._before, 1) * (self._total - done)
+            line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def running(self) -> Iterator["Stage"]:
+        if self._console.is_terminal:
+            with self._bar:
+                yield self
+        else:
+            yield self
+
+
+class Screen:
+    """Standard output, or nothing where another rank speaks."""
+
+    def __init__(self, console: Console | None = None, is_quiet: bool = False):
+        self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
+
+    def say(self, text: str) -> None:
+        """One plain line."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
+        """A context manager that gives a Stage; off a terminal it prints about `lines` lines, by default one a step."""
+        return Stage(self.console, name, total, lines or max(total, 1), done).running()
+
+    def complain(self, sentence: str) -> None:
+        """One line on standard error."""
+        if not self._is_quiet:
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+    def warn(self, sentence: str) -> None:
+        """One line on standard error, where nothing has ended."""
+        if not self._is_quiet:
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+    def closing_tables(
+        self,
+        evaluations: list[Evaluation],
+        seconds: dict[str, float],
+        tokens: dict[str, int],
+        files: dict[str, str],
+    ) -> None:
+        """The first evaluation against the last, time by stage with tokens/s, and where the files are."""
+        if len(evaluations) > 1:
+            self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
+        table = _table("stage", "seconds", "share", "tokens/s")
+        total = sum(seconds.values())
+        for stage, value in seconds.items():
+            speed = f"{tokens[stage] / value:,.0f}" if tokens.get(stage) else ""
+            table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}", speed)
+        table.add_row("total", f"{total:.1f}", "", "")
+        self.console.print(table)
+        for name, path in files.items():
+            self.say(f"{name:<12}{path}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
+    table = _table("held-out prompts", "before", "after", "change")
+    rows = {f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f") for k in before.pass_at_k if k in after.pass_at_k}
+    rows["response length, tokens"] = (before.response_length_mean, after.response_length_mean, ".1f")
+    rows["truncated"] = (before.truncated, after.truncated, ".3f")
+    for name, (x, y, form) in rows.items():
+        table.add_row(name, f"{x:{form}}", f"{y:{form}}", f"{y - x:+{form}}")
+    return table

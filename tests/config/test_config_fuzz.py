@@ -1,0 +1,192 @@
+"""Any flags and any TOML file: a configuration that holds what was given, or a refusal in words and exit code 2.
+
+How to draw more examples: tests/fuzzing.py.
+"""
+
+import contextlib
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse, resolve
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError
+from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.tasks.maze import MazeTask
+from tests.fuzzing import settings
+
+OPTIONS = {name: value for name, value in Config().flat().items() if name != "config"}
+FLAGS = sorted(name for name, value in OPTIONS.items() if isinstance(value, bool))
+VALUED = sorted(OPTIONS.keys() - set(FLAGS))
+WORDS = ["", "0", "1", "2", "-1", "16", "0.5", "1e-3", "nan", "inf", "-inf", "1e400", "None", "none", "true", "x", "--"]
+WORDS += [
+    "9" * 30,
+    "9" * 5000,
+    "4 ",
+    "0x10",
+    "1_000",
+    "a\0b",
+    "\ud800",
+    "é",
+    "a=b",
+    "../..",
+    "/dev/null",
+    "/nowhere/x",
+    "x" * 300,
+    "cpu",
+]
+WORDS += ["eps=1e-4", "eps=nan", "eps=1e999", "tau=inf", "quantile=2", "=", "float32", "auto", "rloo", "q_proj"]
+NUMBERS = [0, 1, 2, 3, 4, 16, -1, 2**31, 2**63, 10**30, 10**400, 0.0, 0.5, 1.0, 1e-3, 0.999, -0.5, 1e300, math.nan, math.inf]
+
+
+def outcome(flags):
+    """The configuration, or why there is none."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            config = parse(flags)
+            check(config)
+            return resolve(config, MazeTask(9), Ranks()), None
+    except InputError as error:
+        return None, str(error)
+    except SystemExit as stop:
+        return None, said.getvalue() if stop.code == 2 else ""
+
+
+def assert_explained(reason):
+    words = r"must|needs|takes no|unknown key|cannot read|was asked for"  # ours, and tyro's
+    words += r"|[Uu]nrecognized|[Ii]nvalid|[Ee]xpected|[Mm]issing|Error parsing"
+    assert re.search(rf"\b({words})", reason), reason
+
+
+def assert_possible(config):
+    """Ranges that nothing behind the configuration looks at again."""
+    options = config.flat()
+    for name, value in options.items():
+        assert not isinstance(value, float) or math.isfinite(value), name
+    for name in ("prompts", "rollouts", "max_new_tokens", "layers", "heads", "kv_heads", "threads", "token_budget"):
+        assert options[name] >= 1, name
+    assert 0 <= options["seed"] < 2**63
+    assert options["hidden_size"] % options["heads"] == options["heads"] % options["kv_heads"] == 0
+    assert options["prompts"] % options["updates_per_step"] == 0
+    row = OBJECTIVES[options["objective"]].row
+    if row is not None and row.size is not None:
+        size = options[row.size.name]
+        assert row.size.smallest <= size <= options["rollouts"] - row.size.below_n
+    assert options["top_p"] > 0
+    json.dumps(options, allow_nan=False)
+
+
+def is_as_given(value, given):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) == float(given)
+    return str(value) in (str(given), str(Path(str(given))))
+
+
+@settings(40)
+@hypothesis.given(st.data())
+def test_flags(data):
+    names = data.draw(st.lists(st.sampled_from(VALUED), max_size=4))
+    values = st.one_of(st.sampled_from(WORDS), st.sampled_from(NUMBERS).map(str), st.text(max_size=5))
+    flags = ["--device", "cpu", "--dtype", "float32", "--objective", data.draw(st.sampled_from(sorted(OBJECTIVES)))]
+    for name in names:
+        flag, value = "--" + name.replace("_", "-"), data.draw(values)
+        flags += [f"{flag}={value}"] if data.draw(st.booleans()) else [flag, value]
+    flags += ["--" + name.replace("_", "-") for name in data.draw(st.lists(st.sampled_from(FLAGS), max_size=2))]
+    flags += data.draw(st.lists(st.sampled_from(WORDS), max_size=1))
+    config, reason = outcome(flags)
+    if config is None:
+        assert_explained(reason)
+    else:
+        assert_possible(config)
+
+
+def toml_of(value):
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf")
+
+
+@settings(40)
+@hypothesis.given(st.data())
+def test_files_are_flags(data):
+    """Each key as a flag instead: the same configuration, or neither."""
+    names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3, unique=True))
+    scalars = st.one_of(st.sampled_from(WORDS[:-8]), st.sampled_from(NUMBERS), st.booleans())
+    options = {"objective": data.draw(st.sampled_from(sorted(OBJECTIVES))), "device": "cpu", "dtype": "float32", "out": "new"}
+    changes = {name: data.draw(st.booleans() if name in FLAGS else scalars) for name in names}
+    options |= {name: value for name, value in changes.items() if "\ud800" not in str(value)}  # which no file can hold
+    text = "".join(f"{name} = {toml_of(value)}\n" for name, value in options.items())
+    config, reason = outcome_of_file(text)
+    if config is None:
+        assert_explained(reason)
+    else:
+        assert_possible(config)
+        for name, value in options.items():
+            assert is_as_given(config.flat()[name], value), name
+    if not any(isinstance(value, bool) and name not in FLAGS for name, value in options.items()):
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name not in FLAGS]
+        flags += [f"--{name.replace('_', '-')}" for name, value in options.items() if name in FLAGS and value]
+        by_flags, other_reason = outcome(flags)
+        assert (by_flags is None) == (config is None), (reason, other_reason)
+        if config is not None:
+            assert {**by_flags.flat(), "config": None} == {**config.flat(), "config": None}
+
+
+def outcome_of_file(text):
+    with FILE.open("wb") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
+    return outcome(["--config", str(FILE)])
+
+
+FILE = Path("unset")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file(tmp_path_factory):
+    global FILE
+    FILE = tmp_path_factory.mktemp("fuzz") / "run.toml"
+    return FILE
+
+
+TEXTS = ["k = ", "= 4", "[", "]", "{", "}", "\n", "[a]", "[[a]]", '"', "'", '"""', "lr = 1e-3", "k = 4", "#", "\\", "é"]
+TEXTS += [
+    "\0",
+    ".",
+    "9" * 5000,
+    "k = {a = 1}",
+    "k = [1, [2]]",
+    "k = 1979-05-27",
+    "k = 07:32:00",
+    "k.a = 4",
+    "order=0x10",
+    "\r",
+    "\ud7ff",
+]
+
+
+@settings(40)
+@hypothesis.given(st.one_of(st.lists(st.sampled_from(TEXTS), max_size=6).map("".join), st.binary(max_size=20)))
+def test_any_file(text):
+    config, reason = outcome_of_file(text)
+    if config is None:
+        assert_explained(reason)
+    else:
+        assert_possible(config)
+
+
+@pytest.mark.parametrize(
+    "text", ["k = " + "9" * 5000, "k = " + "[" * 10**5, "k = {a = " * 10**4, "a." * 2000 + "b = 1", "[" + "a." * 2000 + "b]"]
+)
+def test_files_that_break_parsers(text):
+    config, reason = outcome_of_file(text)
+    assert config is None
+    assert_explained(reason)

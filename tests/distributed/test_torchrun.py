@@ -1,0 +1,290 @@
+"""Several processes, on the CPU with gloo: the same result as one, and no hang when one fails."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxrl_fast import train
+from maxrl_fast.distributed.ranks import Ranks, is_sharded
+from tests.models import tiny_decoder
+from tests.ranks import RUNS, one_update
+from tests.test_train import SMALL
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(num_ranks, *arguments, **options):
+    """Start `num_ranks` processes of `python -m ...`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)
+
+
+def finished(process, limit):
+    """Its output; the processes are ended in any case."""
+    try:
+        output, _ = process.communicate(timeout=limit)
+    finally:
+        process.kill()
+    return output
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    results = {name: one_update(Ranks(), sharding, settings, **options) for name, (sharding, settings, options) in RUNS.items()}
+    torch.set_num_threads(threads)
+    return results
+
+
+def relative(a, b):
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
+    process = torchrun(num_ranks, "-m", "tests.ranks", str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    for rank in range(num_ranks):
+        results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, expected in one_process.items():
+            limit = 0.05 if "bfloat16" in name else 1e-5
+            result = results[name]
+            for key in expected["metrics"].keys() - {"num_tokens"}:  # which counts prompts by micro-batches
+                # After one step the moments' variance is 0, and what is there is rounding.
+                noise = 1e-4 if key == "moment_variance" else 1e-6
+                assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=noise), (name, key)
+            assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
+            assert result["prompt_norms"] == pytest.approx(expected["prompt_norms"], rel=max(limit, 1e-3)), name
+            assert result["gradients"].keys() == expected["gradients"].keys()
+            for key, gradient in expected["gradients"].items():
+                assert gradient.abs().max() > 1e-4, (name, key)
+                assert relative(result["gradients"][key], gradient) < limit, (name, key)
+            for key, weight in expected["weights"].items():
+                assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is a sign
+            assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
+
+
+def read(out, stream):
+    return [json.loads(line) for line in (out / f"{stream}.jsonl").open()]
+
+
+JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
+JOB += ["--dtype", "float32"]  # the tolerances below are those of float32
+JOB += ["--diagnose-every", "5", "--keep-samples", "8"]
+
+
+def run_job(out, num_ranks, *flags):
+    arguments = ["-m", "maxrl_fast.train", *JOB, "--out", str(out), *flags]
+    process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    run_job(out, 1)
+    return out
+
+
+TIMES = {"rollout_seconds", "train_seconds", "tokens_per_second"}
+
+
+@pytest.mark.parametrize(("num_ranks", "flags"), [(2, []), (4, []), (2, ["--sharding", "full"])])
+def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, tmp_path, num_ranks, flags):
+    """Until a rounding error changes a sampled token, every metric and the weights agree."""
+    together = tmp_path / "together"
+    output = run_job(together, num_ranks, *flags)
+    assert f"one of {num_ranks} processes" in output
+    assert output.count("maxrl_fast 0") == 1  # one rank speaks
+    for expected, result in zip(read(alone_run, "metrics"), read(together, "metrics"), strict=True):
+        for key in expected.keys() - TIMES:
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (expected["step"], key)
+    for expected, result in zip(read(alone_run, "eval"), read(together, "eval"), strict=True):
+        assert result == expected
+    assert read(together, "samples") == read(alone_run, "samples")
+    for expected, result in zip(read(alone_run, "diagnostics"), read(together, "diagnostics"), strict=True):
+        assert result == {**expected, "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6)}
+
+
+@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # adapters of which the fourth rank has no part
+def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path, more_flags):
+    """Saved in parts by two ranks, whole by one, in parts by four: each goes on with what the others wrote."""
+    out = tmp_path / "run"
+    flags = ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01", *more_flags]
+    run_job(tmp_path / "alone", 1, *flags)
+    run_job(out, 2, *flags, "--sharding", "full", "--steps", "2")
+    assert len(list((out / "latest" / "state").glob("shard-*"))) == 2
+    for num_ranks, steps, more in ((1, 4, []), (4, 6, ["--sharding", "full"]), (2, 10, ["--sharding", "none"])):
+        arguments = ["-m", "maxrl_fast.train", "--resume", str(out), "--steps", str(steps), *more]
+        process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = finished(process, 300)
+        assert process.returncode == 0, output
+        assert "not to the last bit" in output
+    for expected, result in zip(read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True):
+        for key in expected.keys() - TIMES:
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (expected["step"], key)
+    names = ("model.safetensors", "state/state-00001-of-00001.safetensors")
+    for expected, result in ((load_file(run / "latest" / name) for run in (tmp_path / "alone", out)) for name in names):
+        assert expected.keys() == result.keys()
+        for key, tensor in expected.items():
+            assert relative(result[key], tensor) < 1e-3, key
+
+
+def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
+    out = tmp_path / "run"
+    arguments = ["-m", "maxrl_fast.train", *SMALL, "--steps", "10000", "--out", str(out)]
+    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(out / "metrics.jsonl", process)
+    process.send_signal(signal.SIGINT)
+    output = finished(process, 60)
+    assert "stopped by Ctrl-C after step" in output, output
+    assert (out / "latest" / "model.safetensors").exists()
+
+
+def wait_for(path, process, limit=120):
+    """Until a line stands in the file."""
+    start = time.monotonic()
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() - start < limit
+        time.sleep(0.2)
+
+
+FAILING = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from maxrl_fast.distributed.ranks import Ranks
+ranks = Ranks.of_environment()
+if ranks.is_first:
+    Path({pid!r}).write_text(str(os.getpid()))
+with ranks.connected(torch.device("cpu")):
+    ranks.sum(torch.ones(1))
+    if ranks.rank == 1:
+        {failure}
+    ranks.sum(torch.ones(1))  # the others wait here
+"""
+
+
+def start_ranks_apart(tmp_path, failure, port):
+    """Two ranks as on two machines: no torchrun ends one when the other fails."""
+    script = tmp_path / "failing.py"
+    pid = str(tmp_path / "pid")
+    script.write_text(FAILING.format(failure=failure.format(pid=pid), pid=pid))
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen([sys.executable, str(script)], env=shared | {"RANK": str(rank)}, text=True, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("raise RuntimeError('out of luck')", "rank 1 failed: RuntimeError: out of luck; rank 0 stops"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 has not been heard of|Connection (closed|reset) by peer"),
+    ],
+)
+def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, message, unused_port):
+    first, second = start_ranks_apart(tmp_path, failure, unused_port)
+    try:
+        _, error = first.communicate(timeout=60 + 30)  # the start included
+        second.wait(timeout=10)
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode != 0
+    assert second.returncode != 0
+    assert re.search(message, error), error
+
+
+def test_a_frozen_store_ends_the_others_within_a_minute(tmp_path, unused_port):
+    """Rank 0 has the store by which the ranks hear of each other: nothing answers any more."""
+    first, second = start_ranks_apart(tmp_path, "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)", unused_port)
+    try:
+        _, error = second.communicate(timeout=60 + 30)
+    finally:
+        first.kill()
+        second.kill()
+    assert second.returncode == 1
+    assert re.search(r"the store that connects the ranks, .* has not answered for 4\d s; rank 1 stops", error)
+    assert "stacks of rank 1" in error
+
+
+def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
+    """Stopped, as when its machine hangs: no connection is closed, nothing is said."""
+    first, second = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", unused_port)
+    try:
+        _, error = first.communicate(timeout=60 + 30)
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 1
+    assert re.search(r"rank 1 has not been heard of for 4\d s; rank 0 stops", error)
+
+
+WITHOUT_OUT = """
+import os, sys, time
+strftime = time.strftime
+time.strftime = lambda *a: "second-" + os.environ["RANK"]  # as when the clock turns between two processes
+from maxrl_fast import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_all_ranks_write_in_one_folder_whatever_the_time(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text(WITHOUT_OUT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
+    flags = ["--steps", "1", "--sharding", "full"]
+    subprocess.run([*launch, *SMALL, *flags], cwd=tmp_path, env=environment, check=True, timeout=200, stdout=subprocess.DEVNULL)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["maxpo-second-0"]
+    assert len(list((tmp_path / "runs" / "maxpo-second-0" / "latest" / "state").iterdir())) == 2
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--resume", "runs/maxpo-second-0"]) == 0
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_bad_input_is_said_once(tmp_path):
+    arguments = ["-m", "maxrl_fast.train", *SMALL, "--prompts", "1", "--out", str(tmp_path / "run")]
+    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 100)
+    assert process.returncode != 0
+    assert output.count("prompts must be at least the number of processes, 2, got 1") == 1, output
+
+
+def test_a_wrong_flag_is_said_once():
+    process = torchrun(2, "-m", "maxrl_fast.train", "--stepz", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 100)
+    assert process.returncode != 0
+    assert output.count("─ Unrecognized options ─") == 1, output
+
+
+def test_shares_and_sharding():
+    assert [Ranks(r, 3).part(8) for r in range(3)] == [(0, 2), (2, 3), (5, 3)]
+    assert Ranks().part(5) == (0, 5)
+    cpu, model = torch.device("cpu"), tiny_decoder()
+    assert not is_sharded("auto", model, Ranks(0, 2), cpu)
+    assert is_sharded("full", model, Ranks(0, 2), cpu)
+    assert not is_sharded("full", model, Ranks(), cpu)

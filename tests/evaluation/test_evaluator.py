@@ -1,0 +1,106 @@
+"""Evaluation of a policy whose success is known, and what becomes of its samples."""
+
+import math
+
+import pytest
+import torch
+
+from maxrl_fast.evaluation.diversity import NGramDiversity
+from maxrl_fast.evaluation.evaluator import evaluate, sample_records
+from maxrl_fast.evaluation.tally import Collector
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
+from tests import brute_force
+
+
+class Oracle:
+    """An engine that solves every maze with its first `solved` samples and walks into a wall with the others."""
+
+    def __init__(self, task, solved, split="test"):
+        self.task, self.solved, self.split = task, solved, split
+
+    def generate(self, prompts, num_samples, sampling, *, seed, step):
+        answers = []
+        for index in prompts.ids.tolist():
+            path = [*shortest_path(self.task.maze(self.split, index)), DONE]
+            answers += [path if sample < self.solved else [UP, DONE] for sample in range(num_samples)]
+        return Rollouts.given(answers)
+
+
+def evaluated(engine, task, num_prompts=40, num_samples=8, **options):
+    sampling, device = Sampling(1.0, 20, task.stop_ids), torch.device("cpu")
+    return evaluate(engine, task, Scorer(task, None), num_prompts, num_samples, sampling, seed=0, device=device, **options)
+
+
+def test_evaluation_counts_what_is_solved():
+    task, done = MazeTask(7), []
+    result = evaluated(Oracle(task, 3), task, progress=done.append)
+    for k in (1, 2, 4, 8):
+        assert result.pass_at_k[k] == pytest.approx(float(brute_force.pass_at_k(8, 3, k)))
+    assert done == [32, 40]
+    assert result.truncated == 0
+    assert result.num_tokens == pytest.approx(result.response_length_mean * 320)
+
+
+def test_every_chunk_is_handed_over_once():
+    task, kept, done = MazeTask(7), [], []
+    result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
+    assert done == [16, 32, 40]
+    assert torch.cat([prompts.ids for prompts, _, _ in kept]).tolist() == list(range(40))
+    assert torch.cat([rewards for _, _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
+    assert sum(len(rollouts.tokens) for _, rollouts, _ in kept) == result.num_tokens
+    assert evaluated(Oracle(task, 3), task) == result
+
+
+def test_prompts_of_training_are_others():
+    task = MazeTask(7)
+    assert evaluated(Oracle(task, 8, "train"), task, split="train").pass_at_k[1] == 1
+    assert evaluated(Oracle(task, 8, "train"), task).pass_at_k[1] < 0.5
+
+
+def test_samples_as_records():
+    task = MazeTask(5)
+    prompts = task.prompts("test", 3, 2)
+    path = [*shortest_path(task.maze("test", 3)), DONE]
+    rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
+    rollouts.truncated[1] = True
+    records = list(sample_records(task, prompts, rollouts, torch.tensor([1.0, math.nan, -0.5, 0.0])))
+    assert [record["id"] for record in records] == [3, 3, 4, 4]
+    assert [record["prompt"] for record in records[::2]] == [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
+    assert [record["response"] for record in records] == [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
+    assert [record["reward"] for record in records] == [1.0, None, -0.5, 0.0]
+    assert [record["truncated"] for record in records] == [False, True, False, False]
+    assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
+
+
+def test_the_collector_numbers_answers_and_measures_correct_responses():
+    class Letters(MazeTask):
+        """The answer is the last word but DONE; none after an UP."""
+
+        def answer(self, response):
+            return "" if "UP" in response else response.split()[-2]
+
+    task = Letters(5)
+    lines, collector = [], None
+    collector = Collector(task, NGramDiversity(), lines.append)
+    down, left, right = 14, 15, 16
+    responses = [[down, DONE], [left, DONE], [right, DONE], [UP, DONE], [left, DONE], [left, DONE], [UP, DONE], [down, DONE]]
+    rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
+    collector(task.prompts("test", 0, 2), Rollouts.given(responses), rewards)
+    assert collector.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
+    assert collector.rewards.shape == (2, 4)
+    assert len(lines) == 8
+    # (down), (done), (down done) against (left), (done), (left done); one correct response has no pair.
+    assert collector.diversities == [pytest.approx(2 / 3), None]
+    assert collector.mean_diversity == pytest.approx(2 / 3)
+    assert collector.ids == [0, 1]
+
+
+def test_log_probs_that_are_not_finite_are_refused():
+    task = MazeTask(5)
+    rollouts = Rollouts.given([[UP], [UP, DONE]])
+    rollouts.logprobs[1] = math.inf
+    with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
+        Collector(task, NGramDiversity())(task.prompts("test", 4, 2), rollouts, torch.zeros(2))

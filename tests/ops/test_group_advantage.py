@@ -1,0 +1,605 @@
+"""Group advantages against their definitions in exact rationals, and the rules for ties, scale, layout and dtype."""
+
+import itertools
+import subprocess
+import sys
+import warnings
+from fractions import Fraction
+from math import comb
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.ops.estimators import KERNEL_ROWS
+from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from tests import brute_force
+from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, opo, qae, standardised, std
+
+GROUPS = [
+    [0, 1],
+    [3, 3],
+    [1, 0, 0],
+    [0, 3, 1, 3, "0.5", 2],
+    [-2, -5, "-0.25", -5, 7],
+    [1, 0, 1, 1, 0, 0, 0],
+    [2, 2, 2, 2],
+    [0, 0, 0],
+    [5, 1, 4, 1, 3, 9, 2, 6],
+]
+BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
+# What these take beside rewards the tests of all estimators make up.
+WITH_INPUTS = [name for name, row in ops.ESTIMATORS.items() if row.inputs]
+
+
+def tensor(rewards, dtype=torch.float64):
+    return torch.tensor([float(Fraction(r)) for r in rewards], dtype=dtype)
+
+
+def sizes_of(name, n):
+    """Keyword arguments with every size that groups of n allow."""
+    size = ops.ESTIMATORS[name].size
+    if size is None:
+        return [{}]
+    return [{size.name: k} for k in range(size.smallest, n - size.below_n + 1)]
+
+
+def call(name, rewards, **keywords):
+    """group_advantage with everything the estimator needs, the same for the same rewards."""
+    row = ops.ESTIMATORS[name]
+    flat = torch.arange(rewards.numel()).view(rewards.shape)
+    inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
+    size = {"k": 2} if row.size is not None and row.size.required else {}
+    given = {"offsets", "group_ids"} & keywords.keys()
+    if given:  # in the order of the rewards, which a permutation changes
+        inputs["greedy_correct"] = rewards > 1e9
+    return ops.group_advantage(
+        rewards, name, **{**size, **OPTIONS.get(name, {}), **{i: inputs[i] for i in row.inputs}, **keywords}
+    )
+
+
+def assert_matches(actual, expected, tolerance=1e-12):
+    expected = tensor(expected)
+    assert actual.dtype == torch.float64
+    assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (actual, expected)
+
+
+def usable_groups(name):
+    return BINARY_GROUPS if ops.ESTIMATORS[name].binary or name == "noisy_verifier_forward" else [*GROUPS, *BINARY_GROUPS]
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_every_size_equals_the_definition(name):
+    some_are_not_zero = False
+    for rewards in usable_groups(name):
+        if len(rewards) == 1 and (ops.ESTIMATORS[name].size is not None or name in ("rloo", "bon_max_second")):
+            continue  # no size fits, or there are no others: tested below
+        for size in sizes_of(name, len(rewards)):
+            exact = [Fraction(r) for r in rewards]
+            expected = DEFINITIONS[name](exact, next(iter(size.values()), 0))
+            inputs = {"lengths": torch.ones(len(rewards), dtype=torch.int64)} if name == "opo" else {}
+            actual = ops.group_advantage(tensor(rewards), name, **size, **OPTIONS.get(name, {}), **inputs)
+            assert_matches(actual, expected, 1e-11 if name == "passk_training" else 1e-12)
+            some_are_not_zero |= bool(actual.abs().max() > 0.1)
+    assert some_are_not_zero
+
+
+def test_every_estimator_has_a_definition_or_a_test_of_its_own():
+    by_itself = {"reinforce_pp", "differential_smoothing", "unlikeliness", "self"}
+    assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
+
+
+@pytest.mark.parametrize("rewards", GROUPS)
+def test_options(rewards):
+    n, exact = len(rewards), [Fraction(r) for r in rewards]
+    for ddof in (0, 1):
+        expected = grpo(exact, 1e-3, ddof)
+        assert_matches(ops.grpo_advantage(tensor(rewards), eps=1e-3, ddof=ddof), expected)
+        actual = ops.group_advantage(tensor(rewards), "qae", quantile=0.7, eps=0.0, ddof=ddof)
+        assert_matches(actual, qae(exact, "0.7", 0.0, ddof))
+    lengths = [3 * i % 7 + 1 for i in range(n)]
+    assert_matches(ops.group_advantage(tensor(rewards), "opo", lengths=torch.tensor(lengths)), opo(exact, lengths))
+    ratio = ops.group_advantage(tensor(rewards), "maxrl_ratio", eps=0.25)
+    assert_matches(ratio, [(r - sum(exact) / n) / (sum(exact) / n + Fraction("0.25")) for r in exact])
+    weighted = ops.group_advantage(tensor(rewards), "w_reinforce", correct_weight=0.5)
+    assert_matches(weighted, [r / 2 - (1 - r) for r in exact])
+    if n > 2:
+        for function in (ops.maxpo_advantage, ops.expected_improvement, ops.leave_two_out_baseline):
+            assert_matches(function(tensor(rewards), 2, scale_by_k=True), (2 * function(tensor(rewards), 2)).tolist())
+
+
+def test_quantiles_at_the_steps_of_the_distribution_function():
+    rewards = torch.arange(30, dtype=torch.float64)
+    for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):  # .1 * 30 in floats is above 3
+        actual = ops.group_advantage(rewards, "qae", quantile=quantile, eps=0.0)
+        torch.testing.assert_close(actual, (rewards - baseline) / rewards.std())
+
+
+def test_whitening_over_the_batch():
+    rewards = torch.tensor([[0, 1, 1, 1], [5, 5, 5, 5], [1, 0, 0, 2]], dtype=torch.float64)
+    centred = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    actual = ops.group_advantage(rewards, "reinforce_pp", eps=0.0)
+    torch.testing.assert_close(actual.flatten(), centred / centred.std())
+    assert (actual[1] == 0).all()
+    valid = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    kept = ops.group_advantage(rewards, "reinforce_pp", eps=0.0, valid=valid)[valid]
+    groups = [row[keep] - row[keep].mean() for row, keep in zip(rewards, valid, strict=True)]
+    torch.testing.assert_close(kept, torch.cat(groups) / torch.cat(groups).std())
+
+
+def test_estimators_that_see_log_probs_or_the_greedy_rollout():
+    rewards = torch.tensor([[1, 0, 1, 0.0], [1, 1, 0, 1]], dtype=torch.float64)
+    logprobs = torch.tensor([[-0.1, -0.5, -0.7, -0.2], [-3, -1, -2, -1]], dtype=torch.float64)
+    base = ops.grpo_advantage(rewards, ddof=0)
+    actual = ops.group_advantage(rewards, "differential_smoothing", logprobs=logprobs, tau=0.2)
+    torch.testing.assert_close(actual, base + 0.2 * torch.where(rewards == 1, -logprobs, logprobs))
+
+    # Ranks from 0, the least likely; equal log-probs get equal ranks.
+    ranks = torch.tensor([[3, 1, 0, 2], [0, 2, 1, 2]])
+    expected = ops.grpo_advantage(rewards * (1 - 0.5 * ranks / 4))
+    assert torch.equal(ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs, penalty=0.5), expected)
+    valid = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    part = ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs, penalty=0.5, valid=valid)
+    alone = ops.group_advantage(rewards[1, valid[1]], "unlikeliness", logprobs=logprobs[1, valid[1]], penalty=0.5)
+    assert torch.equal(part[1, valid[1]], alone)
+    assert part[1, 1] == 0
+    logprobs[1, 0] = -torch.inf
+    with pytest.raises(ValueError, match="logprobs must be finite, got -inf in group 1, rollout 0"):
+        ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs)
+
+    for greedy in (torch.tensor([True, False]), torch.tensor([[True] * 4, [False] * 4])):
+        actual = ops.group_advantage(rewards, "self", greedy_correct=greedy)
+        assert (actual[0] == 0).all()
+        assert torch.equal(actual[1], ops.grpo_advantage(rewards[1]))
+    flat = ops.group_advantage(
+        rewards.flatten(), "self", greedy_correct=torch.tensor([False, True]), offsets=torch.tensor([0, 4, 8])
+    )
+    assert torch.equal(flat[:4], ops.grpo_advantage(rewards[0]))
+    assert (flat[4:] == 0).all()
+
+
+@pytest.mark.parametrize("correct", range(8))
+def test_maxrl_of_binary_rewards_is_algorithm_1_and_the_sum_of_maxpo(correct):
+    rewards = [1] * correct + [0] * (7 - correct)
+    assert_matches(ops.maxrl_advantage(tensor(rewards)), brute_force.maxrl(rewards))
+    assert_matches(ops.group_advantage(tensor(rewards), "maxrl_ratio"), brute_force.maxrl(rewards))
+    # float32 and integers too, to rounding
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        actual = ops.maxrl_advantage(torch.tensor(rewards).to(dtype))
+        torch.testing.assert_close(actual, tensor(brute_force.maxrl(rewards), torch.float32), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("k", [2, 32, 512, 1000, 1023])
+def test_float32_at_1024_rollouts(k):
+    rewards = torch.randn(3, 1024, generator=torch.Generator().manual_seed(k))
+    for name in ("maxpo", "expected_improvement", "leave_two_out", "bon_mean", "pkpo_sloo"):
+        exact = ops.group_advantage(rewards.double(), name, k=k)
+        error = (ops.group_advantage(rewards, name, k=k) - exact).abs().max() / exact.abs().max()
+        assert exact.abs().max() > 1e-4
+        assert error < 1e-6, name
+    exact = ops.maxrl_advantage(rewards.double(), k)
+    assert (ops.maxrl_advantage(rewards, k) - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+def test_the_ends_of_k_at_4096_rollouts():
+    n = 4096
+    rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    ordered, order = rewards.sort(1)
+    # k = N-1: the best rollout gets its lead, the others share its cost.
+    lead = ordered[:, -1:] - ordered[:, -2:-1]
+    expected = (-lead / (n - 1)).expand(2, n).scatter(1, order[:, -1:], lead)
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, n - 1), expected, rtol=1e-11, atol=1e-12)
+    # k = 2: gap j weighs N (j-1)/((N-1)(N-2)).
+    j = torch.arange(1, n, dtype=torch.float64)
+    sums = (ordered.diff(dim=1) * n * (j - 1) / ((n - 1) * (n - 2))).cumsum(1)
+    values = torch.cat([torch.zeros(2, 1), sums], 1)
+    expected = torch.zeros_like(values).scatter(1, order, values - values.mean(1, keepdim=True))
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, 2), expected, rtol=1e-11, atol=1e-12)
+    # k = 1 is RLOO; full order of binary rewards is (r - mu)/mu.
+    torch.testing.assert_close(ops.maxpo_advantage(rewards, 1), ops.rloo_advantage(rewards), rtol=1e-11, atol=1e-12)
+    solved = (rewards > 3).double()
+    mean = solved.mean(1, keepdim=True)
+    assert 0 < mean.min() < 0.01
+    torch.testing.assert_close(ops.maxrl_advantage(solved), (solved - mean) / mean, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("n", "k", "correct"), [(64, 8, 3), (64, 40, 30), (4096, 2048, 2), (9, 3, 7)])
+def test_maxpo_of_binary_rewards_in_closed_form(n, k, correct):
+    wrong = n - correct
+    expected = float(Fraction(comb(wrong, k), comb(n - 1, k)))  # 0 where fewer than k are wrong
+    advantages = ops.maxpo_advantage(torch.tensor([1.0] * correct + [0.0] * wrong, dtype=torch.float64), k)
+    assert advantages[0].item() == pytest.approx(expected, rel=1e-10, abs=1e-300)
+    assert advantages[-1].item() == pytest.approx(-expected * correct / wrong, rel=1e-10, abs=1e-300)
+    assert (advantages[0] == 0) == (wrong < k)
+
+
+def arguments(name, **changes):
+    row = KERNEL_ROWS[name]
+    options = {option: value or 0.1 for option, value in row.options.items()}
+    parameter = 2.0 if row.size is not None else options.get("quantile", 0.0)
+    defaults = {
+        "estimator": name,
+        "parameter": parameter,
+        "eps": options.get("eps", 0.0),
+        "ddof": int(options.get("ddof", 0)),
+        "gain": row.affine(options)[0],
+        "bias": row.affine(options)[1],
+        "max_group_size": 0,
+    }
+    return {"offsets": None, "order": None, "valid": None, "lengths": None, **defaults, **changes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("name", KERNEL_ROWS)
+def test_kernel_equals_the_reference(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tolerance = {torch.float64: 1e-11, torch.bfloat16: 8e-3}.get(dtype, 2e-6)
+    not_zero = 0
+    for shape in ((1, 3), (5, 31), (9, 32), (6, 33), (2, 257), (1100, 16), (3, 1024)):
+        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4) + 100  # ties and an offset
+        if KERNEL_ROWS[name].binary:
+            rewards = (rewards > 100).float()
+        rewards = rewards.to(dtype)
+        layouts = [{}, {"valid": torch.rand(shape, generator=generator) < 0.7}]
+        if "lengths" in KERNEL_ROWS[name].inputs:
+            lengths = torch.randint(0, 50, shape, generator=generator)
+            layouts = [{**layout, "lengths": lengths} for layout in layouts]
+        for layout in layouts:
+            actual = torch.ops.maxrl_fast.group_advantage(rewards, **arguments(name, **layout))
+            expected = group_advantage_reference(rewards, **arguments(name, **layout))
+            assert actual.dtype == expected.dtype
+            largest = expected.double().abs().max()
+            assert (actual.double() - expected.double()).abs().max() <= tolerance * largest
+            not_zero += int(largest > 0)
+    assert not_zero >= 4
+
+
+@pytest.mark.parametrize("name", ops.ESTIMATORS)
+def test_uneven_groups_are_what_each_is_alone(name):
+    generator = torch.Generator().manual_seed(3)
+    sizes = [5, 0, 1, 16, 3, 0, 40, 2, 33, 8, 7, 6, 5, 5, 1]
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    rewards = (torch.rand(offsets[-1], generator=generator) < 0.5).float()
+    if not (ops.ESTIMATORS[name].binary or name == "noisy_verifier_forward"):
+        rewards = rewards + 0.25 * torch.rand(len(rewards), generator=generator)
+    lengths = torch.randint(1, 9, rewards.shape, generator=generator)
+    logprobs = -torch.rand(rewards.shape, generator=generator)
+    greedy = torch.rand(len(sizes), generator=generator) < 0.5
+    inputs = ops.ESTIMATORS[name].inputs
+
+    def inputs_of(rows, group):
+        known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group]}
+        return {key: known[key] for key in inputs}
+
+    size = ops.ESTIMATORS[name].size
+    keywords = {**OPTIONS.get(name, {}), **({"k": 3} if size is not None and size.required else {})}
+    together = ops.group_advantage(rewards, name, offsets=offsets, **keywords, **inputs_of(slice(None), slice(None)))
+    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
+        rows = slice(start, end)
+        fits = size is None or (end - start > 1 and (not size.required or end - start >= 3 + size.below_n))
+        if end == start or name == "reinforce_pp":
+            continue
+        if fits or (end - start == 1 and ops.ESTIMATORS[name].is_centred):
+            alone = ops.group_advantage(rewards[rows], name, **keywords, **inputs_of(rows, slice(group, group + 1)))
+            assert torch.equal(together[rows], alone), (name, group)
+        else:
+            assert (together[rows] == 0).all()
+    assert together.abs().max() > 0.1
+
+    # The same groups by ids, the rollouts shuffled.
+    order = torch.randperm(len(rewards), generator=generator)
+    ids = 7 * torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)) - 20
+    greedy = greedy.repeat_interleave(torch.tensor(sizes))
+    shuffled = inputs_of(order, order)
+    by_ids = ops.group_advantage(rewards[order], name, group_ids=ids[order], **keywords, **shuffled)
+    assert torch.equal(by_ids, together[order])
+
+
+@pytest.mark.parametrize("name", ops.ESTIMATORS)
+@pytest.mark.parametrize("n", [16, 70])
+def test_dropped_rollouts_leave_a_smaller_group(name, n):
+    generator = torch.Generator().manual_seed(4)
+    rewards = (torch.rand(6, n, generator=generator) < 0.4).double()
+    valid = torch.rand(6, n, generator=generator) < 0.6
+    valid[2] = False
+    rewards[~valid] = torch.nan
+    lengths, logprobs = torch.randint(1, 9, (6, n), generator=generator), -torch.rand(6, n, generator=generator)
+    known = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": torch.arange(6) % 2 == 0}
+    inputs = {key: known[key] for key in ops.ESTIMATORS[name].inputs}
+    actual = call(name, rewards, valid=valid, **inputs)
+    assert (actual[~valid] == 0).all()
+    if name == "reinforce_pp":
+        return  # its batch is another one: tested by itself
+    for g in range(6):
+        if g != 2:
+            keep = valid[g]
+            own = {key: value[g][keep] if value.dim() == 2 else value[g : g + 1] for key, value in inputs.items()}
+            assert torch.equal(actual[g][keep], call(name, rewards[g][keep], **own)), name
+    assert torch.equal(call(name, rewards.flatten(), valid=valid.flatten(), offsets=torch.arange(7) * n, **{
+        key: value.flatten() for key, value in inputs.items()
+    }), actual.flatten())  # fmt: skip
+
+
+def test_equal_rewards_get_exactly_zero():
+    centred = [name for name, row in ops.ESTIMATORS.items() if row.is_centred and not row.inputs]
+    assert {"grpo", "rloo", "maxpo", "maxrl", "reinforce", "ei_l1o", "maxrl_ratio"} <= set(centred)
+    for name in [*centred, "expected_improvement", "leave_two_out", "bon_max_second", "qae", "bon_mean"]:
+        for dtype in (torch.float32, torch.float64):
+            for n in (7, 61):
+                value = 1.0 if ops.ESTIMATORS[name].binary else 0.1
+                assert (call(name, torch.full((n,), value, dtype=dtype)) == 0).all(), name
+
+
+def test_a_group_of_one_has_no_advantage():
+    rewards = torch.tensor([[3.5], [-1.0]])
+    for name, row in ops.ESTIMATORS.items():
+        if row.is_centred and not row.inputs:
+            rewards = torch.tensor([[1.0], [0.0]]) if row.binary else torch.tensor([[3.5], [-1.0]])
+            assert call(name, rewards).tolist() == [[0.0], [0.0]], name
+    assert call("opo", rewards).tolist() == [[0.0], [0.0]]
+    # But an uncentred one keeps its own rule.
+    assert ops.group_advantage(torch.tensor([[1.0], [0.0]]), "maxrl_conditional").tolist() == [[1.0], [0.0]]
+    assert ops.group_advantage(torch.tensor([[1.0], [0.0]]), "maxrl_control_variate").tolist() == [[0.0], [-1.0]]
+    with pytest.raises(ValueError, match="expected_improvement needs 2 <= k <= N = 1 for N = 1 rollouts, got 2"):
+        ops.expected_improvement(rewards, 2)
+
+
+def test_degenerate_shapes_and_eps():
+    assert ops.rloo_advantage(torch.zeros(3, 0)).shape == (3, 0)
+    assert ops.rloo_advantage(torch.zeros(0, 3, dtype=torch.int64)).dtype == torch.float32
+    assert ops.rloo_advantage(torch.zeros(0), offsets=torch.tensor([0, 0])).shape == (0,)
+    assert (ops.grpo_advantage(torch.ones(4), eps=0.0) == 0).all()
+    lengths = torch.zeros(2, 3, dtype=torch.int64)  # no token at all: the plain mean
+    rewards = torch.tensor([[0, 0, 3.0], [1, 1, 1]])
+    assert ops.group_advantage(rewards, "opo", lengths=lengths).tolist() == [[-1, -1, 2], [0, 0, 0]]
+
+
+def test_a_large_offset_keeps_full_precision():
+    rewards = torch.tensor([1e4, 1e4, 1e4 + 1, 1e4])
+    expected = torch.tensor([-0.25, -0.25, 0.75, -0.25])
+    assert torch.equal(ops.group_advantage(rewards, "reinforce"), expected)
+    torch.testing.assert_close(ops.grpo_advantage(rewards, eps=0.0), expected / 0.5)
+    huge = torch.tensor([2.0**40, 2.0**40 + 2**17, 2.0**40])
+    assert ops.group_advantage(huge, "reinforce").tolist() == pytest.approx([-(2**17) / 3, 2**18 / 3, -(2**17) / 3])
+
+
+@hypothesis.given(st.lists(st.integers(-3, 3), min_size=2, max_size=40), st.data())
+@hypothesis.settings(deadline=None, max_examples=100)
+def test_ties_permutation_shift_and_scale(rewards, data):
+    n = len(rewards)
+    k = data.draw(st.integers(1, n - 1))
+    order = data.draw(st.permutations(range(n)))
+    r = torch.tensor(rewards, dtype=torch.float32)
+    shift_invariant = ("maxpo", "maxrl", "rloo", "grpo", "reinforce", "qae", "ei_l1o", "bon_max_second", "leave_two_out")
+    linear = {"maxpo", "maxrl", "rloo", "reinforce", "pkpo", "pkpo_sloo", "reinforce_raw", "psr", "leave_two_out"}
+    centred = {"maxpo", "maxrl", "rloo", "grpo", "reinforce", "maxrl_ratio", "ei_l1o", "bon_mean"}
+    for name, row in ops.ESTIMATORS.items():
+        if row.inputs or row.binary:
+            continue
+        size = {}
+        if row.size is not None:
+            if n - row.size.below_n < row.size.smallest:
+                continue
+            size = {row.size.name: max(k, row.size.smallest)}
+        a = ops.group_advantage(r, name, **size, **OPTIONS.get(name, {}))
+        permuted = ops.group_advantage(r[order], name, **size, **OPTIONS.get(name, {}))
+        assert torch.equal(permuted, a[order]), name  # bitwise
+        for i in range(n):
+            assert (a[r == r[i]] == a[i]).all(), name
+        if name in centred:
+            assert abs(float(a.double().sum())) <= 1e-5 * (1 + float(a.abs().max())) * n
+        if name in shift_invariant:
+            assert torch.equal(ops.group_advantage(r + 64, name, **size), a), name  # exact in float32, so bitwise too
+        if name in linear:
+            torch.testing.assert_close(ops.group_advantage(4 * r, name, **size), 4 * a)
+
+
+@hypothesis.given(
+    st.lists(st.floats(-1e6, 1e6, width=64, allow_subnormal=False), min_size=2, max_size=70), st.randoms(use_true_random=False)
+)
+@hypothesis.settings(deadline=None, max_examples=100)
+def test_any_order_of_any_rewards_gives_the_same_bits(rewards, random):
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    lengths = torch.tensor([random.randrange(1, 2000) for _ in rewards])
+    for dtype in (torch.float64, torch.float32):
+        r = torch.tensor(rewards, dtype=dtype)
+        for name in ("reinforce", "rloo", "grpo", "maxrl_ratio", "maxrl", "qae", "bon_mean", "reinforce_pp"):
+            size = {"k": 2} if name == "bon_mean" else {}
+            a = ops.group_advantage(r, name, **size)
+            assert torch.equal(ops.group_advantage(r[order], name, **size), a[order]), name
+        a = ops.group_advantage(r, "opo", lengths=lengths)
+        assert torch.equal(ops.group_advantage(r[order], "opo", lengths=lengths[order]), a[order])
+
+
+@pytest.mark.parametrize("name", ops.ESTIMATORS)
+def test_shapes_dtypes_threads_and_batches(name):
+    generator = torch.Generator().manual_seed(1)
+    r = (torch.rand(40, 30, 8, generator=generator) < 0.4).float()
+    a = call(name, r)
+    assert a.shape == r.shape
+    if not ops.ESTIMATORS[name].inputs and name != "reinforce_pp":  # a group's result does not depend on its batch
+        assert torch.equal(call(name, r[1, 2]), a[1, 2])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(call(name, r), a)
+    finally:
+        torch.set_num_threads(threads)
+    strided = torch.empty(8, 30, 40).permute(2, 1, 0).copy_(r)
+    assert not strided.is_contiguous()
+    assert torch.equal(call(name, strided), a)
+    exact = call(name, r.double())
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16):
+        other = call(name, r.to(dtype))
+        assert other.dtype == (dtype if dtype.is_floating_point else torch.float32)
+        tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6)
+        torch.testing.assert_close(other.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_do_not_flow():
+    assert not ops.rloo_advantage(torch.tensor([0.0, 1.0], requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: ops.maxpo_advantage(r, 4), r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
+        (lambda r: ops.maxpo_advantage(r, 0), r"maxpo needs 1 <= k <= N-1 = 3"),
+        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs a whole number as k, got 2.0"),
+        (lambda r: ops.expected_improvement(r, 5), r"expected_improvement needs 2 <= k <= N = 4"),
+        (lambda r: ops.leave_two_out_baseline(r, 4), r"leave_two_out needs 2 <= k <= N-1 = 3"),
+        (lambda r: ops.maxrl_advantage(r, 4), r"maxrl needs 1 <= order <= N-1 = 3"),
+        (lambda r: ops.group_advantage(r, "maxpo"), r"maxpo needs k, 1 <= k <= N-1"),
+        (lambda r: ops.group_advantage(r, "grpo", k=2), r"grpo takes no k, got k=2"),
+        (lambda r: ops.group_advantage(r, "rloo", eps=1.0), r"rloo takes no eps"),
+        (lambda r: ops.group_advantage(r, "grpo", epsilon=1.0), r"grpo takes no epsilon; it takes eps, ddof"),
+        (lambda r: ops.group_advantage(r, "grpo", ddof=2), r"ddof must be 0 or 1, got 2"),
+        (lambda r: ops.group_advantage(r, "grpo", eps=-1.0), r"eps must be at least 0, got -1"),
+        (lambda r: ops.group_advantage(r, "qae", quantile=0.0), r"quantile must be above 0 and at most 1, got 0"),
+        (lambda r: ops.group_advantage(r, "rloo", scale_by_k=True), r"rloo takes no scale_by_k"),
+        (lambda r: ops.group_advantage(r, "opo"), r"opo needs lengths"),
+        (lambda r: ops.group_advantage(r, "rloo", lengths=r.long()), r"rloo takes no lengths"),
+        (lambda r: ops.group_advantage(r, "opo", lengths=r), r"lengths must be integers, got torch.float32"),
+        (lambda r: ops.group_advantage(r, "opo", lengths=r[:2].long()), r"lengths must have the shape of rewards, \(4,\)"),
+        (
+            lambda r: ops.group_advantage(r, "noisy_verifier_backward"),
+            r"noisy_verifier_backward needs false_positive_rate and false_negative_rate",
+        ),
+        (
+            lambda r: ops.group_advantage(r, "noisy_verifier_backward", false_positive_rate=0.5, false_negative_rate=0.5),
+            r"add up to less than 1",
+        ),
+        (lambda r: ops.group_advantage(r, "best"), r"estimator must be one of maxpo, .*, got 'best'"),
+        (lambda r: ops.rloo_advantage(torch.tensor(1.0)), r"rewards must be \[..., N\], got the shape \(\)"),
+        (lambda r: ops.rloo_advantage(r, valid=r), r"valid must be bool, got torch.float32"),
+        (lambda r: ops.rloo_advantage(r, offsets=torch.tensor([0, 3])), r"offsets must rise from 0 to 4, got 3 as the last"),
+        (lambda r: ops.rloo_advantage(r, offsets=torch.tensor([0, 3, 2, 4])), r"got 3 followed by 2 at group 1"),
+        (lambda r: ops.rloo_advantage(r, offsets=torch.tensor([1, 4])), r"got 1 followed by 4 at group 0"),
+        (lambda r: ops.rloo_advantage(r, offsets=torch.tensor([0.0, 4.0])), r"offsets must be int64 \[G\+1\]"),
+        (lambda r: ops.rloo_advantage(r[None], offsets=torch.tensor([0, 4])), r"rewards must be flat \[S\]"),
+        (lambda r: ops.rloo_advantage(r, group_ids=r), r"group_ids must be integers, got torch.float32"),
+        (lambda r: ops.rloo_advantage(r, group_ids=torch.zeros(3).long()), r"group_ids must have the shape of rewards"),
+        (
+            lambda r: ops.rloo_advantage(r, group_ids=torch.zeros(4).long(), offsets=torch.tensor([0, 4])),
+            r"give offsets or group_ids, not both",
+        ),
+        (
+            lambda r: ops.maxpo_advantage(r, 2, offsets=torch.tensor([0, 2, 4])),
+            r"maxpo needs 1 <= k <= N-1 = 1 for N = 2 rollouts, got 2",
+        ),
+        (
+            lambda r: ops.maxpo_advantage(r, 2, offsets=torch.tensor([0, 4]), max_group_size=3),
+            r"a group has 4 rollouts, more than max_group_size = 3",
+        ),
+        (lambda r: ops.group_advantage(r / 2, "passk_training", k=2), r"must be 0 or 1 for passk_training, got 0.5 in group 0"),
+        (
+            lambda r: ops.group_advantage(r, "self", greedy_correct=torch.ones(3).bool()),
+            r"greedy_correct must be one a group or like rewards, got the shape \(3,\)",
+        ),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(torch.tensor([0.0, 1.0, 0.0, 1.0]))
+
+
+def test_rewards_that_are_not_finite_are_named():
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for name in ("rloo", "maxpo", "reinforce_raw"):
+            rewards = torch.zeros(5, 7, 40)
+            rewards[3, 2, 5], rewards[4, 0, 1] = value, torch.nan
+            with pytest.raises(ValueError, match=rf"finite, got {value} in group 23, rollout 5"):
+                call(name, rewards)
+    rewards = torch.zeros(10)
+    rewards[7] = torch.nan
+    offsets = torch.tensor([0, 3, 3, 6, 10])
+    with pytest.raises(ValueError, match=r"got nan in group 3, rollout 1 \(index 7\)"):
+        ops.rloo_advantage(rewards, offsets=offsets)
+    with pytest.raises(ValueError, match=r"got nan in group 0, rollout 4 \(index 7\)"):
+        ops.maxpo_advantage(rewards, 1, group_ids=torch.tensor([2, 1, 1, 1, 2, 1, 2, 1, 2, 2]))
+
+
+def test_the_operator_passes_opcheck():
+    op = torch.ops.maxrl_fast.group_advantage.default
+    rewards = torch.rand(3, 5)
+    for name, extra in (
+        ("grpo", {}),
+        ("maxpo", {"valid": rewards > 0.2}),
+        ("opo", {"lengths": torch.ones(3, 5, dtype=torch.int64)}),
+    ):
+        torch.library.opcheck(op, (rewards,), arguments(name, **extra))
+    order, offsets = torch.randperm(15), torch.tensor([0, 4, 4, 15])
+    torch.library.opcheck(op, (rewards.flatten().bfloat16(),), arguments("maxrl", offsets=offsets, order=order))
+    torch.library.opcheck(op, (rewards > 0.5,), arguments("passk_training"))
+
+
+def test_the_operator_checks_what_the_kernel_takes_on_trust():
+    op = torch.ops.maxrl_fast.group_advantage
+    with pytest.raises(ValueError, match=r"rewards must be contiguous \[G, N\], or \[S\] with offsets"):
+        op(torch.rand(4, 3).T, **arguments("grpo"))
+    with pytest.raises(ValueError, match=r"rewards must be one of float32, .*, got torch.float16"):
+        op(torch.rand(4, 3).half(), **arguments("grpo"))
+    with pytest.raises(ValueError, match=r"valid must be a contiguous torch.bool tensor of shape \(4, 3\)"):
+        op(torch.rand(4, 3), **arguments("grpo", valid=torch.ones(3).bool()))
+
+
+def test_compiled_as_one_graph():
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.rand(6, 8, generator=generator)
+    flat, ids = rewards.flatten(), torch.arange(48) % 6
+    lengths = torch.randint(1, 9, (6, 8), generator=generator)
+
+    def step(r, f, valid):
+        return (
+            2 * ops.maxpo_advantage(r, 3),
+            ops.grpo_advantage(r, eps=1e-4, valid=valid) + 1,
+            ops.maxrl_advantage(f, group_ids=ids),
+            ops.group_advantage(r, "opo", lengths=lengths),
+            ops.group_advantage(r, "unlikeliness", logprobs=-r),
+            ops.group_advantage(r, "reinforce_pp"),
+        )
+
+    valid = rewards > 0.3
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        results = compiled(rewards, flat, valid)
+    for actual, expected in zip(results, step(rewards, flat, valid), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_presets_of_other_libraries(n):
+    generator = torch.Generator().manual_seed(n)
+    rewards = (torch.rand(20, n, generator=generator) < 0.5).float() + torch.rand(20, n, generator=generator).round()
+    # verl gathers each prompt's scores by id, in a Python loop; TRL views them as [G, N].
+    loop = torch.empty_like(rewards)
+    for g, group in enumerate(rewards):
+        loop[g] = (group - torch.mean(group)) / (torch.std(group) + 1e-6)
+    torch.testing.assert_close(ops.group_advantage(rewards, "grpo_verl"), loop, rtol=1e-5, atol=1e-4)
+    flat = rewards.flatten()
+    mean = flat.view(-1, n).mean(dim=1).repeat_interleave(n)
+    deviation = flat.view(-1, n).std(dim=1).repeat_interleave(n)
+    trl = (flat - mean) / (deviation + 1e-4)
+    torch.testing.assert_close(ops.group_advantage(rewards, "grpo_trl").flatten(), trl, rtol=1e-5, atol=1e-4)
+    assert (ops.group_advantage(rewards, "grpo_trl") - ops.group_advantage(rewards, "grpo_verl")).abs().max() > 1e-5
+
+
+def test_importing_the_operators_imports_no_trainer():
+    code = (
+        "import sys; from maxrl_fast import ops; "
+        "ours = ('maxrl_fast.ops', 'maxrl_fast._C'); "
+        "print([m for m in sys.modules if m.startswith('maxrl_fast.') and not m.startswith(ours)]"
+        " + [m for m in ('tyro', 'rich', 'matplotlib', 'tensorboard') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_standardising_by_hand():
+    """The helper of the definitions itself."""
+    values = [Fraction(1), Fraction(2), Fraction(6)]
+    assert std(values, 1) == pytest.approx(torch.tensor([1.0, 2, 6]).std().item())
+    assert standardised(values, Fraction(3), 2.0, 0.0) == [-1.0, -0.5, 1.5]

@@ -1,0 +1,95 @@
+"""Signals, clocks and the watchdog."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch
+from tests.test_train import SMALL
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_time_of_a_stage_inside_another_counts_once():
+    clock = Stopwatch()
+    with clock("outer"):
+        time.sleep(0.02)
+        with clock("inner") as lap:
+            time.sleep(0.05)
+            assert clock.silence()[0] == "inner"
+        assert clock.silence()[0] == "outer"
+        with clock("inner"):
+            pass
+    assert lap.seconds >= 0.05
+    assert clock.seconds["inner"] >= 0.05
+    assert 0.02 <= clock.seconds["outer"] < 0.05
+    time.sleep(0.03)
+    assert clock.silence()[1] >= 0.03
+    clock.beat()
+    assert clock.silence()[1] < 0.03
+
+
+def test_time_goes_on_from_what_a_run_had():
+    seconds = {"rollout": 10.0}
+    with Stopwatch(seconds)("rollout"):
+        pass
+    assert 10 < seconds["rollout"] < 11
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_once_and_then_insists(number, monkeypatch, capfd):
+    now, before = [100.0], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("maxrl_fast.run.control.time.monotonic", lambda: now[0])
+    with StopSignal() as stop:
+        assert stop.number == 0
+        signal.raise_signal(number)
+        assert stop.number == number
+        assert "saving and stopping after this step" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)  # torchrun passes on what the terminal has sent
+        now[0] += 2 * ECHO
+        with pytest.raises(SystemExit) as stopped:
+            signal.raise_signal(number)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+STUCK = """
+import sys, time
+from maxrl_fast import train
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.distributed.ranks import Ranks
+
+generate = NativeEngine.generate
+
+def stuck_in_the_engine(self, *arguments, step, **options):
+    while step == 2 and Ranks.of_environment().is_first:
+        time.sleep(0.1)
+    return generate(self, *arguments, step=step, **options)
+
+NativeEngine.generate = stuck_in_the_engine
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stuck_run_ends_with_the_stacks_of_all_processes(tmp_path, num_ranks):
+    script, reward = tmp_path / "stuck.py", tmp_path / "reward.py"
+    script.write_text(STUCK)
+    reward.write_text("def score(prompt, response):\n    return 1.0\n")
+    flags = ["--out", str(tmp_path / "run"), "--stall-limit", "12", "--reward", f"{reward}:score", "--reward-workers", "1"]
+    launch = [] if num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, str(script), *SMALL, *flags]
+    process = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200, check=False)
+    assert process.returncode == 1, process.stderr
+    assert re.search(r"the run is stuck in rollout: no progress for 1[2-9] s, --stall-limit is 12 s", process.stderr)
+    assert "in stuck_in_the_engine" in process.stderr
+    assert "reward worker" in process.stderr
+    for rank in range(num_ranks):
+        assert f"stacks of rank {rank} (process" in process.stderr

@@ -1,0 +1,399 @@
+"""Runs that are stopped and go on: the same samples, metrics and weights as without the stop, to the last bit."""
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxrl_fast import train
+from maxrl_fast.run.resume import checkpoints_of
+from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.training.learner import Learner
+from tests.test_train import SMALL, base, read, without_timings
+
+ROOT = Path(__file__).parents[2]
+JOB = [*base(), "--sft-steps", "40", "--steps", "6", "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "0"]
+OBJECTIVES = {
+    "maxpo": "--objective maxpo --k 2",
+    "maxrl": "--objective maxrl --kl-coef 0.1",
+    "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",
+    "lora": "--objective grpo --lora-rank 2 --loss gspo",
+}
+
+
+def run(out, *flags):
+    return train.main([*JOB, "--out", str(out), *flags])
+
+
+def assert_same(one, two):
+    """All that was reported, but for times, and the newest checkpoint's weights, moments and reference."""
+    for log in ("metrics.jsonl", "eval.jsonl", "warnings.jsonl"):
+        assert without_timings(one / log) == without_timings(two / log), log
+    for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
+        expected, tensors = load_file(one / "latest" / name), load_file(two / "latest" / name)
+        assert expected.keys() == tensors.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(tensor, tensors[key]), key
+    assert os.readlink(one / "latest") == os.readlink(two / "latest")
+    assert os.readlink(one / "best") == os.readlink(two / "best")
+
+
+def stop_at(monkeypatch, when, number=signal.SIGTERM):
+    """The signal comes during this update."""
+    update = Learner.update
+
+    def stopped(self, *arguments, **options):
+        if options["when"] == when:
+            signal.raise_signal(number)
+        return update(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "update", stopped)
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """By objective, a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, flags in OBJECTIVES.items():
+        assert run(folder / name, *flags.split()) == 0
+    return folder
+
+
+@pytest.mark.parametrize("when", ["warm start step 23", "step 1", "step 4"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_stopped_run_goes_on_bitwise(whole_runs, tmp_path, monkeypatch, name, when):
+    out = tmp_path / "run"
+    stop_at(monkeypatch, when)
+    assert run(out, *OBJECTIVES[name].split()) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    kind, _, number = when.rpartition(" ")
+    assert (out / "latest").resolve().name == f"{'step' if kind == 'step' else 'warm-start'}-{int(number):06d}"
+    torch.rand(3), random.random()  # what the process drew besides must not matter
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / name, out)
+
+
+def test_more_steps_at_a_constant_rate_are_the_longer_run(tmp_path):
+    flags = ("--objective", "maxpo", "--k", "2", "--lr-schedule", "constant", "--eval-every", "3")
+    assert run(tmp_path / "whole", *flags) == 0
+    assert run(tmp_path / "twice", *flags, "--steps", "3") == 0
+    assert train.main(["--resume", str(tmp_path / "twice"), "--steps", "6"]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "twice")
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    assert train.main(["--resume", str(out)]) == 0
+    assert "held-out prompts" in capsys.readouterr().out
+    assert_same(whole_runs / "maxpo", out)
+
+
+def copied(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+STATE = "state/state-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (STATE, flip_a_bit, "has changed since it was written"),
+        (STATE, lambda path: os.truncate(path, path.stat().st_size // 2), r"has [\d,]+ bytes, [\d,]+ were written"),
+        (STATE, Path.unlink, "is missing"),
+        ("model.safetensors", flip_a_bit, "has changed since it was written"),
+        ("progress.json", flip_a_bit, "has changed since it was written"),
+        ("checksums.json", lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
+        ("checksums.json", Path.unlink, "is missing"),
+        (
+            "checksums.json",
+            lambda path: path.write_text('{"../../config.json": {"bytes": 1, "sha256": ""}}'),
+            "not a file of",
+        ),
+        ("checksums.json", lambda path: path.write_text('{"/dev/zero": {"bytes": 1, "sha256": ""}}'), "not a file of"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole_runs, tmp_path, capsys, file, damage, message):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    newest = out / "checkpoints" / "step-000004"
+    damage(newest / file)
+    assert train.main(["--resume", str(out)]) == 0
+    output = capsys.readouterr()
+    warning = next(line for line in output.err.splitlines() if line.startswith("warning: "))
+    assert str(newest / file) in warning
+    assert re.search(message, warning)
+    assert f"from {out / 'checkpoints' / 'step-000002'};" in output.out
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    for directory in checkpoints_of(out):
+        flip_a_bit(directory / STATE)
+    before = (out / "metrics.jsonl").read_bytes()
+    assert train.main(["--resume", str(out)]) == 2
+    assert "none of the" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 100), flip_a_bit])
+def test_a_log_that_has_changed_is_named(whole_runs, tmp_path, capsys, damage):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    damage(out / "metrics.jsonl")
+    assert train.main(["--resume", str(out)]) == 2
+    assert re.search(r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err)
+    (out / "metrics.jsonl").unlink()
+    assert train.main(["--resume", str(out)]) == 0
+
+
+def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, monkeypatch):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    for name in ("step-000004", "step-000006"):
+        flip_a_bit(out / "checkpoints" / name / STATE)
+    stop_at(monkeypatch, "step 3")
+    assert train.main(["--resume", str(out), "--keep-checkpoints", "1"]) == 143
+    monkeypatch.undo()
+    assert (out / "latest").resolve().name == "step-000003"
+    assert {"step-000003", "damaged-step-000004"} <= {path.name for path in (out / "checkpoints").iterdir()}
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_metrics_without_checkpoints_are_not_thrown_away(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    before = (out / "metrics.jsonl").read_bytes()
+    assert train.main(["--resume", str(out)]) == 2
+    assert "has metrics but no checkpoints" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_allowed_changes_that_came_to_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
+    """The run goes on with its own options, where it was killed before the first checkpoint with others."""
+    out = copied(whole_runs / "maxpo", tmp_path)
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
+    child = os.fork()
+    if not child:
+        train.main(["--resume", str(out), "--lr", "0.5", "--allow-changes"])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / "maxpo", out)
+
+
+@pytest.mark.parametrize("name", ["point", "RunFiles.write_config", "RunFiles.log_marks"])
+def test_what_the_disk_refuses_beside_a_checkpoint_is_a_sentence_too(tmp_path, monkeypatch, capsys, name):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"maxrl_fast.run.checkpoints.{name}", full)
+    if name == "RunFiles.write_config":  # at the start it is bad input
+        monkeypatch.setattr("maxrl_fast.run.run_files.RunFiles.__init__", with_write_config(full))
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
+    assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
+
+
+def with_write_config(full):
+    """RunFiles' own start with a disk that fills up after it."""
+    start = RunFiles.__init__
+
+    def started(self, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RunFiles, "write_config", lambda self: None)
+            start(self, *arguments)
+
+    return started
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(whole_runs, tmp_path, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def refused(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError("in use")
+        rmtree(path, ignore_errors=True)
+
+    monkeypatch.setattr("maxrl_fast.run.checkpoints.shutil.rmtree", refused)
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--keep-checkpoints", "1") == 0
+    monkeypatch.undo()
+    assert_same(whole_runs / "maxpo", tmp_path / "run")
+
+
+def test_warnings_are_the_same_after_a_stop(tmp_path, monkeypatch):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def nothing(prompt, response):\n    return 0\n")
+    flags = ("--objective", "rloo", "--reward", f"{reward}:nothing", "--reward-workers", "1", "--steps", "14")
+    assert run(tmp_path / "whole", *flags) == 0
+    assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == ["no_reward"]
+    stop_at(monkeypatch, "step 12")
+    assert run(tmp_path / "stopped", *flags) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_folder_with_a_lock_alone_is_free(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text("process 1 on nowhere\n")
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--steps", "1") == 0
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    shutil.rmtree(out / "checkpoints")
+    for log in ("metrics", "eval"):
+        os.truncate(out / f"{log}.jsonl", 0)
+    assert train.main(["--resume", str(out)]) == 0
+    assert "has no checkpoint yet" in capsys.readouterr().err
+    assert_same(whole_runs / "maxpo", out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("--lr 0.5", 2, "trained with other options (lr: 0.0003 before, 0.5 now); --allow-changes"),
+        ("--seed 1 --beta1 0.5", 2, "(beta1: 0.9 before, 0.5 now; seed: 0 before, 1 now)"),
+        ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine ends elsewhere
+        ("--steps 8 --allow-changes", 0, "goes on with other options (steps: 6 before, 8 now)"),
+        ("--steps 3 --allow-changes", 2, "--steps must be at least those done, 6, got 3"),
+        ("--token-budget 100", 0, "not to the last bit as it would have (token_budget: 4096 before, 100 now)"),
+        ("--eval-prompts 4", 0, ""),
+        ("--out elsewhere", 2, "--resume goes on in its own folder"),
+        ("--lora-rank 3 --allow-changes", 2, "is of another shape (lora_rank: 0 before, 3 now), which a resume cannot change"),
+        ("--layers 3 --allow-changes", 2, "is of another shape (layers: 2 before, 3 now)"),
+    ],
+)
+def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, message):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    assert train.main(["--resume", str(out), *flags.split()]) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert bool(error) == bool(message)
+    options = json.loads((out / "config.json").read_text())
+    assert (options["lora_rank"], options["lr"], options["steps"]) == (0, 3e-4, 8 if "--steps 8" in flags and not code else 6)
+
+
+def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
+    assert train.main(["--resume", str(tmp_path)]) == 2
+    assert "--resume must be the folder of a run" in capsys.readouterr().err
+
+
+def test_the_last_the_best_and_the_first_are_kept(tmp_path):
+    assert run(tmp_path / "run", "--objective", "rloo", "--save-every", "1", "--keep-checkpoints", "2") == 0
+    kept = {path.name for path in checkpoints_of(tmp_path / "run")}
+    scores = {record["step"]: record["pass_at_k"]["1"] for record in read(tmp_path / "run" / "eval.jsonl")}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert kept == {"step-000000", f"step-{best:06d}", "step-000005", "step-000006"}
+    assert (tmp_path / "run" / "best").resolve().name == f"step-{best:06d}"
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "maxrl_fast.train", *arguments]
+
+
+def started(*arguments, **options):
+    return subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, **options)
+
+
+def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys):
+    out = tmp_path / "run"
+    first = started(*JOB, "--k", "2", "--steps", "100000", "--out", str(out))
+    try:
+        wait_until((out / "metrics.jsonl").exists, first)
+        for arguments in (["--resume", str(out)], [*JOB, "--k", "2", "--out", str(out)]):
+            assert train.main(arguments) == 2
+        errors = capsys.readouterr().err
+        assert f"{out} is in use by process {first.pid} on " in errors
+        assert "holds another run" in errors
+    finally:
+        first.kill()
+        first.wait()
+    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")  # stale, and so no hindrance
+    assert train.main(["--resume", str(out), "--steps", "30", "--allow-changes"]) in (0, 2)  # 2: it had done more steps
+    assert "in use" not in capsys.readouterr().err
+
+
+def wait_until(holds, process, limit=120):
+    start = time.monotonic()
+    while not holds():
+        assert process.poll() is None, process.returncode
+        assert time.monotonic() - start < limit
+        time.sleep(0.002)
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_good_checkpoint(whole_runs, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    stop_at(monkeypatch, "step 3")
+    assert run(out, *OBJECTIVES["maxpo"].split()) == 143
+    monkeypatch.undo()
+    full = started("--resume", str(out), "--save-every", "1", stderr=subprocess.PIPE, text=True, preexec_fn=limit_files)
+    _, error = full.communicate(timeout=120)
+    assert full.returncode == 1
+    sentence = error.splitlines()[-1]
+    assert sentence.startswith(f"error: cannot write the checkpoint {out / 'checkpoints' / 'step-000004'}: ")
+    assert "File too large" in sentence
+    assert f"the last good checkpoint is {out / 'checkpoints' / 'step-000003'}" in sentence
+    assert not list((out / "checkpoints").glob(".*"))  # what did not fit is gone
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path):
+    """Half of the kills fall while a checkpoint is being written, the others anywhere."""
+    job = [*SMALL, "--sft-steps", "40", "--steps", "400", "--eval-every", "100", "--eval-prompts", "3"]
+    whole = started(*job, "--out", str(tmp_path / "whole"))
+    out, moments, num_in_saves = tmp_path / "killed", random.Random(0), 0
+    for i in range(20):
+        run_mark = mark(out)
+        arguments = ["--resume", str(out)] if (out / "config.json").exists() else [*job, "--save-every", "1", "--out", str(out)]
+        process = started(*arguments)
+        try:
+            wait_until(lambda: mark(out) != run_mark, process)  # noqa: B023
+            time.sleep(moments.uniform(0, 0.5))
+            if i % 2:
+                wait_until(lambda: partial(out), process)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == -signal.SIGKILL  # it had not ended before
+        num_in_saves += bool(partial(out))
+    assert num_in_saves >= 5
+    assert train.main(["--resume", str(out)]) == 0
+    assert whole.wait(300) == 0
+    assert_same(tmp_path / "whole", out)
+    assert not partial(out)
+
+
+def mark(out):
+    """Changes when a process has taken the folder over."""
+    path = out / "lock"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def partial(out):
+    return [name for name in os.listdir(out / "checkpoints") if name.startswith(".")] if (out / "checkpoints").exists() else []

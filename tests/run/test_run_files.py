@@ -1,0 +1,153 @@
+"""What a run leaves beside its metrics: samples, diagnoses, timings, and the same numbers in trackers."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.config.options import Config
+from maxrl_fast.model.linear import whole
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks.maze import WORDS, MazeTask
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.diagnostics import diagnosis, prompt_gradient_norms
+from maxrl_fast.training.learner import Learner, LossSettings
+from tests.batches import make_prompts
+from tests.models import tiny_decoder
+from tests.test_train import SMALL, base, read
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    more = ["--diagnose-every", "2", "--keep-samples", "10", "--steps", "4", "--eval-every", "2", "--eval-samples", "3"]
+    assert train.main([*SMALL, *more, "--out", str(out)]) == 0
+    return out
+
+
+def test_samples_are_the_first_of_each_evaluation(finished):
+    samples = read(finished / "samples.jsonl")
+    steps = [record["step"] for record in read(finished / "eval.jsonl")]
+    assert [sample["step"] for sample in samples] == [step for step in steps for _ in range(10)]
+    assert [sample["id"] for sample in samples[:10]] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    task = MazeTask(5)
+    for sample in samples:
+        assert sample["prompt"] == task.decode(task.prompts("test", sample["id"], 1).tokens.tolist())
+        words = sample["response"].split()
+        assert len(words) == sample["tokens"]
+        assert sample["reward"] in (0, 1)
+        assert sample["truncated"] == (words[-1] not in ("DONE", WORDS[2]))
+
+
+def test_diagnoses_are_of_every_prompt_of_the_step(finished):
+    records = read(finished / "diagnostics.jsonl")
+    metrics = {record["step"]: record for record in read(finished / "metrics.jsonl")}
+    assert [record["step"] for record in records] == [2, 4]
+    for record in records:
+        known = metrics[record["step"]]
+        assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
+        assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
+        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_dead"]
+        assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # the triangle
+
+
+def test_timings_are_of_all_stages(finished):
+    timings = json.loads((finished / "timings.json").read_text())
+    assert {"warm start", "evaluation", "rollout", "update", "diagnosis"} <= set(timings)
+    assert min(timings.values()) >= 0
+
+
+def test_nothing_is_kept_that_was_not_asked_for(tmp_path):
+    assert train.main([*SMALL, "--steps", "1", "--keep-samples", "0", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "samples.jsonl").read_text() == (tmp_path / "diagnostics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
+def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objective):
+    flags = [*base(), "--steps", "3", "--updates-per-step", "2", "--objective", *objective]
+    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
+    assert train.main([*flags, "--diagnose-every", "1", "--out", str(tmp_path / "other")]) == 0
+    ours, theirs = (read(tmp_path / folder / "metrics.jsonl") for folder in ("one", "other"))
+    timed = ("rollout_seconds", "train_seconds", "tokens_per_second")
+    assert [{k: v for k, v in record.items() if k not in timed} for record in ours] == [
+        {k: v for k, v in record.items() if k not in timed} for record in theirs
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
+    """Their norms are those of autograd's gradient of each prompt's rows alone."""
+    config = Config().replace(token_budget=16, dtype="float32")
+    model = tiny_decoder()
+    prompts = make_prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    rollouts = Rollouts.given([[(3 * s + i) % 11 for i in range(1 + s % 5)] for s in range(12)])
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    advantages[4:8] = 0  # a dead group
+    learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation=aggregation))
+    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages, torch.arange(12))
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    parts = []
+    for g in range(3):
+        own = advantages.clone()
+        own[: 4 * g], own[4 * (g + 1) :] = 0, 0
+        model.zero_grad()
+        packer = learner.packer(prompts, rollouts, own)
+        if own.any():
+            batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
+            learner.loss(batch, learner.settings.denominator(rollouts.lengths))[0].backward()
+        parts.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
+    assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
+    assert norms[1] == 0
+    assert norms[0] > 0
+
+
+def test_a_diagnosis_leaves_out_unknown_rewards():
+    rewards, valid = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, True, False], [False] * 3])
+    prompts = MazeTask(5).prompts("train", 7, 2)
+    collected = Collected(prompts, None, rewards, valid, None, rewards, 0, 0.0, {}, "")
+    record = diagnosis(5, collected, [0.5, 0.0])
+    assert record == {"step": 5, "ids": [7, 8], "pass_rate": [0.5, 0.0], "grad_norm": [0.5, 0.0]}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
+    calls = []
+    module = types.ModuleType(name)
+    module.__spec__ = types.SimpleNamespace(name=name)
+    module.init = lambda **options: calls.append(("init", options))
+    module.log = lambda numbers, step: calls.append(("log", step, numbers))
+    module.finish = lambda: calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, name, module)
+    out = tmp_path / "one-run"
+    assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--log-project", "mazes", "--out", str(out)]) == 0
+    (_, options), *logs, last = calls
+    assert (options["project"], options["name"], options["config"]["steps"]) == ("mazes", "one-run", 2)
+    assert options.get("id", "one-run-").startswith("one-run-")
+    assert last == ("finish",)
+    assert [step for _, step, _ in logs] == [0, 1, 2, 2]  # an evaluation before and after
+    (record,) = [record for record in read(out / "metrics.jsonl") if record["step"] == 1]
+    assert logs[1][2] == {f"metrics/{key}": value for key, value in record.items()}
+    assert logs[0][2]["eval/pass_at_1"] == read(out / "eval.jsonl")[0]["pass_at_k"]["1"]
+
+
+def test_a_tracker_that_does_not_begin_is_said(tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")
+
+    def no_key(**options):
+        raise RuntimeError("no API key")
+
+    module.init = no_key
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
+    assert "--log-to wandb does not begin: RuntimeError: no API key" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
+    assert "--log-to wandb needs it to be installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,141 @@
+"""Dynamic sampling: groups that say nothing give way to others, and a resumed run goes on as it would have."""
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.config.options import Config
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.run.control import Stopwatch
+from maxrl_fast.tasks.maze import DONE, UP, MazeTask
+from maxrl_fast.training.collect import Collector, is_alive
+from tests.run.test_resume import assert_same, stop_at
+from tests.test_train import base, read
+
+NAN = float("nan")
+
+
+def test_a_group_lives_if_its_known_rewards_differ():
+    rewards = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0], [NAN, 1, 1], [NAN, 1, 0], [NAN, NAN, 1], [NAN] * 3, [-2, -2, -1]])
+    assert is_alive(rewards).tolist() == [True, False, False, False, True, False, False, True]
+
+
+class NumberedTask(MazeTask):
+    """Of prompt i and sample n the reward is that of `table[i][n]`; the response says which it is."""
+
+    table: list[list[float]]
+
+    def score(self, prompts, rollouts):
+        rewards = torch.tensor([self.table[i] for i in prompts.ids.tolist()]).flatten()
+        return rewards[: len(rollouts.lengths)] if len(rollouts.lengths) == rewards.numel() else rewards[:: len(self.table[0])]
+
+
+class NumberedEngine:
+    """Sample n of prompt i is i times UP, then DONE, with log-prob -(n + 1)."""
+
+    def generate(self, prompts, num_samples, sampling, *, seed, step):
+        responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
+        tokens, cu_seqlens = pack(responses)
+        logprobs = -torch.arange(1.0, num_samples + 1).repeat(len(prompts)).repeat_interleave(cu_seqlens.diff())
+        return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool), raw_logprobs=logprobs)
+
+
+def collected(table, num_batches, first=0, needs_greedy=False):
+    task = NumberedTask(5)
+    task.table = table
+    config = Config().replace(prompts=2, rollouts=2, dynamic_sampling=num_batches, max_new_tokens=32, device="cpu")
+    collector = Collector(config, task, NumberedEngine(), Scorer(task, None), Stopwatch(), Ranks(), needs_greedy)
+    return collector.collect(3, first)
+
+
+DEAD, ALIVE, FULL = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("table", "num_batches", "ids", "num_sampled"),
+    [
+        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 0, [0, 1], 2),
+        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 1, [0, 1], 2),
+        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 5, [1, 3], 4),
+        ([ALIVE, ALIVE, FULL, ALIVE], 5, [0, 1], 2),
+        ([DEAD, DEAD, FULL, ALIVE, ALIVE, ALIVE], 5, [3, 4], 6),
+        ([DEAD, DEAD, FULL, ALIVE, ALIVE, ALIVE], 2, [0, 3], 4),  # the limit: a dead one fills up
+        ([DEAD, DEAD, FULL, DEAD], 2, [0, 1], 4),
+    ],
+)
+def test_the_earliest_groups_that_live_are_taken(table, num_batches, ids, num_sampled):
+    step = collected(table, num_batches)
+    assert step.prompts.ids.tolist() == ids
+    assert step.num_sampled == num_sampled
+    assert step.rewards.tolist() == [table[i] for i in ids]
+    assert step.sampled_rewards.tolist() == table[:num_sampled]
+    assert step.rollouts.lengths.tolist() == [i + 1 for i in ids for _ in range(2)]
+    assert step.rollouts.tokens.tolist() == [token for i in ids for _ in range(2) for token in [UP] * i + [DONE]]
+    expected = [-float(n + 1) for i in ids for n in range(2) for _ in range(i + 1)]
+    assert step.rollouts.logprobs.tolist() == step.rollouts.raw_logprobs.tolist() == expected
+    whole = MazeTask(5).prompts("train", 0, 6)
+    for place, i in enumerate(ids):
+        assert torch.equal(step.prompts.take(place, 1).tokens, whole.take(i, 1).tokens)
+    assert step.num_tokens == sum(2 * (i + 1) for i in range(num_sampled))
+    if num_batches > 1:
+        alive = sum(row == ALIVE for row in table[:num_sampled])
+        assert step.numbers == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": alive / num_sampled}
+    else:
+        assert step.numbers == {}
+
+
+def test_the_rewards_of_the_likeliest_responses_go_along():
+    step = collected([DEAD, [0.0, 1.0], FULL, [1.0, 0.0]], 3, needs_greedy=True)
+    assert step.prompts.ids.tolist() == [1, 3]
+    assert step.greedy_rewards.tolist() == [0.0, 1.0]
+
+
+def test_prompts_and_rollouts_are_selected_and_joined():
+    tokens, cu_seqlens = pack([[1], [2, 3], [4, 5, 6]])
+    prompts = Prompts(tokens, cu_seqlens, torch.tensor([7, 8, 9]), ({"a": 1}, {"a": 2}, {"a": 3}))
+    chosen = prompts.select(torch.tensor([2, 0]))
+    assert (chosen.tokens.tolist(), chosen.cu_seqlens.tolist(), chosen.ids.tolist()) == ([4, 5, 6, 1], [0, 3, 4], [9, 7])
+    assert chosen.columns == ({"a": 3}, {"a": 1})
+    joined = Prompts.concatenate([prompts.select(torch.tensor([0])), prompts.select(torch.tensor([1, 2]))])
+    for name in ("tokens", "cu_seqlens", "ids"):
+        assert torch.equal(getattr(joined, name), getattr(prompts, name))
+    assert joined.columns == prompts.columns
+
+
+@pytest.mark.parametrize("name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"])
+def test_objectives_that_learn_from_equal_rewards_refuse_it(name, capsys):
+    assert train.main(["--objective", name, "--dynamic-sampling", "2"]) == 2
+    assert f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["maxpo", "maxrl", "grpo", "pkpo", "qae", "opo", "self", "passk_training", "pacs"])
+def test_the_others_take_it(name, tmp_path):
+    assert train.main(["--objective", name, "--dynamic-sampling", "2", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("name", ["pacs", "passk_training"])
+def test_rewards_that_must_be_binary_and_are_not_are_named(name, tmp_path, capsys):
+    flags = [*base(), *CHAIN[:4], "--sft-steps", "0", "--objective", name]
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "step 1: this objective needs rewards of 0 or 1, got 0." in error
+    assert error.rstrip().endswith("--reward-threshold makes them so")
+
+
+CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "--sft-steps", "0"]
+
+
+def test_training_with_it_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
+    """From where the cursor is, which moves by as many prompts as were sampled."""
+    flags = [*base(), *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
+    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    records = read(tmp_path / "whole" / "metrics.jsonl")
+    assert len({record["num_prompts_sampled"] for record in records}) > 1, records
+    assert all(record["frac_groups_dead"] <= 1 - record["frac_prompts_alive"] for record in records)
+    stop_at(monkeypatch, "step 3")
+    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")

@@ -1,0 +1,293 @@
+"""The learner: exact updates on a two-armed toy, sums over micro-batches, dropped rollouts, non-finite values."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.config.options import OptimizerOptions
+from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.training.learner import Learner, LossSettings, learning_rate, make_optimizer
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+PPO = LossSettings(loss="ppo", aggregation="token_mean")
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+
+
+def sampled(model, num_samples=4, limit=9):
+    return NativeEngine(model, torch.float32).generate(PROMPTS, num_samples, Sampling(1.0, limit, (3,)), seed=1, step=1)
+
+
+def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
+    optimizer = optimizer or make_optimizer(model, OptimizerOptions(lr=1e-3))
+    return Learner(model, optimizer, settings, 1e9, budget, torch.float32, **options)
+
+
+def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
+    sequences = torch.arange(len(advantages)) if sequences is None else sequences
+    return learner(model, **options).update(PROMPTS, rollouts, advantages, sequences, when="step 7", lr=lr)
+
+
+def gradients(model, rollouts, advantages, **options):
+    """The gradients of an update whose optimizer moves nothing."""
+    update(model, rollouts, advantages, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), lr=0.0, **options)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def worst_difference(a, b):
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-6)) for name in a)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
+    """With only the output matrix W trained by SGD, logits are z = W h with h fixed. The gradient of the mean of
+    A_i log p(a_i) over S one-token rollouts to W_a is (1/S) sum_i A_i (1[a_i = a] - p_a) h, so z moves by lr |h|^2 times
+    that factor."""
+    model = tiny_decoder(tie_word_embeddings=False)
+    prompts = make_prompts([[5, 6, 7]])
+    z = response_logits(model, one_batch(prompts, Rollouts.given([[0]])), torch.float32)[0].detach()
+    p = z.softmax(-1)
+    left, right = p.topk(2).indices.tolist()
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    advantages = ops.maxpo_advantage(rewards, 2)
+    assert advantages[1] > 0 > advantages[0]
+    rollouts = Rollouts.given([[left], [right], [left], [left]])
+    rollouts = dataclasses.replace(rollouts, logprobs=p.log()[rollouts.tokens])  # on policy
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        h = torch.linalg.lstsq(weight, z[:, None]).solution[:, 0]  # V > H, so W h = z gives h
+    chosen = torch.nn.functional.one_hot(rollouts.tokens, 32).float()
+    factor = (advantages[:, None] * (chosen - p)).mean(0)
+    expected = (z + 0.05 * h.square().sum() * factor).softmax(-1)
+
+    settings = LossSettings(loss=loss, aggregation="token_mean")
+    trained = Learner(model, torch.optim.SGD([weight], lr=0.05), settings, 1e9, 1000, torch.float32)
+    trained.update(prompts, rollouts, advantages, torch.arange(4), when="step 1", lr=0.05)
+    after = response_logits(model, one_batch(prompts, rollouts), torch.float32)[0].softmax(-1)
+    assert after[right] - p[right] > 1e-2
+    torch.testing.assert_close(after, expected, rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"])
+def test_micro_batches_add_up_to_the_whole_batch(aggregation):
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    settings = LossSettings(loss="ppo", aggregation=aggregation, entropy_coef=0.1, max_new_tokens=9)
+    whole = gradients(model, rollouts, advantages, settings=settings)
+    assert max(float(g.abs().max()) for g in whole.values()) > 1e-2
+    for budget in (1, 25):
+        assert worst_difference(gradients(model, rollouts, advantages, settings=settings, budget=budget), whole) < 1e-4
+
+
+def test_the_shared_prompt_equals_the_repeated_prompt():
+    """Four rollouts of one prompt, against four prompts of one rollout each: the same loss and gradients."""
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    shared = gradients(model, rollouts, advantages)
+    lists = [PROMPTS.take(g, 1).tokens.tolist() for g in range(3) for _ in range(4)]
+    repeated_learner = learner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    repeated_learner.update(make_prompts(lists), rollouts, advantages, torch.arange(12), when="step 1", lr=0.0)
+    repeated = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert worst_difference(shared, repeated) < 1e-4
+
+
+def test_rollouts_that_cannot_teach_are_left_out_with_the_same_result(monkeypatch):
+    results = []
+    for drop in (True, False):
+        model = tiny_decoder()
+        rollouts = sampled(model)
+        advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, -2.0])
+        if not drop:
+            monkeypatch.setattr(LossSettings, "can_teach", lambda self, a: torch.ones_like(a, dtype=torch.bool))
+        metrics = update(model, rollouts, advantages)
+        results.append((metrics, model.state_dict()))
+    (dropped, a), (kept, b) = results
+    assert (dropped.num_sequences, kept.num_sequences) == (4, 12)
+    assert dropped.num_tokens < kept.num_tokens
+    assert dropped.loss == pytest.approx(kept.loss, abs=1e-6)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+
+
+def test_when_nothing_can_teach_the_step_is_that_of_a_zero_gradient():
+    model = tiny_decoder()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    metrics = update(model, sampled(model), torch.zeros(12))
+    assert (metrics.loss, metrics.grad_norm, metrics.num_sequences) == (0.0, 0.0, 0)
+    decay = 1 - 1e-3 * OptimizerOptions().weight_decay
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name] * (decay if tensor.dim() == 2 else 1.0))
+
+
+def test_kl_pulls_back_to_the_reference():
+    model, reference = tiny_decoder(0), tiny_decoder(1)
+    rollouts = sampled(model)
+    settings = LossSettings(loss="ppo", aggregation="token_mean", kl="k2", kl_coef=1.0)
+
+    @torch.no_grad()
+    def distance():
+        batch = one_batch(PROMPTS, rollouts)
+        logits = [response_logits(m, batch, torch.float32) for m in (model, reference)]
+        logp = [ops.token_logprobs(x, batch.targets)[0] for x in logits]
+        return float((logp[0] - logp[1]).square().mean() / 2)
+
+    before = distance()
+    metrics = update(model, rollouts, torch.zeros(12), settings=settings, reference=reference)
+    assert metrics.kl / metrics.num_targets == pytest.approx(before, rel=1e-4)
+    assert metrics.num_sequences == 12  # with a divergence to reduce, every rollout can teach
+    assert distance() < 0.99 * before
+
+
+def test_on_policy_metrics():
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    metrics = update(model, rollouts, torch.ones(12))
+    n = len(rollouts.tokens)
+    assert metrics.num_targets == n
+    assert metrics.ratio / n == pytest.approx(1.0, abs=1e-5)
+    assert metrics.mismatch / n < 1e-5
+    assert (metrics.clipped_low, metrics.clipped_high) == (0.0, 0.0)
+    shifted = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 0.5)
+    metrics = update(tiny_decoder(), shifted, torch.ones(12))
+    assert metrics.ratio / n == pytest.approx(2.718281828**0.5, rel=1e-4)
+    assert metrics.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    assert metrics.clipped_high == n
+    gspo = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo"))
+    assert gspo.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
+    assert reinforce.clipped_high == 0  # it has no clip
+
+
+def poison_weight(model, rollouts, advantages):
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+
+
+def poison_advantage(model, rollouts, advantages):
+    advantages[5] = float("inf")
+
+
+def poison_logprob(model, rollouts, advantages):
+    rollouts.logprobs[rollouts.cu_seqlens[9]] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("poison", "message"),
+    [
+        (poison_weight, r"step 7: the weight model.norm.weight is not finite"),
+        (poison_advantage, r"step 7: an advantage is not finite for prompt 1"),
+        (poison_logprob, r"step 7: the loss is nan for prompt 2"),
+    ],
+)
+def test_non_finite_values_stop_the_update_and_are_named(poison, message):
+    model = tiny_decoder()
+    rollouts, advantages = sampled(model), torch.ones(12)
+    poison(model, rollouts, advantages)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(NonFiniteError, match=message):
+        update(model, rollouts, advantages)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+
+
+def test_learning_rates():
+    options = OptimizerOptions(steps=10, lr=1.0, warmup_steps=4, lr_schedule="cosine")
+    rates = [learning_rate(step, options) for step in range(1, 11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[6] == pytest.approx(0.55)
+    assert rates[9] == pytest.approx(0.1)
+    assert learning_rate(9, dataclasses.replace(options, lr_schedule="constant")) == 1.0
+    assert learning_rate(1, dataclasses.replace(options, warmup_steps=0)) < 1.0
+
+
+def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
+    """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the float32 masters keep them."""
+    model = tiny_decoder()
+    start = model.model.norm.weight.detach().clone()
+    optimizer = make_optimizer(model, OptimizerOptions(lr=1e-5, weight_decay=0.0))
+    trained = Learner(model, optimizer, PPO, 1e9, 10_000, torch.bfloat16)
+    rollouts = sampled(model)
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    for _ in range(20):
+        trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step 1", lr=1e-5)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
+    moved = (model.model.norm.weight - start).abs()
+    assert moved.median() > 1e-4
+    assert (start.bfloat16() == (start + 1e-5).bfloat16()).float().mean() > 0.9
+
+
+def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
+    """Against Adam's moments worked out by hand from the gradients of three steps."""
+    model = tiny_decoder()
+    options = OptimizerOptions(lr=1e-3, beta1=0.8, beta2=0.95)
+    trained = learner(model, optimizer=make_optimizer(model, options))
+    generator = torch.Generator().manual_seed(0)
+    first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for step in (1, 2, 3):
+        rollouts, advantages = sampled(model), torch.randn(12, generator=generator)
+        metrics = trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step", lr=1e-3)
+        expected = 0.0
+        for name, p in model.named_parameters():
+            first[name] = 0.8 * first[name] + 0.2 * p.grad
+            second[name] = 0.95 * second[name] + 0.05 * p.grad.double().square()
+            expected += float((second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.8**step)).square()).sum())
+        assert metrics.moment_variance == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert expected > 1e-3
+
+
+def test_empty_responses_are_not_computed_but_count():
+    """One empty response in four: means over sequences divide by four."""
+    model = tiny_decoder()
+    rollouts = sampled(model, num_samples=1)
+    empty = Rollouts(
+        rollouts.tokens,
+        torch.cat([rollouts.cu_seqlens[:2], rollouts.cu_seqlens[1:]]),
+        rollouts.logprobs,
+        torch.zeros(4, dtype=torch.bool),
+    )
+    prompts = make_prompts([[5, 6, 7, 8], [1], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+    advantages = torch.tensor([1.0, 2.0, -1.0, 0.5])
+    settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_mean")
+    sgd = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "settings": settings}
+    three = learner(model, **sgd).update(PROMPTS, rollouts, advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0)
+    four = learner(model, **sgd).update(prompts, empty, advantages, torch.arange(4), when="", lr=0.0)
+    assert four.num_sequences == 3
+    assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
+    assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
+
+
+def test_rollouts_of_another_engine_are_corrected():
+    """Tokens that were sampled with less probability than the policy gives them count more, up to the cap."""
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # of log-probs, either way
+    corrected, metrics = learner(model).corrected(
+        PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off), cap=2.0
+    )
+    torch.testing.assert_close(corrected.logprobs, rollouts.logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(corrected.importance_weights, off.exp().clamp_max(2.0), rtol=1e-4, atol=0)
+    assert (corrected.importance_weights == 2.0).any()
+    assert metrics["mismatch"] == pytest.approx(float(off.abs().mean()), rel=1e-4)
+    assert metrics["importance_weight"] == pytest.approx(float(off.exp().clamp_max(2.0).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+def test_importance_weights_multiply_the_gradient(loss):
+    model, settings = tiny_decoder(), LossSettings(loss=loss, aggregation="token_mean")
+    rollouts = sampled(model)
+    advantages = torch.linspace(-1, 1, len(rollouts.lengths))
+    plain = gradients(model, rollouts, advantages, settings=settings)
+    weighted = dataclasses.replace(rollouts, importance_weights=torch.full_like(rollouts.logprobs, 1.5))
+    assert worst_difference(gradients(model, weighted, advantages, settings=settings), plain) > 0.3
+    assert worst_difference(gradients(model, weighted, advantages / 1.5, settings=settings), plain) < 1e-4

@@ -1,0 +1,133 @@
+"""Packing: which stream position predicts which target, worked out by hand; what shares its prompt; who computes what."""
+
+import pytest
+import torch
+
+from maxrl_fast.records import Rollouts
+from maxrl_fast.training.packing import Packer, merge_cost
+from tests.batches import make_prompts, one_batch
+from tests.models import TINY, response_logits, tiny_decoder
+
+PROMPTS = make_prompts([[10, 11, 12], [20]])
+ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])  # two to each prompt
+
+
+def test_the_stream_and_its_targets():
+    batch = one_batch(PROMPTS, ROLLOUTS)
+    assert batch.tokens.tolist() == [10, 11, 12, 20, 1, 4, 5, 7]  # prompts, then responses without their last token
+    assert batch.positions.tolist() == [0, 1, 2, 0, 3, 1, 2, 1]
+    assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    predicted_from = batch.tokens[batch.rows][batch.target_rows]
+    assert predicted_from.tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 8]
+
+
+def test_whole_sequences_stand_in_the_first_part():
+    """The second prompt, of one token, is read twice for 3 response tokens where merging costs a third of a token's pass."""
+    batch = one_batch(PROMPTS, ROLLOUTS, merge_cost=0.34)
+    assert batch.tokens.tolist() == [10, 11, 12, 20, 4, 5, 20, 7, 1]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 3]
+    assert batch.layout.sequences.q_lengths.tolist() == [3, 3, 2]
+    assert batch.layout.to_prompts.q_lengths.tolist() == [1, 0, 0]
+    assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
+
+
+def test_a_single_response_stands_with_its_prompt():
+    rollouts = Rollouts.given([[1, 2, 3], [4, 5]])
+    batch = one_batch(PROMPTS, rollouts)
+    assert batch.tokens.tolist() == [10, 11, 12, 1, 2, 20, 4]
+    assert batch.layout.to_prompts is None
+    assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 2, 20, 4]
+
+
+def test_empty_responses():
+    rollouts = Rollouts.given([[], [1, 2], [3, 4, 5], []])
+    batch = one_batch(PROMPTS, rollouts)
+    assert batch.cu_seqlens.tolist() == [0, 0, 2, 5, 5]
+    assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 20, 3, 4]
+    for s, tokens in ((1, [1, 2]), (2, [3, 4, 5])):
+        start, stop = batch.cu_seqlens[s : s + 2].tolist()
+        alone = one_batch(PROMPTS.take(s // 2, 1), Rollouts.given([tokens]))
+        model = tiny_decoder()
+        expected = response_logits(model, alone, torch.float32)
+        torch.testing.assert_close(response_logits(model, batch, torch.float32)[start:stop], expected, rtol=1e-5, atol=1e-5)
+    assert len(one_batch(PROMPTS, Rollouts.given([[], [], [], []])).targets) == 0
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.34, 1.0, 1e9])
+def test_all_layouts_give_the_same_logits_and_gradients(cost):
+    generator = torch.Generator().manual_seed(0)
+    prompts = make_prompts([[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in (40, 1, 5, 3)])
+    lengths = [3, 0, 1, 30, 25, 28, 7, 7, 2, 1, 1, 0]
+    rollouts = Rollouts.given([[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in lengths])
+    model = tiny_decoder()
+
+    def run(batch):
+        logits = response_logits(model, batch, torch.float32)
+        loss = logits.log_softmax(-1).gather(1, batch.targets[:, None]).sum()
+        return logits, torch.autograd.grad(loss, list(model.parameters()))
+
+    logits, gradients = run(one_batch(prompts, rollouts, merge_cost=cost))
+    if cost == 0:
+        sequences = torch.arange(12)
+        packer = Packer(prompts, rollouts, torch.ones(12))
+        parts = [run(packer.pack(sequences[s : s + 1])) for s in range(12) if lengths[s]]  # each alone: ordinary attention
+        expected = torch.cat([part[0] for part in parts])
+        expected_gradients = [sum(x) for x in zip(*(part[1] for part in parts), strict=True)]
+    else:
+        expected, expected_gradients = run(one_batch(prompts, rollouts))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4
+
+
+def test_the_cheaper_layout_is_chosen_by_counting():
+    cost = merge_cost(TINY, torch.device("cpu"))
+    # 12 numbers of 32 a token, 20 operations in the time of each, against 6 for each of a layer's 7,680 weights.
+    assert cost == pytest.approx(12 * 32 * 20 / (6 * 7680))
+
+    def shared(prompt_length, response_lengths):
+        prompts = make_prompts([[1] * prompt_length])
+        batch = one_batch(prompts, Rollouts.given([[2] * n for n in response_lengths]), merge_cost=cost)
+        return batch.layout.to_prompts is not None
+
+    assert shared(300, [10, 10])  # a long prompt with few rollouts
+    assert not shared(2, [200] * 8)  # a short one with many long ones: 14 tokens more cost less than 1,592 merges
+    assert shared(300, [200] * 8)
+    assert not shared(300, [10])
+
+
+def random_rollouts():
+    generator = torch.Generator().manual_seed(0)
+    prompts = make_prompts([[1] * int(n) for n in torch.randint(1, 9, (6,), generator=generator)])
+    return prompts, Rollouts.given([[2] * int(n) for n in torch.randint(1, 12, (18,), generator=generator)])
+
+
+def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
+    prompts, rollouts = random_rollouts()
+    chosen = torch.tensor([0, 2, 3, 4, 5, 8, 9, 10, 12, 13, 15, 16, 17])
+    packer = Packer(prompts, rollouts, torch.ones(18))
+    for budget in (1, 12, 30, 10_000):
+        parts = packer.split(chosen, budget)
+        assert torch.equal(torch.cat(parts), chosen)
+        for part in parts:
+            batch = packer.pack(part)
+            assert len(batch.tokens) <= budget or len(part) == 1
+            assert batch.cu_seqlens[-1] == rollouts.lengths[part].sum()
+            assert torch.equal(batch.targets, rollouts.tokens[batch.target_index])
+    assert len(parts) == 1
+    assert packer.split(chosen[:0], 10) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_share_whole_groups_and_about_as_many_tokens(num_ranks):
+    generator = torch.Generator().manual_seed(1)
+    prompts = make_prompts([[1] * 20 for _ in range(32)])
+    rollouts = Rollouts.given([[2] * int(n) for n in torch.randint(1, 80, (32 * 4,), generator=generator)])
+    chosen = torch.arange(32 * 4)[torch.rand(32 * 4, generator=generator) < 0.7]
+    shares = Packer(prompts, rollouts, torch.ones(32 * 4)).share(chosen, num_ranks)
+    assert torch.equal(torch.cat(shares).sort().values, chosen)
+    groups = [set((share // 4).tolist()) for share in shares]
+    assert sum(len(g) for g in groups) == len(set().union(*groups))  # no group on two ranks
+    loads = [20 * len(g) + int(rollouts.lengths[share].sum()) for g, share in zip(groups, shares, strict=True)]
+    assert max(loads) <= 1.1 * sum(loads) / num_ranks

@@ -1,0 +1,148 @@
+"""PACS in the trainer against its loss differentiated whole, through the model, by autograd."""
+
+import copy
+
+import pytest
+import torch
+
+from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.pacs_objective import Pacs
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
+N = 4
+LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
+SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
+
+
+def make_pacs(is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"):
+    return Pacs(0.7, score, class_weight, is_paper, interval, updates_per_step)
+
+
+def make_learner(model, reference=None, lr=0.05):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return Learner(model, optimizer, SETTINGS, 1e9, 40, torch.float32, reference)
+
+
+def sampled(model):
+    return NativeEngine(model, torch.float32).generate(PROMPTS, N, Sampling(0.9, 9, (3,)), seed=1, step=1)
+
+
+def logprobs(model, rollouts):
+    batch = one_batch(PROMPTS, rollouts)
+    return token_logprobs(response_logits(model, batch, torch.float32), batch.targets, temperature=0.9)[0]
+
+
+def whole_gradient(model, rollouts, reference, sequences, score, class_weight, actor):
+    """Of (1/B) sum w BCE over the chosen rollouts, and of the actor's -(1/B) sum l logp."""
+    logp = logprobs(model, rollouts)
+    proxies = log_ratio_reward(logp, reference, rollouts.cu_seqlens, 0.7)[sequences]
+    loss, metrics = pacs_loss(proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight)
+    if actor:
+        sums = log_ratio_reward(logp, torch.zeros_like(logp), rollouts.cu_seqlens)[sequences]
+        loss = loss + (metrics["cross_entropy"] * sums).mean()
+    parameters = dict(model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def assert_same(actual, expected):
+    assert max(float(x.abs().max()) for x in expected.values()) > 1e-3
+    for name, gradient in expected.items():
+        assert float((actual[name] - gradient).abs().max()) <= 2e-4 * float(gradient.abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize("class_weight", ["balanced", "none"])
+@pytest.mark.parametrize("score", ["rloo", "dr_grpo", "naive"])
+@pytest.mark.parametrize("is_paper", [False, True])
+def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight):
+    model, reference = tiny_decoder(), tiny_decoder(seed=1) if is_paper else None
+    rollouts = sampled(model)
+    learner = make_learner(model, reference)
+    pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
+    with torch.no_grad():
+        ref_logprobs = logprobs(reference or model, rollouts)
+    pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
+    for sequences in torch.arange(3 * N).chunk(3):
+        before = copy.deepcopy(model)
+        expected = whole_gradient(before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper)
+        advantages = pacs.for_update(sequences)
+        learner.update(PROMPTS, rollouts, advantages, sequences, when="step 1", lr=0.05)
+        if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
+            assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
+        elif score != "naive":
+            assert (advantages[sequences] == 0).all()  # the group in which none is correct, met first
+    metrics = pacs.end(1)
+    assert set(metrics) == {"pacs_loss", "pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
+    assert pacs.values.shape == (3, N)
+
+
+def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    monkeypatch.setattr(Learner, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
+    pacs = make_pacs()
+    pacs.begin(make_learner(model), PROMPTS, rollouts, LABELS, None, None)
+    everything = torch.arange(3 * N)
+    advantages = pacs.for_update(everything)
+    expected = whole_gradient(model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False)
+    learner = make_learner(model)
+    learner.update(PROMPTS, rollouts, advantages, everything, when="step 1", lr=0.0)
+    assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
+    assert (advantages[N : 2 * N] == 0).all()
+
+
+def test_rollouts_without_a_reward_are_in_nobodys_baseline():
+    """Against the loss of the smaller groups, written out."""
+    model = tiny_decoder()
+    valid = torch.ones(3, N, dtype=torch.bool)
+    valid[0, 1] = valid[2, 0] = valid[2, 3] = False
+    pacs = make_pacs()
+    pacs.begin(make_learner(model), PROMPTS, sampled(model), LABELS * valid, valid, None)
+    advantages = pacs.for_update(torch.arange(3 * N)).view(3, N)
+    pacs.end(1)
+    for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
+        outcome = labels[known]
+        proxies = torch.zeros(len(outcome), requires_grad=True)
+        others = (proxies.sum() - proxies) / (len(outcome) - 1)
+        correct, size = outcome.sum(), len(outcome)
+        is_mixed = 0 < correct < size
+        weights = (
+            torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct))) if is_mixed else torch.ones(size)
+        )
+        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(proxies - others, outcome, reduction="none")
+        (slope,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
+        torch.testing.assert_close(actual[known], -0.7 * slope)
+        assert (actual[~known] == 0).all()
+    assert float(advantages.abs().max()) > 0.1
+
+
+def test_the_reference_is_reset_and_the_optimizer_starts_anew():
+    model = tiny_decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copy.deepcopy(model).requires_grad_(False))
+    rollouts = sampled(model)
+    pacs = make_pacs(is_paper=True, interval=2)
+    everything = torch.arange(3 * N)
+    for step in (1, 2, 3):
+        pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
+        learner.update(PROMPTS, rollouts, pacs.for_update(everything), everything, when="step", lr=1e-2)
+        pacs.end(step)
+        is_reset = step == 2
+        weights, reference = model.state_dict(), learner.reference.state_dict()
+        assert all(torch.equal(weights[name], reference[name]) for name in weights) == is_reset
+        assert (len(optimizer.state) == 0) == is_reset
+
+
+def test_logprobs_are_those_of_the_chosen_rollouts():
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    learner = make_learner(model)
+    chosen = torch.tensor([1, 2, 6, 11])
+    expected = logprobs(model, rollouts)
+    starts = rollouts.cu_seqlens.tolist()
+    expected = torch.cat([expected[starts[s] : starts[s + 1]] for s in chosen.tolist()])
+    torch.testing.assert_close(learner.logprobs(model, PROMPTS, rollouts, chosen), expected, rtol=1e-4, atol=1e-5)

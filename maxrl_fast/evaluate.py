@@ -1,4 +1,4 @@
-"""The command: sample a checkpoint, estimate, show and write; or lay finished evaluations over each other."""
+"""The command `python -m maxrl_fast.evaluate CHECKPOINT`: sample a policy and report, or compare finished evaluations."""
 
 import contextlib
 import dataclasses
@@ -12,21 +12,14 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.evaluation_options import (
-    EvaluationConfig,
-    Source,
-    as_training,
-    check,
-    find_source,
-    free_folder,
-    parse,
-    resolve,
-)
+from maxrl_fast.build import build_engine, build_scorer, build_task
+from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
+from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
-from maxrl_fast.evaluation.evaluator import Evaluation, evaluate, is_correct
+from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
@@ -37,20 +30,18 @@ from maxrl_fast.evaluation.outcome import (
     read_outcome,
     settings_of,
 )
-from maxrl_fast.evaluation.summary import Report
+from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
-from maxrl_fast.evaluation.tally import Collector
+from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.files.durable import locked, replaced
 from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.model.policy import build_policy
+from maxrl_fast.model.policy import load_policy
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.engines import build_engine
-from maxrl_fast.run.control import Stopwatch
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.registry import build_task
+from maxrl_fast.training.stopwatch import Stopwatch
 
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
@@ -58,7 +49,7 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 @dataclass(frozen=True)
 class Policy:
-    """What is sampled."""
+    """A policy to sample."""
 
     source: Source
     task: Task  # with the policy's tokenizer
@@ -68,20 +59,20 @@ class Policy:
 
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
-    """A result to write aside, which becomes `path` at the end.
+    """Give a temporary file to write a result to, which becomes `path` at the end.
 
     Raises:
-        StorageError: where the disk does not take it.
+        StorageError: where the disk refuses it.
     """
     try:
-        with replaced(path) as aside:
-            yield aside
+        with replaced(path) as temporary:
+            yield temporary
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
+    """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
     screen = Screen()
     try:
         config, source = parse(sys.argv[1:] if arguments is None else arguments)
@@ -103,29 +94,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(config: EvaluationConfig, source: Source, screen: Screen) -> int:
-    """Sample the checkpoint, and the baseline where it is one; report.
+def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
+    """Sample the checkpoint, and the baseline where it is one, and report.
 
     Raises:
         InputError: where the configuration proves to be wrong, before any sampling.
     """
-    assert config.place.task_seed is not None
-    task = build_task(config.task, config.place.task_seed, source.checkpoint)
-    config = resolve(config, source, task)
-    out, device = config.place.out, torch.device(config.place.device)
-    assert out is not None
-    torch.set_num_threads(config.place.threads or 1)
-    contents = contents_of(config, task)
-    settings, num_distinct = settings_of(config, contents), len(set(contents))
+    task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward)
+    config = resolve(parsed, source, task)
+    torch.set_num_threads(config.place.threads)
+    contents = contents_of(task, config.measure.split, config.measure.prompts)
+    settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings = config.measure.embeddings
+    embeddings, device = config.measure.embeddings, torch.device(config.place.device)
     diversity: Diversity = NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
-    clock = Stopwatch()
+    out, clock = config.place.out, Stopwatch()
     with (
-        contextlib.closing(Scorer.of(config.task, task)) as scorer,
+        contextlib.closing(build_scorer(config.reward, task)) as scorer,
         locked(out),
-        # Last in, first renamed: where eval.json is, everything is.
+        # Renamed in the reverse order: where eval.json is, everything is.
         stored(out / RESULTS) as results,
         stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
@@ -133,71 +121,85 @@ def run(config: EvaluationConfig, source: Source, screen: Screen) -> int:
         for line in _introduction(config, policy, baseline, num_distinct):
             screen.say(line)
         with open(samples, "w") as file, clock("checkpoint"):
-            collector = Collector(task, diversity, file.write)
-            evaluation = _sample(config, policy, scorer, collector, screen, "evaluate")
-        own = _outcome(source.name, config, settings, evaluation, collector)
-        other = None if isinstance(baseline, Policy) else baseline
+            tally = SampleTally(task, diversity, file.write)
+            evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
+        own, other = _outcome(source.name, settings, evaluation, tally), baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
-            with contextlib.closing(Scorer.of(config.task, baseline.task)) as its_scorer, clock("baseline"):
-                collected = Collector(baseline.task, diversity)
-                evaluated = _sample(config, baseline, its_scorer, collected, screen, "baseline")
-            other = _outcome(baseline.source.name, config, settings, evaluated, collected)
+            with contextlib.closing(build_scorer(config.reward, baseline.task)) as its_scorer, clock("baseline"):
+                baseline_tally = SampleTally(baseline.task, diversity)
+                evaluated = _sample(config, baseline, its_scorer, baseline_tally, screen, "baseline")
+            other = _outcome(baseline.source.name, settings, evaluated, baseline_tally)
         with clock("estimates"):
-            report = Report.of(config, own, other, collector)
-        for table in report.tables(config):
+            summary = Summary.of(own, other, tally, config.measure.k, _resampling(config))
+        for table in summary.tables(config.measure.confidence):
             screen.console.print(table)
-        curves = [(own.name, own.curve, report.drawn)]
-        curves += [(f"{other.name} (baseline)", other.curve, report.drawn_of_baseline)] if other else []
-        draw_coverage(curves, config.measure.confidence, picture)
-        content = {
-            "checkpoint": str(source.checkpoint),
-            "name": source.name,
-            "run": None if source.run is None else str(source.run),
-            "task": task.name,
-            "options": config.flat(),
-            "settings": settings,
-            "versions": versions(),
-            "command": sys.argv,
-            "seconds": clock.seconds,
-            "num_distinct_prompts": num_distinct,
-            **report.content(diversity, collector, evaluation.num_tokens),
-        }
+        draw_coverage(summary.curves(), config.measure.confidence, picture)
+        estimates = summary.content(diversity, tally, evaluation.num_tokens) | {"num_distinct_prompts": num_distinct}
+        content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.say(f"{name:<12}{out / file_name}")
     return 0
 
 
-def _policy(config: EvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
-    """A checkpoint and an engine for it: that of a policy of the same sizes, where there is one."""
-    assert config.measure.prompts is not None
-    as_sampled = as_training(config, source.checkpoint).replace(
-        prompts=min(config.measure.prompts, _chunk(config)), rollouts=config.measure.samples
+def _provenance(
+    config: ResolvedEvaluationConfig, source: Source, task: Task, settings: dict[str, Any], clock: Stopwatch
+) -> dict[str, Any]:
+    """Return what was evaluated, how and on what, for eval.json."""
+    return {
+        "checkpoint": str(source.checkpoint),
+        "name": source.name,
+        "run": None if source.run is None else str(source.run),
+        "task": task.name,
+        "options": config.flat(),
+        "settings": settings,
+        "versions": versions(),
+        "command": sys.argv,
+        "seconds": clock.seconds,
+    }
+
+
+def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
+    """Return the policy of a checkpoint with an engine for it: the engine of `like`, where the two have the same sizes."""
+    sampling, measure = config.sampling, config.measure
+    model = load_policy(
+        source.checkpoint,
+        task=config.task.task,
+        vocab_size=task.vocab_size,
+        prompt_length=task.prompt_length,
+        max_new_tokens=sampling.max_new_tokens,
     )
-    model = build_policy(as_sampled, task)
     if like is not None and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config:
         return Policy(source, task, model, like.engine)
-    return Policy(source, task, model, build_engine(as_sampled, model.to(config.place.device), task))
+    engine = build_engine(
+        sampling.rollout,
+        model.to(config.place.device),
+        task,
+        getattr(torch, config.place.dtype),
+        max_new_tokens=sampling.max_new_tokens,
+        max_rows=min(measure.prompts, _chunk(config)) * measure.samples,
+        kv_cache_gb=sampling.kv_cache_gb,
+    )
+    return Policy(source, task, model, engine)
 
 
-def _baseline(config: EvaluationConfig, settings: dict[str, Any], policy: Policy) -> Policy | Outcome | None:
-    """What --baseline names: a policy still to be sampled, or what an evaluation of it has found.
+def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy) -> Policy | Outcome | None:
+    """Return what --baseline names: a policy still to be sampled, or the outcome of a finished evaluation.
 
     Raises:
         InputError: where it is neither, or not of the same prompts, samples and sampling.
     """
-    path = config.measure.baseline
+    path, measure = config.measure.baseline, config.measure
     if path is None:
         return None
-    assert config.place.task_seed is not None
     baseline: Policy | Outcome
     if is_finished(path):
         baseline = read_outcome(path)
         found = differences(baseline.settings, settings)
     else:
         source = find_source(path, "--baseline")
-        task = build_task(config.task, config.place.task_seed, source.checkpoint)
-        found = differences(settings_of(config, contents_of(config, task)), settings)
+        task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward.reward)
+        found = differences(settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings)
         baseline = _policy(config, source, task, policy)
     if found:
         raise InputError(
@@ -207,9 +209,9 @@ def _baseline(config: EvaluationConfig, settings: dict[str, Any], policy: Policy
 
 
 def _introduction(
-    config: EvaluationConfig, policy: Policy, baseline: Policy | Outcome | None, num_distinct: int
+    config: ResolvedEvaluationConfig, policy: Policy, baseline: Policy | Outcome | None, num_distinct: int
 ) -> Iterator[str]:
-    """What is evaluated and how, said once at the start."""
+    """Give the lines that say at the start what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed {sampling.seed}"
     if source.run is not None:
@@ -224,62 +226,62 @@ def _introduction(
     yield f"results in {config.place.out}"
 
 
-def _chunk(config: EvaluationConfig) -> int:
-    """Prompts sampled at a time."""
+def _chunk(config: ResolvedEvaluationConfig) -> int:
+    """Return the number of prompts sampled at a time."""
     return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
 
 
 def _sample(
-    config: EvaluationConfig, policy: Policy, scorer: Scorer, collector: Collector, screen: Screen, name: str
+    config: ResolvedEvaluationConfig, policy: Policy, scorer: Scorer, tally: SampleTally, screen: Screen, name: str
 ) -> Evaluation:
-    """What `evaluate` finds, all samples handed to the collector.
+    """Sample a policy, with all samples handed to the tally.
 
     Raises:
         RewardError, NonFiniteError, StorageError.
     """
-    num_prompts, device, chunk = config.measure.prompts, torch.device(config.place.device), _chunk(config)
-    assert num_prompts is not None
-    assert config.sampling.seed is not None
+    measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
+    limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))
-    with screen.stage(name, num_prompts) as stage:
+    evaluator = Evaluator(
+        policy.engine,
+        policy.task,
+        scorer,
+        Sampling(options.temperature, options.max_new_tokens, policy.task.stop_ids, *limits),
+        num_prompts=measure.prompts,
+        num_samples=measure.samples,
+        seed=options.seed,
+        device=device,
+        split=measure.split,
+        chunk=_chunk(config),
+    )
+    with screen.stage(name, measure.prompts) as stage:
 
         def after_chunk(done: int) -> None:
             stage.advance(done)
-            if complaint := scorer.failures(Ranks(), f"prompt {done} of {num_prompts}")[1]:
+            if complaint := scorer.failures(Ranks(), f"prompt {done} of {measure.prompts}")[1]:
                 screen.warn(complaint)
 
-        return evaluate(
-            policy.engine,
-            policy.task,
-            scorer,
-            num_prompts,
-            config.measure.samples,
-            Sampling.of(as_training(config, policy.source.checkpoint), policy.task),
-            seed=config.sampling.seed,
-            device=device,
-            progress=after_chunk,
-            keep=collector,
-            split=config.measure.split,
-            chunk=chunk,
-        )
+        return evaluator.evaluate(after_chunk, tally)
 
 
-def _outcome(
-    name: str, config: EvaluationConfig, settings: dict[str, Any], evaluation: Evaluation, collector: Collector
-) -> Outcome:
+def _outcome(name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally) -> Outcome:
     numbers = {key: vars(evaluation)[key] for key in ("response_length_mean", "truncated", "reward_errors")}
     return Outcome(
         name=name,
-        num_samples=config.measure.samples,
-        num_correct=is_correct(collector.rewards).sum(1),
+        num_samples=settings["samples"],
+        num_correct=is_correct(tally.rewards).sum(1),
         settings=settings,
-        numbers=numbers | {"diversity": collector.mean_diversity},
-        measure=collector.measure,
+        numbers=numbers | {"diversity": tally.mean_diversity},
+        measure=tally.measure,
     )
 
 
+def _resampling(config: EvaluationConfig) -> Resampling:
+    return Resampling(config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0)
+
+
 def compare(config: EvaluationConfig, screen: Screen) -> int:
-    """Lay finished evaluations over each other.
+    """Compare finished evaluations in a table and a picture.
 
     Raises:
         InputError: where one is none, or they have no k in common.
@@ -292,29 +294,29 @@ def compare(config: EvaluationConfig, screen: Screen) -> int:
     ks = sorted(set(config.measure.k)) or powers_of_two(smallest)
     if ks[-1] > smallest:
         raise InputError(f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}")
-    out, resampling, confidence = free_folder(config.place.out, "compare"), Resampling.of(config), config.measure.confidence
-    first, *others = outcomes
+    out, resampling = free_folder(config.place.out, "compare"), _resampling(config)
     letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
-    passes, gains = [resampling.of_each(outcome.passes(ks)) for outcome in outcomes], []
     for letter, folder in zip(letters, folders, strict=True):
         screen.say(f"{letter}  {folder}")
-    for letter, outcome in zip(letters[1:], others, strict=True):
+    first, gains = outcomes[0], []
+    for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
         found = differences(first.settings, outcome.settings)
         if found:
             screen.warn(f"A and {letter} are not of the same prompts, samples and sampling; they differ in {'; '.join(found)}")
         are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
         gains.append(resampling.of_each(outcome.gains(first, ks)) if are_paired else None)
+    passes = [resampling.of_each(outcome.passes(ks)) for outcome in outcomes]
     screen.console.print(comparison_table(letters, passes, gains))
     screen.console.print(numbers_table(outcome_rows(outcomes), letters))
     names = [outcome.name for outcome in outcomes]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    with locked(out), stored(out / PICTURE) as aside:
+    with locked(out), stored(out / PICTURE) as picture:
         drawn = [
             (name, outcome.curve, resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))))
             for name, outcome in zip(names, outcomes, strict=True)
         ]
-        draw_coverage(drawn, confidence, aside)
+        draw_coverage(drawn, config.measure.confidence, picture)
     screen.say(f"{'coverage':<12}{out / PICTURE}")
     return 0
 

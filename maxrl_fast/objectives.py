@@ -1,15 +1,9 @@
-"""The objectives of the trainer, and their registry: `python -m maxrl_fast.objectives`.
-
-An objective is an estimator of the group advantage (`ops/estimators.py`), or PACS (`pacs.py`), and how the token losses are
-averaged.
-"""
+"""The command `python -m maxrl_fast.objectives`: every objective with its formula, weight, needs and source."""
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,43 +11,9 @@ from rich.table import Table
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.estimators import ESTIMATORS, Estimator
+from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.run.plots import draw_weights
-
-
-@dataclass(frozen=True)
-class Objective:
-    estimator: str | None  # a name in ops.ESTIMATORS; None for PACS
-    aggregation: str = "token_mean"
-    loss: str = "ppo"
-
-    @property
-    def row(self) -> Estimator | None:
-        return None if self.estimator is None else ESTIMATORS[self.estimator]
-
-
-_AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}  # the others: token_mean
-_BASELINES = ("leave_two_out",)  # alone they have no gradient
-OBJECTIVES = {name: Objective(name, _AGGREGATIONS.get(name, "token_mean")) for name in ESTIMATORS if name not in _BASELINES}
-OBJECTIVES |= {name: Objective(None, "seq_mean_token_sum", "reinforce") for name in ("pacs", "pacs_paper")}
-
-
-def estimator_options(text: str) -> dict[str, Any]:
-    """The numbers of --estimator-options, "eps=1e-4,ddof=0".
-
-    Raises:
-        InputError: on what is not name=number.
-    """
-    options: dict[str, Any] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, value = part.partition("=")
-        try:
-            options[name] = float(value if name else "")
-        except ValueError:
-            raise InputError(f"estimator_options must be name=number, comma-separated, got {part!r}") from None
-    return options
-
 
 _PACS = "-B beta dL/dr_i, L the cross-entropy of R under sigmoid(score), r = beta (log-ratio to the reference)"
 _PACS_NEEDS = "R in {0, 1}; N >= 2 but for --score naive"

@@ -159,3 +159,21 @@ class Rollouts:
         padded = self.tokens.new_full((lengths.numel() * width,), fill)
         padded[padded_slots(lengths, width)] = self.tokens
         return padded.view(-1, width)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts and the responses to them: what a learner reads."""
+
+    prompts: Prompts  # G
+    rollouts: Rollouts  # S = G N
+
+    @property
+    def num_rollouts(self) -> int:
+        """N."""
+        return len(self.rollouts.lengths) // len(self.prompts)
+
+    @property
+    def sequences(self) -> Tensor:
+        """0 to S - 1, int64 [S]."""
+        return torch.arange(len(self.rollouts.lengths), device=self.rollouts.tokens.device)

@@ -1,11 +1,13 @@
-"""Every option of a run, with its help and default, in the groups that --help shows."""
+"""Every option of a run, with its help and default, in the groups that --help shows: as parsed, and as resolved."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+
+AnyConfig = TypeVar("AnyConfig", bound="Config")
 
 
 def unset(metavar: str, default: str) -> Any:
@@ -15,39 +17,50 @@ def unset(metavar: str, default: str) -> Any:
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """What is maximised."""
+    """What is maximised. Only the options that the objective takes are shown."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, ...: `python -m maxrl_fast.objectives` lists them all."""
-    k: Annotated[int | None, unset("INT", "4 where the objective has one")] = None
-    """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo; objectives without one take none."""
-    order: Annotated[int | None, unset("INT", "N-1 for maxrl")] = None
-    """Order at which maxrl is truncated, 1 to N-1; the other objectives take none."""
-    scale_by_k: bool = False
-    """Multiply advantages by k, so that the gradient is that of max@k itself (maxpo, expected_improvement)."""
-    beta: Annotated[float | None, unset("FLOAT", "1 for pacs and pacs_paper")] = None
-    """Scale of PACS's reward proxies, in reward per nat of log-ratio; the other objectives take none."""
-    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, unset("STR", "rloo for pacs and pacs_paper")] = None
+    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ... (`python -m maxrl_fast.objectives` lists them all), or
+    FILE.py:FUNCTION, your own advantage."""
+    k: Annotated[int | None, unset("INT", "4")] = None
+    """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo."""
+    order: Annotated[int | None, unset("INT", "N-1")] = None
+    """Order at which maxrl is truncated, 1 to N-1."""
+    eps: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Added to the divisor: the standard deviation of the rewards, or their mean."""
+    ddof: Annotated[int | None, unset("INT", "the estimator's")] = None
+    """1: sample standard deviation; 0: population standard deviation."""
+    tau: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Weight of the log-probs in differential_smoothing."""
+    quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Quantile of the group's rewards that is the baseline of qae."""
+    penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Share of the reward that the likeliest rollout loses in unlikeliness."""
+    correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Weight of correct rollouts in w_reinforce."""
+    false_positive_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
+    """Probability that the verifier accepts a wrong rollout."""
+    false_negative_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
+    """Probability that the verifier rejects a correct rollout."""
+    beta: Annotated[float | None, unset("FLOAT", "1")] = None
+    """Scale of PACS's reward proxies, in reward per nat of log-ratio."""
+    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, unset("STR", "rloo")] = None
     """Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."""
-    class_weight: Annotated[Literal["balanced", "none"] | None, unset("STR", "balanced for pacs and pacs_paper")] = None
+    class_weight: Annotated[Literal["balanced", "none"] | None, unset("STR", "balanced")] = None
     """PACS's weights of correct and wrong rollouts: balanced in every group, or none."""
-    ref_reset_interval: Annotated[int | None, unset("INT", "50 for pacs_paper")] = None
-    """Steps after which the policy becomes the reference of pacs_paper and the optimizer starts anew; 0: never."""
-    estimator_options: str = ""
-    """What else the advantage takes, as eps=1e-4,ddof=0 for grpo or quantile=0.3 for qae."""
+    ref_reset_interval: Annotated[int | None, unset("INT", "50")] = None
+    """Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Where prompts come from."""
+    """Where prompts come from. Only the options that the task takes are shown."""
 
     task: str = "maze"
-    """maze; chain; gsm8k, math: from the Hugging Face hub, or --data; gym:NAME: a data set of reasoning-gym; dataset: prompts
-    of --data, scored by --reward; or FILE.py:FUNCTION, which is dataset with this reward."""
+    """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of reasoning-gym; dataset, prompts
+    of --data scored by --reward; or FILE.py:FUNCTION, which is dataset with this reward."""
     maze_size: int = 9
     """Cells along one side of a maze, odd, 5 to 31."""
-    maze_strict: bool = False
-    """A rollout must end on the goal; otherwise what comes after the goal is ignored."""
     chain_length: int = 64
     """States of the chain; the MaxPO paper has 1000."""
     gym_config: str = ""
@@ -56,29 +69,35 @@ class TaskOptions:
     """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments of the reward function."""
     test_data: Annotated[Path | None, unset("FILE", "none, a tenth of --data")] = None
     """The same, of held-out prompts."""
-    hub: Annotated[str | None, unset("NAME[:CONFIG]", "that of gsm8k or math")] = None
+    hub: Annotated[str | None, unset("NAME[:CONFIG]", "the task's")] = None
     """Data set of the Hugging Face hub in place of --data; its train split is used."""
     prompt_key: Annotated[str | None, unset("STR", "prompt; question for gsm8k, problem for math")] = None
     """Key of the prompt in a line."""
     answer_key: Annotated[str | None, unset("STR", "answer")] = None
-    """Key of the right answer in a line for gsm8k and math, perhaps a path as reward_model.ground_truth."""
+    """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth."""
     prompt_suffix: Annotated[str | None, unset("STR", "the papers' for gsm8k and math")] = None
-    """What is added to prompts that are text."""
+    """Text added to prompts that are text."""
     plain_prompts: bool = False
     """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat template."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out."""
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """How responses are scored."""
+
     reward: Annotated[str | None, unset("FILE:FUNCTION", "the task's own")] = None
     """Python function(prompt, response, **columns) -> float that scores responses, as rewards.py:length or package.module:f;
     it runs in processes of its own."""
     reward_threshold: Annotated[float | None, unset("FLOAT", "none")] = None
     """Rewards above this become 1, all others 0."""
     reward_workers: int = 2
-    """Processes that run it."""
+    """Processes that run the function."""
     reward_seconds: float = 5.0
-    """Longest time of one call; then it is killed and counts as failed."""
+    """Longest time of one call in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
-    """Most memory of one process, in 1e9 bytes."""
+    """Memory limit of one process, in 1e9 bytes."""
     max_reward_error_rate: float = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
 
@@ -96,21 +115,16 @@ class RolloutOptions:
     dynamic_sampling: int = 0
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all equal (DAPO); 0: one batch."""
     max_new_tokens: Annotated[int | None, unset("INT", "the task's; 32 for 9x9 mazes")] = None
-    """Longest response, in tokens."""
+    """Response limit, in tokens."""
     temperature: float = 1.0
     """Sampling temperature, also that of the loss."""
-    top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the fewest likeliest tokens that have this much of the probability."""
-    min_p: float = 0.0
-    """Sample from tokens with at least this fraction of the likeliest one's probability."""
-    decoder: Literal["auto", "cpp", "torch"] = "auto"
-    """How the native engine decodes on a CPU: cpp (C++, in float32), torch (PyTorch, in the run's dtype), or auto: cpp."""
+    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
-    """Most memory for keys and values while sampling, in 1e9 bytes; samples that do not fit wait for others to end."""
-    importance_cap: Annotated[float | None, unset("FLOAT", "2 with vllm, top_k, top_p or min_p, else off")] = None
-    """Weigh each token by the training policy's probability over the one it was sampled with, at most this; 0: off."""
+    """KV-cache limit of the rollout engine, in 1e9 bytes; samples that do not fit wait for others to end."""
+    importance_cap: Annotated[float | None, unset("FLOAT", "2 with vllm or top_p, else off")] = None
+    """Truncated importance sampling: weight each token by its probability under the training policy over the probability with
+    which it was sampled, at most this; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +157,12 @@ class OptimizerOptions:
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
     weight_decay: float = 0.01
     """Decoupled weight decay, of matrices only."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
     beta2: float = 0.99
     """Decay of the second moment."""
     clip_grad: float = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: int = 4096
-    """Most tokens, prompts counted once, in one forward and backward pass; gradients of several passes add up."""
+    """Token limit, prompts counted once, of one forward and backward pass; gradients of several passes add up."""
     checkpoint_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again there: less memory, a third more work."""
 
@@ -160,14 +172,12 @@ class LossOptions:
     """The token loss."""
 
     loss: Annotated[Literal["ppo", "reinforce", "cispo", "gspo"] | None, unset("STR", "ppo; reinforce for pacs")] = None
-    """Policy-gradient loss: ppo, reinforce, cispo or gspo; with one update per step the ratio is 1 and all have the same
+    """Policy-gradient loss: ppo, reinforce, cispo or gspo. With one update per step the ratio is 1, and all have the same
     gradient."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high."""
-    dual_clip: Annotated[float | None, unset("FLOAT", "off")] = None
-    """For negative advantages the loss is at most this times |A|."""
     aggregation: Annotated[str | None, unset("STR", "the objective's")] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
     (pacs), or seq_sum_constant (dr_grpo)."""
@@ -215,15 +225,11 @@ class EvaluationOptions:
     """Held-out prompts."""
     eval_samples: int = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
-    keep_samples: int = 32
-    """Responses of each evaluation, at most 4 to a prompt, that are kept in samples.jsonl to be looked at."""
     diagnose_every: int = 0
-    """Steps between diagnoses, the norm of each prompt's own gradient beside its pass rate, in diagnostics.jsonl; each costs a
-    second backward pass; 0: none."""
+    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own gradient, which cost a second
+    backward pass; 0: none."""
     log_to: Annotated[Literal["wandb", "trackio"] | None, unset("STR", "none")] = None
     """Send metrics to wandb or trackio too, beside TensorBoard's files."""
-    log_project: str = "maxrl_fast"
-    """Project there; a run has the name of its folder."""
 
 
 @dataclass(frozen=True)
@@ -233,15 +239,15 @@ class RunOptions:
     out: Annotated[Path | None, unset("DIR", "runs/<objective>-<time>")] = None
     """Folder of results, new or empty."""
     resume: Annotated[Path | None, unset("DIR", "none")] = None
-    """Go on with the run in this folder from its newest whole checkpoint, with its own options unless others are given."""
+    """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given."""
     allow_changes: bool = False
-    """Resume even with options that change what is computed."""
+    """Resume even if options that change what is computed differ from the run's."""
     config: Annotated[Path | None, unset("FILE", "none")] = None
     """TOML file of options, its keys these flags' names (maze_size = 11); a flag overrides the file."""
     seed: int = 0
-    """Seed of the weights, the mazes and the sampling."""
+    """Seed of new weights, of the task's prompts and of the sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device."""
+    """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
     moments are always float32."""
@@ -252,13 +258,13 @@ class RunOptions:
     """Between processes of torchrun: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full where the
     training state would take more than half of a GPU's memory."""
     threads: Annotated[int | None, unset("INT", "those this process may use")] = None
-    """CPU threads."""
+    """Number of CPU threads."""
     save_every: int = 50
-    """Steps between checkpoints, from which --resume goes on; 0: only after the warm start, at the end, and when stopped."""
+    """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
     stall_limit: float = 1800.0
-    """Seconds that a stage of a step may take without progress before the run writes the stacks of its processes and ends."""
+    """Seconds that a stage of a step may take without progress; then the run prints the stacks of its processes and ends."""
     dry_run: bool = False
     """Print the resolved configuration with estimates of memory and work, and stop."""
 
@@ -274,6 +280,7 @@ class Config:
 
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     task: TaskOptions = field(default_factory=TaskOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -291,7 +298,7 @@ class Config:
             for value in [getattr(getattr(self, group.name), option.name)]
         }
 
-    def replace(self, **options: Any) -> "Config":
+    def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name."""
         changed = {}
         for group in dataclasses.fields(self):
@@ -299,3 +306,45 @@ class Config:
             if own := {name: options[name] for name in options_of_group & options.keys()}:
                 changed[group.name] = dataclasses.replace(getattr(self, group.name), **own)
         return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRollout(RolloutOptions):
+    max_new_tokens: int
+    importance_cap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedWarmStart(WarmStartOptions):
+    sft_steps: int
+    sft_beta2: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedLoss(LossOptions):
+    loss: Literal["ppo", "reinforce", "cispo", "gspo"]
+    aggregation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEvaluation(EvaluationOptions):
+    eval_prompts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(RunOptions):
+    out: Path
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(Config):
+    """A checked configuration whose defaults are all worked out."""
+
+    rollout: ResolvedRollout
+    warm_start: ResolvedWarmStart
+    loss: ResolvedLoss
+    evaluation: ResolvedEvaluation
+    run: ResolvedRun

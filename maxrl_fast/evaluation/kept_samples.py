@@ -1,39 +1,56 @@
-"""Responses of an evaluation in training that are kept to be looked at: the lines of samples.jsonl."""
+"""Samples of an evaluation as lines of samples.jsonl, and those that an evaluation in training keeps."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.evaluation.evaluator import sample_records
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Samples
 from maxrl_fast.tasks import Task
 
-MOST_OF_A_PROMPT = 4
+MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # that an evaluation in training keeps
+
+
+def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[dict[str, Any]]:
+    """Give one JSON object per response, in the order of the rollouts; rewards [S], null for NaN."""
+    prompts, rollouts = samples.prompts, samples.rollouts
+    texts = [task.decode(tokens.tolist()) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+    responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
+    outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), strict=True)
+    for s, (tokens, length, reward, is_truncated) in enumerate(outcomes):
+        yield {
+            "id": int(prompts.ids[s // samples.num_rollouts]),
+            "prompt": texts[s // samples.num_rollouts],
+            "response": task.decode(tokens.tolist()),
+            "reward": reward if math.isfinite(reward) else None,  # NaN is no JSON
+            "truncated": is_truncated,
+            "tokens": length,
+        }
 
 
 class KeptSamples:
-    """The first responses, at most 4 to a prompt.
+    """Keeps the first 32 responses of an evaluation, at most 4 to a prompt.
 
     Args:
-        count: how many.
         step: of training.
     """
 
-    def __init__(self, task: Task, count: int, step: int):
-        self._task, self._count, self._step = task, count, step
+    def __init__(self, task: Task, step: int):
+        self._task, self._step = task, step
         self.records: list[dict[str, Any]] = []
 
-    def take(self, prompts: Prompts, rollouts: Rollouts, rewards: Tensor) -> None:
-        """Keep of these what is still to be kept."""
-        num_rollouts = len(rollouts.lengths) // len(prompts)
+    def take(self, samples: Samples, rewards: Tensor) -> None:
+        """Keep as many of these samples as are still missing."""
+        prompts, num_rollouts = samples.prompts, samples.num_rollouts
         per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)
-        num_wanted = -(-(self._count - len(self.records)) // per_prompt)  # prompts
+        num_wanted = -(-(MOST_SAMPLES - len(self.records)) // per_prompt)  # prompts
         if num_wanted <= 0:
             return
         prompts = prompts.take(0, min(num_wanted, len(prompts)))
         firsts = torch.arange(len(prompts), device=rewards.device)[:, None] * num_rollouts
         chosen = (firsts + torch.arange(per_prompt, device=rewards.device)).flatten()
-        records = sample_records(self._task, prompts, rollouts.select(chosen), rewards[chosen])
-        self.records += [{"step": self._step, **record} for record in records]
-        del self.records[self._count :]
+        kept = Samples(prompts, samples.rollouts.select(chosen))
+        self.records += [{"step": self._step, **record} for record in sample_records(self._task, kept, rewards[chosen])]
+        del self.records[MOST_SAMPLES:]

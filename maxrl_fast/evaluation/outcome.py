@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.evaluation_options import EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
 from maxrl_fast.files.untrusted import check_regular
@@ -22,7 +21,7 @@ RESULTS_BYTES = 1 << 28
 # What must be equal for prompts to be compared one by one,
 MATCHED = (
     *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
-    *("task", "maze_size", "maze_strict", "chain_length", "gym_config", "reward", "reward_threshold"),
+    *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
 DIGEST = "prompts_sha256"  # and this, of the prompts themselves
 
@@ -34,10 +33,6 @@ class Resampling:
     resamples: int
     confidence: float
     seed: int
-
-    @classmethod
-    def of(cls, config: EvaluationConfig) -> "Resampling":
-        return cls(config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0)
 
     def of_each(self, values: dict[int, Tensor]) -> dict[int, Interval]:
         """Mean over prompts of values [P] by k, with intervals."""
@@ -73,21 +68,24 @@ class Outcome:
         return {k: own - theirs[k] for k, own in self.passes(ks).items()}
 
 
-def contents_of(config: EvaluationConfig, task: Task) -> list[str]:
-    """What each prompt of a resolved configuration says, with what else is known of it, as JSON.
+def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
+    """Return what each of the first prompts of a split says, with what else is known of it, as JSON.
 
-    Not its tokens: another model may have another tokenizer.
+    The tokens would not do: another model may have another tokenizer.
     """
-    assert config.measure.prompts is not None
-    prompts = task.prompts(config.measure.split, 0, config.measure.prompts)
+    prompts = task.prompts(split, 0, num_prompts)
     parts = prompts.tokens.split(prompts.lengths.tolist())
     # Where a line says nothing, what the task knows of itself does, as a chain that always starts alike.
     return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(x.tolist())] for x in parts]]
 
 
-def settings_of(config: EvaluationConfig, contents: list[str]) -> dict[str, Any]:
-    """What two evaluations must share to be compared prompt by prompt."""
-    options = config.flat()
+def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
+    """Return what two evaluations must share to be compared prompt by prompt.
+
+    Args:
+        options: of the evaluation, resolved, by name.
+        contents: of the prompts.
+    """
     # Functions of a file, wherever it is.
     names = {name: Path(options[name]).name for name in ("task", "reward") if options[name]}
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
-from maxrl_fast.config.evaluation_options import EvaluationConfig
 from maxrl_fast.evaluation.coverage import (
     Interval,
     Support,
@@ -20,11 +20,11 @@ from maxrl_fast.evaluation.diversity import Diversity
 from maxrl_fast.evaluation.evaluator import is_correct
 from maxrl_fast.evaluation.outcome import Outcome, Resampling
 from maxrl_fast.evaluation.tables import baseline_table, coverage_table, numbers_table, outcome_rows
-from maxrl_fast.evaluation.tally import Collector
+from maxrl_fast.evaluation.tally import SampleTally
 
 
 @dataclass(frozen=True)
-class Report:
+class Summary:
     """All estimates of one evaluation, by k where they have one."""
 
     own: Outcome
@@ -39,14 +39,24 @@ class Report:
     ks: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: EvaluationConfig, own: Outcome, other: Outcome | None, collector: Collector) -> "Report":
-        resampling, ks, n = Resampling.of(config), config.measure.k, config.measure.samples
+    def of(
+        cls, own: Outcome, other: Outcome | None, tally: SampleTally, ks: tuple[int, ...], resampling: Resampling
+    ) -> "Summary":
+        """Return the estimates.
+
+        Args:
+            own: the evaluation.
+            other: the baseline.
+            tally: of the evaluation's samples.
+            ks: sizes at which pass@k, max@k and maj@k are reported.
+        """
+        n = own.num_samples
         points = sorted({*ks, *powers_of_two(n), n})
-        rewards = collector.rewards.double()
+        rewards = tally.rewards.double()
         finite = rewards.nan_to_num()
         # The least that was given or 0: no better than a wrong response, whatever the scale.
         rewards = torch.where(rewards.isnan(), finite.min().clamp_max(0), rewards)
-        majority = majority_at_k(collector.answers, is_correct(collector.rewards), ks, resampling.seed)
+        majority = majority_at_k(tally.answers, is_correct(tally.rewards), ks, resampling.seed)
         return cls(
             own=own,
             other=other,
@@ -64,9 +74,8 @@ class Report:
             ks=ks,
         )
 
-    def tables(self, config: EvaluationConfig) -> list[Table]:
-        """For the screen."""
-        confidence = config.measure.confidence
+    def tables(self, confidence: float) -> list[Table]:
+        """Return the tables for the screen."""
         passes = {k: self.drawn[k] for k in self.ks}
         tables = [coverage_table(passes, self.best, self.majority, self.drawn_of_baseline or None, confidence)]
         if self.other and self.support:
@@ -78,9 +87,16 @@ class Report:
             tables.append(numbers_table(outcome_rows([self.own]), [""]))
         return tables
 
-    def content(self, diversity: Diversity, collector: Collector, num_tokens: int) -> dict[str, Any]:
-        """For eval.json."""
-        values = collector.diversities
+    def curves(self) -> list[tuple[str, Tensor, dict[int, Interval]]]:
+        """Return what the picture shows: names, pass@k at every k, and intervals at some k."""
+        curves = [(self.own.name, self.own.curve, self.drawn)]
+        if self.other:
+            curves.append((f"{self.other.name} (baseline)", self.other.curve, self.drawn_of_baseline))
+        return curves
+
+    def content(self, diversity: Diversity, tally: SampleTally, num_tokens: int) -> dict[str, Any]:
+        """Return the estimates for eval.json."""
+        values = tally.diversities
         content: dict[str, Any] = {
             "num_prompts": len(values),
             "num_samples": self.own.num_samples,
@@ -97,7 +113,7 @@ class Report:
                 "num_prompts": sum(value is not None for value in values),
                 "num_left_out": sum(value is None for value in values),
             },
-            "per_prompt": {"id": collector.ids, "num_correct": self.own.num_correct.tolist(), "diversity": values},
+            "per_prompt": {"id": tally.ids, "num_correct": self.own.num_correct.tolist(), "diversity": values},
             "baseline": None,
         }
         if self.other and self.support:

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of its samples."""
+"""What `python -m maxrl_fast.evaluate` keeps of the samples of a policy."""
 
 import json
 from collections.abc import Callable
@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.evaluation.diversity import Diversity
-from maxrl_fast.evaluation.evaluator import is_correct, sample_records
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.evaluation.evaluator import is_correct
+from maxrl_fast.evaluation.kept_samples import sample_records
+from maxrl_fast.records import Samples
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
 
 
-class Collector:
+class SampleTally:
     """Keeps what estimates need of the samples, and writes each to a file.
 
     Args:
@@ -28,13 +29,13 @@ class Collector:
         self.ids: list[int] = []
         self.diversities: list[float | None] = []
 
-    def __call__(self, prompts: Prompts, rollouts: Rollouts, rewards: Tensor) -> None:
-        """`keep` of `evaluate`."""
+    def __call__(self, samples: Samples, rewards: Tensor) -> None:
+        """Take a chunk of samples and their rewards [S]: `keep` of Evaluator.evaluate."""
+        prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
-        num_samples = len(rewards) // len(prompts)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
         self.ids += prompts.ids.tolist()
-        records = list(sample_records(self._task, prompts, rollouts, rewards))
+        records = list(sample_records(self._task, samples, rewards))
         if self._write:
             for record in records:
                 self._write(json.dumps(record) + "\n")

@@ -42,6 +42,12 @@ class LoraLinear(Linear):
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 
+def own_part(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded over ranks."""
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
+
+
 def whole(x: Tensor) -> Tensor:
     """The tensor itself, gathered from the ranks where they share it."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x

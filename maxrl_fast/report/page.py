@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from maxrl_fast.config.parse import OF_ONE_START
+from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.report.reading import Folder
 from maxrl_fast.report.weights import PASS_RATES, weight_of
 

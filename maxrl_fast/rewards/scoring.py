@@ -2,18 +2,30 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.pool import Failure, RewardPool
-from maxrl_fast.tasks import Task
 
 KINDS = ("exception", "timeout", "crash", "memory", "invalid")
+
+
+class ScoredTask(Protocol):
+    """What scoring asks of a task."""
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """Return rewards [S] float32."""
+
+    def answer(self, response: str) -> str:
+        """Return the answer that a response gives; "" where it gives none."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return a prompt or a response as text."""
 
 
 class Scorer:
@@ -30,7 +42,7 @@ class Scorer:
 
     def __init__(
         self,
-        task: Task,
+        task: ScoredTask,
         pool: RewardPool | None,
         max_error_rate: float = 1.0,
         threshold: float | None = None,
@@ -42,25 +54,6 @@ class Scorer:
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._broken, self._gave_up = "", False
         self._answers = Counter[str]()  # since the last call of `take_answers`
-
-    @classmethod
-    def of(cls, options: TaskOptions, task: Task) -> "Scorer":
-        """That of a checked configuration.
-
-        Raises:
-            InputError: where the function cannot be loaded.
-        """
-        reward = options.reward or task.reward
-        if reward is None:
-            return cls(task, None, threshold=options.reward_threshold)
-        pool = RewardPool(
-            reward,
-            workers=options.reward_workers,
-            time_limit=options.reward_seconds,
-            memory_limit=int(options.reward_memory_gb * 1e9),
-        )
-        limit = None if options.reward else task.answer_limit  # a user's function sees everything
-        return cls(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Rewards [S] float32 of N responses to each prompt; NaN where the function failed."""

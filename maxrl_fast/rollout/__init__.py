@@ -6,11 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,6 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-
-    @classmethod
-    def of(cls, config: Config, task: Task) -> "Sampling":
-        """That of a resolved configuration."""
-        options = config.rollout
-        assert options.max_new_tokens is not None
-        limits = (options.top_k, options.top_p, options.min_p)
-        return cls(options.temperature, options.max_new_tokens, task.stop_ids, *limits)
 
     @property
     def greedy(self) -> "Sampling":
@@ -64,7 +54,6 @@ class Engine(Protocol):
     """What the trainer asks of a rollout engine."""
 
     statistics: RolloutStatistics  # of the last call of generate
-    exact: bool  # its log-probs are those of the training model, up to rounding
 
     def describe(self) -> str:
         """What runs, for the report at the start of a run."""

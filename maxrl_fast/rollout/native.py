@@ -33,8 +33,6 @@ class NativeEngine:
         compiled: whether torch.compile fuses what PyTorch decodes with.
     """
 
-    exact = True
-
     def __init__(
         self,
         model: Decoder,

@@ -78,8 +78,6 @@ class VllmEngine:
         InputError: where vLLM is absent, of another version, or refuses the model.
     """
 
-    exact = False
-
     def __init__(self, model: Decoder, dtype: torch.dtype, *, cache_bytes: int | None = None, max_rows: int = 256):
         self.version = check_installed()
         self.config, self.dtype = model.config, dtype

@@ -17,17 +17,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from maxrl_fast.config.options import Config
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import aside_of, point, write_checksums, written_aside
 from maxrl_fast.model.checkpoint import write_policy
-from maxrl_fast.run.control import Interrupted, StopSignal, Stopwatch
+from maxrl_fast.run.control import Interrupted, StopSignal
+from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, set_aside_after
 from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.state import Progress, load_learner, random_states, save_learner, set_random_states
+from maxrl_fast.run.state import load_learner, random_states, save_learner, set_random_states
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.stopwatch import Stopwatch
 
 START = "step-000000"  # after the warm start: what later policies are compared with
 
@@ -36,24 +37,25 @@ class Checkpoints:
     """Saves a run where its weights are whole, and puts a saved one back.
 
     Args:
-        config: of the run, resolved.
-        ranks: call every method together.
-        saved: what the run goes on from.
-        files: of the run, whose logs belong to a checkpoint.
+        files: of the run, whose logs and options belong to a checkpoint.
+        save_every: steps between checkpoints; 0: only at the end and when stopped.
+        keep: the newest checkpoints to keep, beside the best one and the one after the warm start; 0: all.
+        ranks: all of them call every method together.
+        saved: the checkpoint that the run resumes from.
     """
 
     def __init__(
         self,
-        config: Config,
+        files: RunFiles,
         task: Task,
+        save_every: int,
+        keep: int,
         ranks: Ranks,
         stop: StopSignal,
         clock: Stopwatch,
         saved: Saved | None,
-        files: RunFiles,
     ):
-        assert config.run.out is not None
-        self.out, self._config, self._task = config.run.out, config, task
+        self.out, self._task, self._save_every, self._keep = files.out, task, save_every, keep
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved = saved
         self.newest = saved.directory if saved else None
@@ -68,15 +70,13 @@ class Checkpoints:
                 with self._stored("what the run goes on with"):
                     set_aside_after(saved.directory)
 
-    def safe_point(self, progress: Progress, learner: Learner) -> None:
-        """After a step: save if it is time to, or if the run is to stop.
+    def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
+        """Save after a step if it is time to, if it was the last one, or if the run is to stop.
 
         Raises:
             Interrupted: once it is saved, if a signal asked for a stop.
         """
-        every = self._config.run.save_every
-        is_last = progress.phase == "training" and progress.step == self._config.optimizer.steps
-        if is_last or (every and progress.step % every == 0):
+        if is_last or (self._save_every and progress.step % self._save_every == 0):
             self.save(progress, learner)
         self.stop_point(progress, learner)
 
@@ -138,7 +138,7 @@ class Checkpoints:
                 "decoder": dataclasses.asdict(learner.model.config),
                 "logs": self._files.log_marks(),
                 "random": random_states(),
-                "options": self._config.flat(),
+                "options": self._files.options,
                 "data": self._task.fingerprint,
                 "machine": machine_of(self._ranks),
             }
@@ -170,10 +170,9 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """All but the newest, the best, and the one after the warm start."""
-        keep = self._config.run.keep_checkpoints
         best = self.out / "best"
         spared = {START, best.resolve().name if best.is_symlink() else ""}
-        for directory in checkpoints_of(self.out)[: -keep if keep else 0]:
+        for directory in checkpoints_of(self.out)[: -self._keep if self._keep else 0]:
             if directory.name not in spared:
                 with suppress(OSError):  # as where a file is open on a network's disk: no reason to end a run
                     directory.rename(aside_of(directory))

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import changes
+from maxrl_fast.config.changes import changes
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import DamagedError, verify_checksums
 from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
-from maxrl_fast.run.state import Progress
-from maxrl_fast.tasks import Task
+from maxrl_fast.run.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -96,22 +94,27 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
     return Saved.of_json(Path(whole[0]), whole[1])
 
 
-def check_same(saved: Saved, config: Config, task: Task, ranks: Ranks, warn: Callable[[str], None]) -> None:
-    """Compare a resolved configuration, and the task's prompts, with those of the run that it goes on with.
+def check_same(
+    saved: Saved, options: dict[str, Any], data: str, ranks: Ranks, warn: Callable[[str], None], allow_changes: bool = False
+) -> None:
+    """Compare the options of a resumed run, and the task's prompts, with those of the run before.
 
     Args:
-        warn: is told of what keeps the numbers from being bitwise the same.
+        options: resolved, by name.
+        data: the task's fingerprint.
+        warn: is told what keeps the numbers from being bitwise identical.
 
     Raises:
         InputError: naming the options that change the mathematics, unless they are allowed to.
     """
-    policy, mathematics, rounding = changes(saved.options, config)
-    if policy:
-        shape = "; ".join(policy)
+    changed = changes(saved.options, options)
+    mathematics, rounding = [*changed.mathematics], [*changed.rounding]
+    if changed.policy:
+        shape = "; ".join(changed.policy)
         raise InputError(f"the policy in {saved.directory} is of another shape ({shape}), which a resume cannot change")
-    if saved.data != task.fingerprint:
+    if saved.data != data:
         mathematics.append("the prompts of the files are others")
-    if mathematics and not config.run.allow_changes:
+    if mathematics and not allow_changes:
         differing = "; ".join(mathematics)
         raise InputError(f"{saved.directory} was trained with other options ({differing}); --allow-changes goes on with these")
     rounding += [
@@ -123,8 +126,8 @@ def check_same(saved: Saved, config: Config, task: Task, ranks: Ranks, warn: Cal
         warn(f"the run goes on with other options ({'; '.join(mathematics)})")
     if rounding:
         warn(f"the run goes on, but not to the last bit as it would have ({'; '.join(rounding)})")
-    if config.optimizer.steps < saved.progress.step and saved.progress.phase == "training":
-        raise InputError(f"--steps must be at least those done, {saved.progress.step}, got {config.optimizer.steps}")
+    if options["steps"] < saved.progress.step and saved.progress.phase == "training":
+        raise InputError(f"--steps must be at least those done, {saved.progress.step}, got {options['steps']}")
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:

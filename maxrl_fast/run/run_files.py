@@ -6,17 +6,17 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.files.durable import write_json
 from maxrl_fast.hardware import versions
 from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.resume import Saved
-from maxrl_fast.run.trackers import tracker_of
+from maxrl_fast.run.trackers import Tracker
 
 LOGS = ("metrics", "eval", "warnings", "samples", "diagnostics")
 DRAWN = ("metrics", "eval")
@@ -26,38 +26,47 @@ class RunFiles:
     """Writes the files of one run into its folder; each JSON line is on disk once it is written.
 
     Args:
-        config: resolved.
-        is_writer: only one rank is; on the others nothing is written.
-        saved: what a resumed run goes on from; None: it begins. The logs are cut to what they were then.
+        options: of the run, by name, for config.json.
+        log_to: "wandb" or "trackio", beside TensorBoard.
+        is_writer: one rank writes; on the others nothing is written.
+        is_resumed: whether the folder may hold a run already.
+        saved: the checkpoint that a resumed run starts from; None: from the beginning. The logs are cut to what they held then.
 
     Raises:
         InputError: where the folder cannot be written to.
     """
 
-    def __init__(self, config: Config, is_writer: bool = True, saved: Saved | None = None):
-        assert config.run.out is not None
-        self.out, self._config, self._is_writer = config.run.out, config, is_writer
+    def __init__(
+        self,
+        out: Path,
+        options: dict[str, Any],
+        log_to: str | None = None,
+        is_writer: bool = True,
+        is_resumed: bool = False,
+        saved: Saved | None = None,
+    ):
+        self.out, self.options, self._is_writer = out, options, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
         if not is_writer:
             return
         try:
-            if not config.run.resume and (self.out / "config.json").exists():  # two were started at once, and one has ended
+            if not is_resumed and (self.out / "config.json").exists():  # two were started at once, and one has ended
                 raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
             if saved is None:
                 self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
             self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
-            self._tracker = tracker_of(config)
+            self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
-            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if config.run.resume else None)
+            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if is_resumed else None)
         except OSError as error:
             raise InputError(f"cannot write to --out {self.out}: {error}") from error
 
     def write_config(self) -> None:
         """config.json: options, versions, command."""
         if self._is_writer:
-            write_json(self.out / "config.json", {**self._config.flat(), "versions": versions(), "command": sys.argv})
+            write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
 
     def _open(self, log: str, size: int, sha256: str | None) -> Any:
         """A log to append to, cut back to the `size` bytes that had this SHA-256; what they hold is in `history`. One that was

@@ -1,10 +1,9 @@
-"""What a run has to remember to go on as if it had never stopped: its progress, and the tensors of its learner."""
+"""Random states and the learner's tensors: with them a resumed run is bitwise identical to one that never stopped."""
 
 import base64
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,47 +13,9 @@ from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.evaluator import Evaluation
 from maxrl_fast.training.learner import Learner
 
 FILE_BYTES = 2 * 10**9  # of a file of tensors, which is put together in memory
-
-Phase = Literal["warm start", "training"]
-
-
-@dataclass
-class Progress:
-    """Where a run is, between two steps."""
-
-    phase: Phase = "warm start"
-    step: int = 0  # of the phase, done
-    next_prompt: int = 0  # index of the first training prompt not used
-    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})  # so far, by stage
-    seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
-
-    @property
-    def name(self) -> str:
-        """Of the checkpoint."""
-        return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
-
-    def __str__(self) -> str:
-        return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
-
-    def begin_training(self, next_prompt: int) -> None:
-        """The warm start is over."""
-        self.phase, self.step, self.next_prompt = "training", 0, next_prompt
-
-    def is_best(self, step: int) -> bool:
-        """Whether no evaluation before that of `step` had as good a pass@1."""
-        score = self.evaluations[step].pass_at_k[1]
-        return all(score > evaluation.pass_at_k[1] for at, evaluation in self.evaluations.items() if at < step)
-
-    @classmethod
-    def of_json(cls, fields: dict[str, Any]) -> "Progress":
-        """From what dataclasses.asdict made and JSON kept."""
-        evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
-        return cls(**{**fields, "evaluations": evaluations})
 
 
 def random_states() -> dict[str, Any]:

@@ -6,8 +6,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError
+
+PROJECT = "maxrl_fast"  # a run has the name of its folder there
 
 
 class Tracker:
@@ -18,18 +19,17 @@ class Tracker:
 
     Args:
         name: "wandb" or "trackio".
-        project: its name there.
         out: the run's folder, whose name is the run's; wandb keeps its files in it.
         options: of the run, as its configuration.
     """
 
-    def __init__(self, name: str, project: str, out: Path, options: dict[str, Any]):
+    def __init__(self, name: str, out: Path, options: dict[str, Any]):
         self._module = importlib.import_module(name)
         # Runs of one name in different folders are different ones.
         identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
         own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
         try:
-            self._module.init(project=project, name=out.name, config=options, resume="allow", **own)
+            self._module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
         except Exception as error:  # of keys, of the network, of its settings' parsers
             raise InputError(f"--log-to {name} does not begin: {type(error).__name__}: {error}") from error
 
@@ -40,15 +40,6 @@ class Tracker:
     def finish(self) -> None:
         """Wait until everything is sent."""
         self._module.finish()
-
-
-def tracker_of(config: Config) -> Tracker | None:
-    """What --log-to asks for."""
-    options = config.evaluation
-    if options.log_to is None:
-        return None
-    assert config.run.out is not None
-    return Tracker(options.log_to, options.log_project, config.run.out.absolute(), config.flat())
 
 
 def check_tracker(name: str | None) -> None:

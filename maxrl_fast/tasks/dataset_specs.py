@@ -11,7 +11,7 @@ Gold = Callable[[dict[str, Any], str | None], str]
 
 
 @dataclass(frozen=True)
-class Kind:
+class DatasetSpec:
     """What the lines of a data set are.
 
     Args:
@@ -68,10 +68,10 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
     return _text_of(line, key or "answer")
 
 
-KINDS = {
-    "dataset": Kind(),
+DATASETS = {
+    "dataset": DatasetSpec(),
     # MaxRL, appendix on GSM8K: SmolLM2, evaluated on GSM8K-Platinum.
-    "gsm8k": Kind(
+    "gsm8k": DatasetSpec(
         prompt_key="question",
         asks=True,
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
@@ -83,7 +83,7 @@ KINDS = {
         answer_limit=256,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
-    "math": Kind(
+    "math": DatasetSpec(
         prompt_key="problem",
         asks=True,
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",

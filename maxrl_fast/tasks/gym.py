@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks.text_codec import Text, prompts_of
+from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 5  # one question in about this many is held out
 TRIES = 200  # draws for a question on its side of the split: of 10 million test questions one would find none
@@ -31,9 +30,12 @@ class GymTask:
 
     Args:
         name: of the data set.
-        options: gym_config, prompt_suffix, plain_prompts, max_prompt_tokens.
         seed: of the questions.
         model: the checkpoint directory with the tokenizer.
+        config: options of the data set, a JSON object as text.
+        prompt_suffix: added to every question.
+        plain_prompts: questions are prompts as they are, even where the tokenizer has a chat template.
+        max_prompt_tokens: longer questions are left out.
 
     Raises:
         InputError: where reasoning-gym is missing, or does not take the name or the options.
@@ -44,18 +46,29 @@ class GymTask:
     reward: str | None = "maxrl_fast.rewards.gym_score:score"
     answer_limit: int | None = None
 
-    def __init__(self, name: str, options: TaskOptions, seed: int, model: Path):
+    def __init__(
+        self,
+        name: str,
+        seed: int,
+        model: Path,
+        *,
+        config: str = "",
+        prompt_suffix: str | None = None,
+        plain_prompts: bool = False,
+        max_prompt_tokens: int = 1024,
+    ):
         try:
             from maxrl_fast.rewards import gym_score as gym
         except ImportError as error:
             raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
-        hashed = [known for known in HASHED if known == name or (name == "composite" and f'"{known}"' in options.gym_config)]
+        hashed = [known for known in HASHED if known == name or (name == "composite" and f'"{known}"' in config)]
         if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise InputError(
                 f"reasoning-gym's {hashed[0]} asks other questions in every process, unless Python's hashes are the same: "
                 "start with PYTHONHASHSEED=0 in the environment"
             )
-        self._gym, self._dataset, self._config, self._seed = gym, name, options.gym_config or "{}", seed
+        check_config(config)
+        self._gym, self._dataset, self._config, self._seed = gym, name, config or "{}", seed
         try:
             first = gym.dataset(name, self._config, 0)
             sample = gym.entry(name, self._config, 0, 0)
@@ -64,13 +77,13 @@ class GymTask:
             raise InputError(f"reasoning-gym makes no data set {name!r} with --gym-config {self._config!r}: {what}") from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
-        self._text = Text(model, options.max_prompt_tokens, options.plain_prompts)
-        self._suffix = options.prompt_suffix or ""
+        self._text = TextCodec(model, max_prompt_tokens, plain_prompts)
+        self._suffix = prompt_suffix or ""
         self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
         version = importlib.metadata.version("reasoning-gym")
         self.fingerprint = f"reasoning-gym {version}"
         self.name = f"{name} of reasoning-gym {version}"
-        self.prompt_length = options.max_prompt_tokens
+        self.prompt_length = max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:

@@ -15,7 +15,7 @@ from maxrl_fast.records import Prompts, pack
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
-class Text:
+class TextCodec:
     """Token ids of prompts, and back.
 
     Args:

@@ -1,135 +1,150 @@
-"""A step's rollouts and their rewards: sampled, scored, and with dynamic sampling replaced where a group says nothing."""
+"""The samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.options import Config
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
-from maxrl_fast.run.control import Stopwatch
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.stopwatch import Stopwatch
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Collected:
+class Collected(Samples):
     """What a step learns from, the same on all ranks."""
 
-    prompts: Prompts  # G
-    rollouts: Rollouts  # S = G N
-    rewards: Tensor  # [G, N] float32, 0 where unknown
-    valid: Tensor | None  # [G, N] bool, which of them are known; None: all
-    greedy_rewards: Tensor | None  # [G], of the likeliest response to each prompt
-    sampled_rewards: Tensor  # [any number, N], of all sampled groups, those replaced included; NaN where unknown
-    num_tokens: int  # of all responses that were sampled, but for the likeliest
+    step: int
+    rewards: Tensor  # [G, N] float32, 0 where the reward is not known
+    valid: Tensor | None  # [G, N] bool, whose rewards are known; None: all are
+    greedy_rewards: Tensor | None  # [G], of the greedy response to each prompt
+    sampled_rewards: Tensor  # [any number, N], of all sampled groups, those replaced included; NaN where not known
+    num_tokens: int  # of all sampled responses, without the greedy ones
     rollout_seconds: float
-    numbers: dict[str, float]  # what is to be reported beside the usual
-    complaint: str  # of failed rewards, empty where none did
+    numbers: dict[str, float]  # metrics of sampling and scoring
+    complaint: str  # about failed rewards; empty where none failed
 
     @property
     def num_sampled(self) -> int:
-        """Prompts that were sampled for it."""
+        """Prompts that were sampled, those replaced included."""
         return len(self.sampled_rewards)
 
+    @property
+    def with_reward(self) -> Tensor:
+        """The samples whose reward is known, int64, ascending: the ones that are learned from."""
+        return self.sequences if self.valid is None else self.sequences[self.valid.flatten()]
 
-class Collector:
+    def minibatches(self, count: int) -> list[Tensor]:
+        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64, ascending."""
+        shares = self.sequences.chunk(count)
+        return list(shares) if self.valid is None else [share[self.valid.flatten()[share]] for share in shares]
+
+
+@dataclass(frozen=True)
+class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
-        config: resolved.
-        needs_greedy: whether the likeliest response to each prompt is to be scored too.
+        num_prompts, num_rollouts: G and N.
+        max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
+        needs_greedy: whether the greedy response to each prompt is scored too.
         needs_binary: whether rewards must be 0 or 1.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        engine: Engine,
-        scorer: Scorer,
-        clock: Stopwatch,
-        ranks: Ranks,
-        needs_greedy: bool = False,
-        needs_binary: bool = False,
-    ):
-        self._task, self._engine, self._scorer, self._clock, self._ranks = task, engine, scorer, clock, ranks
-        self._sampling, self._seed, self._device = Sampling.of(config, task), config.run.seed, torch.device(config.run.device)
-        self._num_prompts, self._num_rollouts = config.rollout.prompts, config.rollout.rollouts
-        self._num_batches = max(config.rollout.dynamic_sampling, 1)
-        self._needs_greedy, self._needs_binary = needs_greedy, needs_binary
+    task: Task
+    engine: Engine
+    scorer: Scorer
+    sampling: Sampling
+    num_prompts: int
+    num_rollouts: int
+    seed: int = 0
+    device: torch.device = CPU
+    max_batches: int = 1
+    needs_greedy: bool = False
+    needs_binary: bool = False
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    ranks: Ranks = field(default_factory=Ranks)
 
-    def collect(self, step: int, next_prompt: int) -> Collected:
-        """G prompts from `next_prompt` on, N rollouts of each, and their rewards.
+    def collect(self, step: int, first_prompt: int) -> Collected:
+        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards.
 
-        With dynamic sampling (DAPO, Yu et al. 2025), groups whose known rewards are all equal give way to others that are
-        sampled for them, up to the limit; where that is reached, some stay to fill the step.
+        With dynamic sampling (DAPO, Yu et al. 2025), groups whose known rewards are all equal are replaced by others, up to
+        the limit; where the limit is reached, some of them fill up the step.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: where rewards must be 0 or 1, and one is not.
         """
         batches: list[Collected] = []
-        errors, answers, num_alive = Counter[str](), Counter[str](), 0
-        while num_alive < self._num_prompts and len(batches) < self._num_batches:
-            batch = self._sample(step, next_prompt + len(batches) * self._num_prompts, answers)
+        errors, answers, num_mixed = Counter[str](), Counter[str](), 0
+        while num_mixed < self.num_prompts and len(batches) < self.max_batches:
+            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers)
             batches.append(batch)
             errors.update(batch.numbers)
-            num_alive += int(is_alive(batch.sampled_rewards).sum())
-        numbers = dict(errors) | self._scorer.answer_rates(answers, self._ranks)
+            num_mixed += int(is_mixed(batch.sampled_rewards).sum())
+        numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks)
+        if self.max_batches == 1:
+            return replace(batches[0], numbers=numbers)
         complaints = [batch.complaint for batch in batches if batch.complaint]
         complaint = "; ".join([*complaints[:1], *(text.removeprefix(f"step {step}: ") for text in complaints[1:])])
-        if self._num_batches == 1:
-            return replace(batches[0], numbers=numbers)
         whole = _joined(batches)
-        alive = is_alive(whole.sampled_rewards)
-        # The living first, each part in the order in which it was sampled: with enough of them, the earliest.
-        chosen = torch.argsort(~alive, stable=True)[: self._num_prompts].sort().values
-        numbers |= {"num_prompts_sampled": len(alive), "frac_prompts_alive": float(alive.float().mean())}
-        return replace(_chosen(whole, chosen, self._num_rollouts), numbers=numbers, complaint=complaint)
+        mixed = is_mixed(whole.sampled_rewards)
+        # Mixed groups first, each part in the order in which it was sampled: where there are enough, the earliest.
+        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
+        numbers |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
+        return replace(_chosen(whole, chosen, self.num_rollouts), numbers=numbers, complaint=complaint)
 
     def _sample(self, step: int, first_prompt: int, answers: Counter[str]) -> Collected:
-        """A batch of prompts; what their answers are like is added to `answers`."""
-        clock, ranks, engine = self._clock, self._ranks, self._engine
-        first, own = ranks.part(self._num_prompts)  # of the prompts, this rank's to sample
+        """Return one batch of prompts; how its responses answered is added to `answers`."""
+        clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
+        first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
-            prompts = self._task.prompts("train", first_prompt, self._num_prompts).to(self._device)
+            prompts = self.task.prompts("train", first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
-            sampled = engine.generate(part, self._num_rollouts, self._sampling, seed=self._seed, step=step)
+            sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
-        self._scorer.take_answers()  # of an evaluation, or of greedy responses
+        scorer.take_answers()  # forget those of an evaluation, or of greedy responses
         with clock("reward"):
-            rewards = ranks.concatenate(self._scorer.score(part, sampled)).view(len(prompts), self._num_rollouts)
-        answers.update(self._scorer.take_answers())
+            rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
+        answers.update(scorer.take_answers())
         greedy_rewards = None
-        if self._needs_greedy:
+        if self.needs_greedy:
             with clock("rollout"):
-                greedy = engine.generate(part, 1, self._sampling.greedy, seed=self._seed, step=step)
+                greedy = engine.generate(part, 1, self.sampling.greedy, seed=self.seed, step=step)
             with clock("reward"):
-                greedy_rewards = ranks.concatenate(self._scorer.score(part, greedy))
+                greedy_rewards = ranks.concatenate(scorer.score(part, greedy))
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
-        failed, complaint = self._scorer.failures(ranks, f"step {step}")
-        valid = ~rewards.isnan() if complaint else None  # failed rewards are NaN, and their rollouts in no group
+        return self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
+
+    def _checked(
+        self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
+    ) -> Collected:
+        """Return the batch once its rewards [G, N], NaN where they failed, have been checked."""
+        failed, complaint = self.scorer.failures(self.ranks, f"step {step}")
+        valid = ~rewards.isnan() if complaint else None  # samples without a reward belong to no group
         known = rewards.nan_to_num() if complaint else rewards
         check_rewards(known, prompts, step)
-        if self._needs_binary:
+        if self.needs_binary:
             check_binary(known, prompts, step)
-        numbers: dict[str, float] = {f"reward_{kind}": count for kind, count in failed.items()}
         return Collected(
             prompts=prompts,
             rollouts=rollouts,
+            step=step,
             rewards=known,
             valid=valid,
             greedy_rewards=greedy_rewards,
             sampled_rewards=rewards,
             num_tokens=len(rollouts.tokens),
-            rollout_seconds=lap.seconds,
-            numbers=numbers,
+            rollout_seconds=seconds,
+            numbers={f"reward_{kind}": count for kind, count in failed.items()},
             complaint=complaint,
         )
 
@@ -145,20 +160,21 @@ def check_binary(rewards: Tensor, prompts: Prompts, step: int) -> None:
         )
 
 
-def is_alive(rewards: Tensor) -> Tensor:
-    """Which groups [G] have known rewards [G, N] that differ."""
+def is_mixed(rewards: Tensor) -> Tensor:
+    """Return which groups [G] have known rewards [G, N] that differ."""
     known = ~rewards.isnan()
     largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
     return known.any(1) & (largest.amax(1) > smallest.amin(1))
 
 
 def _joined(batches: list[Collected]) -> Collected:
-    """All groups of several batches."""
+    """Return all groups of several batches as one."""
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
     return Collected(
         prompts=Prompts.concatenate([batch.prompts for batch in batches]),
         rollouts=Rollouts.concatenate([batch.rollouts for batch in batches]),
+        step=batches[0].step,
         rewards=rewards.nan_to_num(),
         valid=~rewards.isnan() if rewards.isnan().any() else None,
         greedy_rewards=torch.cat(greedy) if greedy else None,
@@ -171,7 +187,7 @@ def _joined(batches: list[Collected]) -> Collected:
 
 
 def _chosen(whole: Collected, groups: Tensor, num_rollouts: int) -> Collected:
-    """What is left with some of the groups; `sampled_rewards` stay those of all."""
+    """Return some of the groups; `sampled_rewards` stay those of all groups."""
     sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)).flatten()
     return replace(
         whole,

@@ -1,4 +1,4 @@
-"""What a training step reports: a line of metrics.jsonl, and the short form of it on the screen."""
+"""The metrics of a training step: a line of metrics.jsonl, and its short form on the screen."""
 
 from collections.abc import Sequence
 
@@ -9,23 +9,23 @@ from maxrl_fast.training.learner import UpdateMetrics
 
 
 def step_metrics(
-    step: int,
-    collected: Collected,
-    advantages: Tensor,
-    updates: Sequence[UpdateMetrics],
-    lr: float,
-    seconds: dict[str, float],
+    collected: Collected, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
 ) -> dict[str, float]:
-    """Means over the rollouts of the step, of rewards over all that were sampled; of the loss, and of the gradient's norm and
-    moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on.
+    """Return the metrics of a step.
+
+    Rewards are averaged over all sampled rollouts; lengths, truncation and entropy over the rollouts of the step; the loss, the
+    gradient's norm and the variance from Adam's moments over the updates; ratios, clips, divergence and the difference of
+    log-probs over the tokens trained on.
 
     Args:
         advantages: [G, N].
+        train_seconds: of advantages and updates.
     """
     rewards, rollouts = collected.sampled_rewards, collected.rollouts
-    solved = rewards > 0.5  # NaN, of a reward that is not known, is not
+    solved = rewards > 0.5  # an unknown reward, NaN, is not
     known = rewards[~rewards.isnan()]
     num_targets = sum(update.num_targets for update in updates)
+    seconds = {"rollout_seconds": collected.rollout_seconds, "train_seconds": train_seconds}
 
     def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
@@ -34,7 +34,7 @@ def step_metrics(
         return sum(getattr(update, name) for update in updates) / num_targets if num_targets else otherwise
 
     return {
-        "step": step,
+        "step": collected.step,
         "reward_mean": float(known.mean()),
         "pass_at_1": float((known > 0.5).float().mean()),
         "frac_prompts_solved": float(solved.any(1).float().mean()),
@@ -55,7 +55,7 @@ def step_metrics(
 
 
 def summary(record: dict[str, float]) -> str:
-    """One line of it."""
+    """Return one line of the metrics."""
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
         f"entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "

@@ -16,7 +16,7 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """The stream a model reads and the targets it is judged on.
 
     The stream is prompts, each followed at the end of the stream by its responses without their last token, which predicts
@@ -81,7 +81,7 @@ class Packer:
         """Of all prompts, then of all responses."""
         return torch.cat([self.prompts.tokens, self.rollouts.tokens])
 
-    def pack(self, sequences: Tensor) -> Batch:
+    def pack(self, sequences: Tensor) -> MicroBatch:
         """The chosen rollouts, `sequences` [S] in ascending order, on the host."""
         device = self.rollouts.tokens.device
         prompt_cu, response_cu = self._cu_seqlens
@@ -122,7 +122,7 @@ class Packer:
         predicts[predicted_from] = True
         target_index = ranges(response_cu[:-1][sequences], lengths).to(device)
         importance = self.rollouts.importance_weights
-        return Batch(
+        return MicroBatch(
             tokens=self._tokens[index.to(device)],
             positions=positions.to(device),
             layout=SharedPromptLayout.build(run_lengths, shared, run[~is_whole], device),

@@ -15,7 +15,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.dataset_specs import KINDS
+from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.lines import read_lines
 from tests.models import tiny_decoder
 from tests.run.test_resume import assert_same, stop_at
@@ -56,7 +56,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 
 
 def task_of(path, policy, seed=0, **options):
-    return DatasetTask(TaskOptions(task="dataset", data=path, **options), seed, policy, KINDS["dataset"])
+    return DatasetTask(TaskOptions(task="dataset", data=path, **options), seed, policy, DATASETS["dataset"])
 
 
 def texts(task, split, start, count):

@@ -1,11 +1,13 @@
-"""What a run will take, before it runs: memory and work."""
+"""What a configuration comes to: the first lines of a run, and for --dry-run its memory and work."""
 
 from pathlib import Path
 
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.flash import kernel_for
@@ -14,8 +16,8 @@ from maxrl_fast.rollout.native import MOST_ROWS, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
-def describe_run(config: Config, task: Task, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
-    """What runs on what, said once at the start."""
+def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
+    """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
@@ -41,63 +43,61 @@ def describe_run(config: Config, task: Task, model: Decoder, ranks: Ranks, saved
     ]
 
 
-def _parameters(model: Decoder) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def estimate(config: ResolvedConfig, task: Task, model: Decoder) -> str:
+    """Return the options that the run takes, and estimates of its memory and of the work of a step."""
+    flat, parameters = config.flat(), _parameters(model)
+    hidden = not_taken(Choices.of(flat))
+    lines = ["configuration"]
+    lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
+    memory = _memory(config, task, model)
+    lines += [f"policy: {parameters:,} parameters", "memory, estimated"]
+    lines += [f"  {name}: {_bytes(value)}" for name, value in memory.items()]
+    lines += [f"  total: {_bytes(sum(memory.values()))}"]
+    prompt_tokens = config.rollout.prompts * task.prompt_length
+    response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
+    passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * objective_of(config).needs.logprob_passes
+    lines += ["work per step, estimated (multiplications with weights; all responses at their limit)"]
+    lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
+    for name, factor in (("rollout", 2), ("update", passes)):
+        lines += [f"  {name}: {factor * parameters * (prompt_tokens + response_tokens) / 1e9:,.1f} GFLOP"]
+    return "\n".join(lines)
 
 
-def _trained(model: Decoder) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def estimate(config: Config, task: Task, model: Decoder) -> str:
-    """The resolved configuration, and estimates of memory and of the work of a step, with responses at their limit."""
-    sizes, options = model.config, config.rollout
-    assert options.max_new_tokens is not None
+def _memory(config: ResolvedConfig, task: Task, model: Decoder) -> dict[str, float]:
+    """Return bytes by what they are for, with all responses at their limit."""
+    sizes, options, device = model.config, config.rollout, torch.device(config.run.device)
     parameters, trained = _parameters(model), _trained(model)
     element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
-    all_rows = max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples)
-    device = torch.device(config.run.device)
-    rows = min(all_rows, MOST_ROWS[device.type])
+    rows = min(max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples), MOST_ROWS[device.type])
     budget = default_cache_bytes(device) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
     kv_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * element
     cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length
-    # Kept for the backward pass, in floats per token and layer: four of H, four of the feed-forward, q, k, v and their kin.
+    # Kept for the backward pass, in floats per token and layer: six of H, four of the feed-forward layer, and q, k, v and
+    # what attention makes of them.
     heads = sizes.num_attention_heads * sizes.head_dim
     activations = 6 * sizes.hidden_size + 4 * sizes.intermediate_size + 8 * heads
     if config.optimizer.checkpoint_activations:
         activations += sizes.num_hidden_layers * sizes.hidden_size
     else:
         activations *= sizes.num_hidden_layers
-    logits = 6 * sizes.vocab_size
-    prompt_tokens = options.prompts * task.prompt_length
-    response_tokens = options.prompts * options.rollouts * options.max_new_tokens
+    logits, tokens = 6 * sizes.vocab_size, config.optimizer.token_budget
     memory = {
         "weights, gradients, Adam moments (float32)": 4 * parameters + 12 * trained,
         f"rollout weights ({config.run.dtype})": element * parameters,
         f"key/value cache of at most {rows} rows": min(kv_token * cached_tokens, budget),
-        f"activations of {config.optimizer.token_budget} tokens": config.optimizer.token_budget
-        * (activations * element + logits * 4),
+        f"activations of {tokens} tokens": tokens * (activations * element + logits * 4),
     }
-    is_pacs, is_paper = config.objective.beta is not None, config.objective.objective == "pacs_paper"
-    if config.loss.kl_coef or is_paper:
+    if config.loss.kl_coef or objective_of(config).needs.reference:
         memory["reference policy (float32)"] = 4 * trained  # frozen weights are shared
-    log_prob_passes = 2 if is_paper or (is_pacs and config.optimizer.updates_per_step > 1) else 0
-    passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * log_prob_passes
-    work = {
-        "rollout": 2 * parameters * (prompt_tokens + response_tokens),
-        "update": passes * parameters * (prompt_tokens + response_tokens),
-    }
-    lines = ["configuration"]
-    lines += [f"  {name} = {value}" for name, value in config.flat().items() if value is not None]
-    lines += [f"policy: {parameters:,} parameters", "memory, estimated"]
-    lines += [f"  {name}: {_bytes(value)}" for name, value in memory.items()]
-    lines += [
-        f"  total: {_bytes(sum(memory.values()))}",
-        "work per step, estimated (products with weights; responses at their limit)",
-    ]
-    lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
-    lines += [f"  {name}: {value / 1e9:,.1f} GFLOP" for name, value in work.items()]
-    return "\n".join(lines)
+    return memory
+
+
+def _parameters(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _trained(model: Decoder) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _bytes(value: float) -> str:

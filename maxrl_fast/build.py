@@ -1,0 +1,314 @@
+"""From a resolved configuration to the objects of a run. They take what they need, and do not know the configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.options import ResolvedConfig, RewardOptions, TaskOptions
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.model.policy import load_policy, new_policy
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.chain import ChainTask
+from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.gym import GymTask
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks.names import GYM, dataset_spec, unknown_task
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.optimizer import LearningRate, make_optimizer
+from maxrl_fast.training.sharding import distribute
+from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.trainer import Trainer
+from maxrl_fast.training.warm_start import WarmStart
+
+
+def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: str | None = None) -> Task:
+    """Return the task.
+
+    Args:
+        model: the checkpoint directory whose tokenizer reads text.
+        reward: --reward, which tasks without a reward of their own need.
+
+    Raises:
+        InputError: where there is none of this name, its options do not fit it, or its files cannot be read.
+    """
+    name, spec = options.task, dataset_spec(options.task)
+    if name == "maze":
+        return MazeTask(options.maze_size, seed)
+    if name == "chain":
+        return ChainTask(options.chain_length, seed)
+    if spec is None and not name.startswith(GYM):
+        raise InputError(unknown_task(name))
+    if spec is not None and options.data is not None and options.hub is not None:
+        raise InputError(f"--task {name} takes --data or --hub, got both")
+    if spec is not None and options.data is None and options.hub is None and spec.hub is None:
+        raise InputError(f"--task {name} needs --data FILE or --hub NAME")
+    if spec is not None and reward is None and spec.reward is None:
+        raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
+    if model is None:
+        raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
+    text: dict[str, Any] = {
+        "prompt_suffix": options.prompt_suffix,
+        "plain_prompts": options.plain_prompts,
+        "max_prompt_tokens": options.max_prompt_tokens,
+    }
+    if spec is None:
+        return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
+    return DatasetTask(
+        spec,
+        seed,
+        model,
+        data=options.data,
+        test_data=options.test_data,
+        hub=options.hub,
+        prompt_key=options.prompt_key,
+        answer_key=options.answer_key,
+        **text,
+    )
+
+
+def build_scorer(options: RewardOptions, task: Task) -> Scorer:
+    """Return what gives every response its reward: the task, or a function in worker processes.
+
+    Raises:
+        InputError: where the function cannot be loaded.
+    """
+    function = options.reward or task.reward
+    if function is None:
+        return Scorer(task, None, threshold=options.reward_threshold)
+    pool = RewardPool(
+        function,
+        workers=options.reward_workers,
+        time_limit=options.reward_seconds,
+        memory_limit=int(options.reward_memory_gb * 1e9),
+    )
+    limit = None if options.reward else task.answer_limit  # a user's function sees everything
+    return Scorer(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
+
+
+def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None = None) -> Decoder:
+    """Return the policy on the CPU, in float32, with adapters where asked.
+
+    Args:
+        saved: sizes of the policy of a resumed run, whose weights are loaded later.
+
+    Raises:
+        InputError: where a checkpoint cannot be read or does not fit the task.
+    """
+    options, limit = config.model, config.rollout.max_new_tokens
+    if saved is not None:
+        model = Decoder.empty(saved)
+    elif options.model is not None:
+        model = load_policy(
+            options.model,
+            task=config.task.task,
+            vocab_size=task.vocab_size,
+            prompt_length=task.prompt_length,
+            max_new_tokens=limit,
+        )
+    else:
+        model = new_policy(
+            vocab_size=task.vocab_size,
+            positions=max(512, task.prompt_length + limit),
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size,
+            layers=options.layers,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            rope_theta=options.rope_theta,
+            seed=config.run.seed,
+        )
+    if options.lora_rank:
+        add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
+    model.checkpoint_activations = config.optimizer.checkpoint_activations
+    if config.run.compile:
+        model.compile_layers()
+    return model
+
+
+def build_engine(
+    name: str,
+    model: Decoder,
+    task: Task,
+    dtype: torch.dtype,
+    *,
+    max_new_tokens: int,
+    max_rows: int,
+    kv_cache_gb: float | None = None,
+    compiled: bool = False,
+) -> Engine:
+    """Return the rollout engine of this name, "native" or "vllm", with the model's weights.
+
+    Args:
+        max_rows: responses that vLLM samples side by side.
+        kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
+
+    Raises:
+        InputError: where it is not installed, or cannot run this model within the KV-cache limit.
+    """
+    device = model.lm_head.weight.device
+    cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
+    if name == "vllm":
+        from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
+
+        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(max(max_rows, 256), MOST_ROWS[device.type]))
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+    engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
+    return engine
+
+
+def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task) -> Engine:
+    """Return the rollout engine of a run; raises as `build_engine` does."""
+    options = config.rollout
+    return build_engine(
+        options.rollout,
+        model,
+        task,
+        dtype_of(config),
+        max_new_tokens=options.max_new_tokens,
+        max_rows=options.prompts * options.rollouts,
+        kv_cache_gb=options.kv_cache_gb,
+        compiled=config.run.compile,
+    )
+
+
+def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
+    """Return how a run samples responses."""
+    options = config.rollout
+    return Sampling(options.temperature, options.max_new_tokens, task.stop_ids, top_p=options.top_p)
+
+
+def build_loss_settings(config: ResolvedConfig) -> LossSettings:
+    """Return the settings of the token loss in reinforcement learning."""
+    options = config.rollout
+    return LossSettings(**vars(config.loss), temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+
+
+def build_learner(
+    config: ResolvedConfig, model: Decoder, ranks: Ranks | None = None, module: Any = None, reference: Decoder | None = None
+) -> Learner:
+    """Return the learner of reinforcement learning, with a new optimizer."""
+    options = config.optimizer
+    return Learner(
+        model,
+        make_optimizer(model, options.beta2, options.weight_decay),
+        build_loss_settings(config),
+        options.clip_grad,
+        options.token_budget,
+        dtype_of(config),
+        reference,
+        ranks or Ranks(),
+        module,
+    )
+
+
+def build_warm_start(
+    config: ResolvedConfig, task: Task, model: Decoder, ranks: Ranks | None = None, module: Any = None
+) -> WarmStart:
+    """Return the warm start, with a learner and an optimizer of its own."""
+    options, optimizer = config.warm_start, config.optimizer
+    learner = Learner(
+        model,
+        make_optimizer(model, options.sft_beta2, optimizer.weight_decay),
+        LossSettings(loss="reinforce", aggregation="token_mean"),
+        optimizer.clip_grad,
+        optimizer.token_budget,
+        dtype_of(config),
+        ranks=ranks or Ranks(),
+        module=module,
+    )
+    rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
+    return WarmStart(task, learner, rate, options.sft_batch, torch.device(config.run.device))
+
+
+def build_collector(
+    config: ResolvedConfig,
+    task: Task,
+    engine: Engine,
+    scorer: Scorer,
+    objective: Objective,
+    clock: Stopwatch | None = None,
+    ranks: Ranks | None = None,
+) -> RolloutCollector:
+    """Return what samples and scores a step's rollouts."""
+    options, needs = config.rollout, objective.needs
+    return RolloutCollector(
+        task,
+        engine,
+        scorer,
+        build_sampling(config, task),
+        num_prompts=options.prompts,
+        num_rollouts=options.rollouts,
+        seed=config.run.seed,
+        device=torch.device(config.run.device),
+        max_batches=max(options.dynamic_sampling, 1),
+        needs_greedy=needs.greedy,
+        needs_binary=needs.binary,
+        clock=clock or Stopwatch(),
+        ranks=ranks or Ranks(),
+    )
+
+
+def build_trainer(
+    config: ResolvedConfig,
+    task: Task,
+    engine: Engine,
+    scorer: Scorer,
+    model: Decoder,
+    clock: Stopwatch | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Trainer, WarmStart]:
+    """Return the trainer and the warm start before it, which train one model.
+
+    Args:
+        model: on its device; with --sharding full its weights are sharded in place.
+    """
+    objective, ranks, clock = objective_of(config), ranks or Ranks(), clock or Stopwatch()
+    reference = frozen_copy(model) if config.loss.kl_coef or objective.needs.reference else None
+    module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
+    options = config.optimizer
+    trainer = Trainer(
+        build_collector(config, task, engine, scorer, objective, clock, ranks),
+        objective,
+        build_learner(config, model, ranks, module, reference),
+        engine,
+        LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
+        options.updates_per_step,
+        config.rollout.importance_cap,
+        clock,
+    )
+    return trainer, build_warm_start(config, task, model, ranks, module)
+
+
+def build_evaluator(
+    config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks | None = None
+) -> Evaluator:
+    """Return the evaluation on held-out prompts during training."""
+    return Evaluator(
+        engine,
+        task,
+        scorer,
+        build_sampling(config, task),
+        num_prompts=config.evaluation.eval_prompts,
+        num_samples=config.evaluation.eval_samples,
+        seed=config.run.seed,
+        device=torch.device(config.run.device),
+        ranks=ranks or Ranks(),
+    )
+
+
+def dtype_of(config: ResolvedConfig) -> torch.dtype:
+    """Return the dtype of the computation."""
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    return dtype

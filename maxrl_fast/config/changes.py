@@ -1,0 +1,39 @@
+"""What it means for a resumed run that an option differs from the run's before."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Options that say how a run was started,
+OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
+# options that change nothing that is learned,
+FREE = (
+    *("save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_samples", "stall_limit"),
+    *("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate", "diagnose_every", "log_to"),
+)
+# options that fix the shape of the policy,
+POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")
+# and options that change the numbers by rounding alone. All others change the mathematics.
+ROUNDING = ("device", "threads", "sharding", "token_budget", "checkpoint_activations", "compile", "kv_cache_gb")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Options that differ, each as "lr: 0.1 before, 0.2 now"."""
+
+    policy: tuple[str, ...]  # of the policy's shape
+    mathematics: tuple[str, ...]
+    rounding: tuple[str, ...]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Return how the options of a resumed run differ from those of the run before."""
+    differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
+    if now["lr_schedule"] == "constant" and "steps" in differing:
+        differing.remove("steps")  # otherwise the learning rate depends on the number of steps
+    said = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
+    return Changes(
+        policy=tuple(text for name, text in said.items() if name in POLICY),
+        mathematics=tuple(text for name, text in said.items() if name not in (*POLICY, *ROUNDING)),
+        rounding=tuple(text for name, text in said.items() if name in ROUNDING),
+    )

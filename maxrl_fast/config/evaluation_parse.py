@@ -1,0 +1,174 @@
+"""From flags and the folder of a run to the resolved configuration of an evaluation."""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from maxrl_fast.config import parse as training
+from maxrl_fast.config.checks import check_ranges, check_task
+from maxrl_fast.config.evaluation_options import (
+    EvaluationConfig,
+    ResolvedEvaluationConfig,
+    ResolvedMeasure,
+    ResolvedPlace,
+    ResolvedSampling,
+)
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.relevance import refuse_not_taken
+from maxrl_fast.config.resolve import num_held_out, resolve_place
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.files.untrusted import read_json
+from maxrl_fast.tasks import Task
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a policy's weights are."""
+
+    checkpoint: Path  # a Hugging Face directory, absolute, links followed
+    name: str  # for tables and file names
+    run: Path | None = None  # the folder of the run that it lies in
+
+
+def find_source(path: Path, flag: str = "CHECKPOINT") -> Source:
+    """The checkpoint that a user's path means.
+
+    Raises:
+        InputError: where it is neither a checkpoint directory nor the folder of a run with one.
+    """
+    wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
+    if not path.is_dir():
+        raise InputError(f"{wanted}, got {path}, which is {'no directory' if os.path.lexists(path) else 'not there'}")
+    if not (path / "config.json").exists():
+        raise InputError(f"{wanted}, got {path}, which has no config.json")
+    if _is_run(path):
+        found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
+        if found is None:
+            raise InputError(f"{path} is the folder of a run without a checkpoint: neither best nor latest is there")
+        path = found
+    path = path.resolve()
+    run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
+    return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it holds the config.json of a run, not of a model."""
+    try:
+        options = read_json(folder / "config.json")
+    except InputError:
+        return False
+    return "objective" in options and "model_type" not in options
+
+
+def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
+    """Return what flags and the run's folder give. A flag that is wrong in itself exits with code 2.
+
+    Raises:
+        InputError: where CHECKPOINT is missing or is none, and on an option that the task does not take.
+    """
+    asks_for_help = bool({"-h", "--help"} & {*arguments})
+    hidden = training.hidden_options({}, arguments) if asks_for_help else {}
+    given = training.parse_shown(EvaluationConfig, arguments, hidden, PROG)
+    if given.measure.compare:
+        if given.checkpoint is not None or given.measure.baseline is not None:
+            raise InputError("--compare compares finished evaluations and takes no CHECKPOINT and no --baseline")
+        return given, None
+    if given.checkpoint is None:
+        raise InputError("CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or --compare)")
+    source = find_source(given.checkpoint)
+    run = Config() if source.run is None else training.parse(["--resume", str(source.run)])
+    config = training.parse_shown(
+        EvaluationConfig, arguments, (), PROG, default=EvaluationConfig(task=run.task, reward=run.reward)
+    )
+    if config.task.task != run.task.task:  # another task takes none of its options
+        config = given
+    max_new_tokens, place = config.sampling.max_new_tokens, config.place
+    if max_new_tokens is None and config.task == run.task:
+        max_new_tokens = run.rollout.max_new_tokens
+    seed = run.run.seed if config.sampling.seed is None else config.sampling.seed
+    task_seed = run.run.seed if place.task_seed is None else place.task_seed
+    sampling = dataclasses.replace(config.sampling, max_new_tokens=max_new_tokens, seed=seed)
+    return dataclasses.replace(
+        config, checkpoint=source.checkpoint, sampling=sampling, place=dataclasses.replace(place, task_seed=task_seed)
+    ), source
+
+
+PROG = "python -m maxrl_fast.evaluate"
+
+
+def check(config: EvaluationConfig) -> None:
+    """Refuse everything that can be known to be wrong before any work.
+
+    Raises:
+        InputError: with a sentence that says what was wanted and what came.
+    """
+    measure, sampling = config.measure, config.sampling
+    for name, value in (("samples", measure.samples), ("bootstrap", measure.bootstrap)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}")
+    if not 0 < measure.confidence < 1:
+        raise InputError(f"confidence must be above 0 and below 1, got {measure.confidence}")
+    for k in measure.k:
+        if not 1 <= k <= (sys.maxsize if measure.compare else measure.samples):
+            raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
+    if sampling.temperature == 0 and measure.samples > 1:
+        raise InputError(f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}")
+    if config.place.task_seed is not None and not 0 <= config.place.task_seed < 2**63:
+        raise InputError(f"task_seed must be in [0, 2^63), got {config.place.task_seed}")
+    check_task(config.task.task)
+    options = config.flat()
+    refuse_not_taken(options, EvaluationConfig().flat())
+    check_ranges(options if sampling.temperature else options | {"temperature": 1.0})  # greedy decoding is no way to train
+
+
+def resolve(config: EvaluationConfig, source: Source, task: Task) -> ResolvedEvaluationConfig:
+    """Return the checked configuration with every default worked out.
+
+    Raises:
+        InputError: where the device is absent, --out holds something, or there are fewer prompts.
+    """
+    measure, sampling, place = config.measure, config.sampling, config.place
+    available = task.num_test_prompts if measure.split == "test" else None
+    prompts = num_held_out(measure.prompts, available, "prompts")
+    ks = tuple(sorted(set(measure.k))) or tuple(powers_of_two(measure.samples))
+    limit = sampling.max_new_tokens or task.max_new_tokens
+    device, dtype = resolve_place(place.device, place.dtype)
+    resolved = {
+        "out": free_folder(place.out, source.name),
+        "task_seed": place.task_seed or 0,
+        "device": device,
+        "dtype": dtype,
+        "threads": place.threads or torch.get_num_threads(),
+    }
+    return ResolvedEvaluationConfig(
+        checkpoint=config.checkpoint,
+        measure=ResolvedMeasure(**{**vars(measure), "prompts": prompts, "k": ks}),
+        sampling=ResolvedSampling(**{**vars(sampling), "max_new_tokens": limit, "seed": sampling.seed or 0}),
+        task=config.task,
+        reward=config.reward,
+        place=ResolvedPlace(**{**vars(place), **resolved}),
+    )
+
+
+def free_folder(out: Path | None, name: str) -> Path:
+    """Where results go: --out, or a folder named after what is evaluated and the time.
+
+    Raises:
+        InputError: where it holds something.
+    """
+    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        # What a stopped evaluation leaves is not in the way.
+        is_free = not out.exists() or (out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()))
+    except OSError as error:
+        raise InputError(f"cannot read --out {out}: {error}") from error
+    if not is_free:
+        raise InputError(f"--out must be a new or empty folder, got {out}")
+    return out

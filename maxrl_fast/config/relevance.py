@@ -1,0 +1,85 @@
+"""Which options a run takes, by its task, objective and model. --help shows these alone, and all others are refused."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions
+from maxrl_fast.errors import InputError
+from maxrl_fast.tasks.names import GYM, dataset_spec, is_file
+from maxrl_fast.training.objective_registry import OBJECTIVES, objective_options
+
+_NEW_POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta")
+
+
+def _names(options: type) -> list[str]:
+    return [option.name for option in dataclasses.fields(options)]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options on which it depends whether others are taken."""
+
+    objective: str = "maxpo"
+    task: str = "maze"
+    model: Any = None
+    reward: str | None = None
+    resume: Any = None
+    lora_rank: int = 0
+    kl_coef: float = 0.0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Choices":
+        """Return the choices among options by name."""
+        return cls(**{name: options[name] for name in _names(cls) if name in options})
+
+
+def not_taken(choices: Choices) -> dict[str, str]:
+    """Return the options that these choices do not take, each with who does not take it."""
+    found = dict(_of_task(choices))
+    who = f"objective {choices.objective}"
+    if choices.objective in OBJECTIVES or is_file(choices.objective):
+        taken = objective_options(choices.objective, num_rollouts=2)
+        found |= {name: who for name in _names(ObjectiveOptions) if name != "objective" and name not in taken}
+    if choices.model is not None:
+        found |= dict.fromkeys(_NEW_POLICY, "a policy from --model")
+    if not choices.lora_rank:
+        found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
+    if not choices.kl_coef:
+        found["kl"] = "a run without --kl-coef"
+    if choices.resume is None:
+        found["allow_changes"] = "a run without --resume"
+    return found
+
+
+def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
+    task, who = choices.task, f"task {choices.task}"
+    spec, is_gym = dataset_spec(task), task.startswith(GYM)
+    reads_text, has_function = spec is not None or is_gym, choices.reward is not None
+    taken = {
+        "maze_size": task == "maze",
+        "chain_length": task == "chain",
+        "gym_config": is_gym,
+        **dict.fromkeys(("data", "test_data", "hub", "prompt_key"), spec is not None),
+        "answer_key": spec is not None and spec.gold is not None,
+        **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens"), reads_text),
+        "reward": not is_file(task),  # there the task is the reward
+        "reward_threshold": task != "maze" or has_function,
+        **dict.fromkeys(
+            ("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate"), reads_text or has_function
+        ),
+    }
+    assert taken.keys() == {*_names(TaskOptions), *_names(RewardOptions)} - {"task"}
+    return ((name, who) for name, is_taken in taken.items() if not is_taken)
+
+
+def refuse_not_taken(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse options that the run does not take and that differ from their defaults.
+
+    Raises:
+        InputError: naming the option and what does not take it.
+    """
+    for name, who in not_taken(Choices.of(options)).items():
+        if name in options and options[name] != defaults[name]:
+            raise InputError(f"{who} takes no {name}, got {options[name]!r}")

@@ -1,0 +1,151 @@
+"""From a checked configuration and its task to the resolved one, in which every default is worked out."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.options import (
+    Config,
+    ResolvedConfig,
+    ResolvedEvaluation,
+    ResolvedLoss,
+    ResolvedRollout,
+    ResolvedRun,
+    ResolvedWarmStart,
+)
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import resolve_device, resolve_dtype
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.names import is_file
+from maxrl_fast.training.objective_registry import objective_options
+
+
+def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> ResolvedConfig:
+    """Return the checked configuration with every default worked out.
+
+    Raises:
+        InputError: where the device is absent, --out holds something, or there are more processes than prompts.
+    """
+    ranks = ranks or Ranks()
+    if config.rollout.prompts < ranks.size:
+        raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
+    if config.rollout.rollout == "vllm" and ranks.size > 1:
+        raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
+    config = config.replace(**_absolute(config))
+    rollouts, chosen = config.rollout.rollouts, config.objective
+    defaults = objective_options(chosen.objective, rollouts)
+    objective = {name: value for name, value in defaults.items() if getattr(chosen, name) is None}
+    return ResolvedConfig(
+        objective=dataclasses.replace(chosen, **objective),
+        task=config.task,
+        reward=config.reward,
+        rollout=_rollout(config, task),
+        warm_start=_warm_start(config, task),
+        optimizer=config.optimizer,
+        loss=_loss(config),
+        model=config.model,
+        evaluation=_evaluation(config, task),
+        run=_run(config, ranks),
+    )
+
+
+def _rollout(config: Config, task: Task) -> ResolvedRollout:
+    options, cap = config.rollout, config.rollout.importance_cap
+    if cap is None:
+        differs = options.rollout == "vllm" or options.top_p < 1
+        cap = 2.0 if differs and not objective_of(config).owns_loss else 0.0
+    return ResolvedRollout(
+        **{**vars(options), "max_new_tokens": options.max_new_tokens or task.max_new_tokens, "importance_cap": cap}
+    )
+
+
+def _warm_start(config: Config, task: Task) -> ResolvedWarmStart:
+    options, steps = config.warm_start, config.warm_start.sft_steps
+    if steps is None:
+        steps = 100 if config.model.model is None and task.has_demonstrations else 0
+    if steps and not task.has_demonstrations:
+        raise InputError(f"sft_steps must be 0, as {task.name} has no solutions to learn from, got {steps}")
+    beta2 = config.optimizer.beta2 if options.sft_beta2 is None else options.sft_beta2
+    return ResolvedWarmStart(**{**vars(options), "sft_steps": steps, "sft_beta2": beta2})
+
+
+def _loss(config: Config) -> ResolvedLoss:
+    options, objective = config.loss, objective_of(config)
+    chosen: dict[str, Any] = {
+        "loss": options.loss or objective.loss,
+        "aggregation": options.aggregation or objective.aggregation,
+    }
+    return ResolvedLoss(**{**vars(options), **chosen})
+
+
+def _evaluation(config: Config, task: Task) -> ResolvedEvaluation:
+    num_prompts = num_held_out(config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts")
+    return ResolvedEvaluation(**{**vars(config.evaluation), "eval_prompts": num_prompts})
+
+
+def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
+    """Return the number of held-out prompts to evaluate on: by default 256, or all there are.
+
+    Raises:
+        InputError: where there are fewer; `name` is the option's.
+    """
+    available = available or 2**63  # None: as many as asked for
+    number = wanted or min(256, available)
+    if number > available:
+        raise InputError(f"{name} must be at most the {available} prompts that are held out, got {number}")
+    return number
+
+
+def _run(config: Config, ranks: Ranks) -> ResolvedRun:
+    options = config.run
+    out = options.resume or options.out or Path("runs") / f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
+        _refuse_used(out)
+    device, dtype = resolve_place(options.device, options.dtype)
+    threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
+    return ResolvedRun(**{**vars(options), "out": out, "device": device, "dtype": dtype, "threads": threads})
+
+
+def _short(config: Config) -> str:
+    """Return the objective's name, for the folder of the run."""
+    name = config.objective.objective
+    return name.rpartition(":")[2] if is_file(name) else name
+
+
+def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Literal["float32", "bfloat16"]]:
+    """Return the device and the dtype of the options of these names.
+
+    Raises:
+        InputError: where the device is absent.
+    """
+    chosen = resolve_device(device)
+    is_half = resolve_dtype(dtype, chosen) == torch.bfloat16
+    return "cuda" if chosen.type == "cuda" else "cpu", "bfloat16" if is_half else "float32"
+
+
+def _absolute(config: Config) -> dict[str, Any]:
+    """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
+    paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
+    resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
+    functions = {"reward": config.reward.reward, "task": config.task.task, "objective": config.objective.objective}
+    for name, value in functions.items():
+        if value is not None and is_file(value):
+            file, _, function = value.rpartition(":")
+            resolved[name] = f"{Path(file).absolute()}:{function}"
+    return resolved
+
+
+def _refuse_used(out: Path) -> None:
+    try:
+        is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {"lock"})
+    except OSError as error:
+        raise InputError(f"cannot read --out {out}: {error}") from error
+    if not is_free:
+        what = "another run" if (out / "config.json").exists() else "something else"
+        resume = f"; --resume {out} resumes it" if (out / "config.json").exists() else ""
+        raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}{resume}")

@@ -1,0 +1,121 @@
+"""Each rank tells the others that it lives, and ends once another has failed, fallen silent or got stuck."""
+
+import contextlib
+import datetime
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+SILENCE_LIMIT = 40.0  # seconds after which a rank that says nothing counts as dead
+START_LIMIT = 300.0  # the same before its first sign of life
+PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
+BEAT = 1.0  # seconds between signs of life
+STACKS_LIMIT = datetime.timedelta(seconds=20)  # in which the ranks hear that one is stuck, and write their stacks
+STUCK, SILENT = "the run is stuck", "has not been heard of for"  # in messages upon which ranks write their stacks
+
+
+def dump_stacks(who: str) -> None:
+    """Where every thread of this process is, on standard error, whatever the threads are in."""
+    os.write(2, f"\nstacks of {who} (process {os.getpid()}):\n".encode())
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+
+
+class Watch(threading.Thread):
+    """Says to the other ranks that this one lives, and ends this process once another has failed or fallen silent.
+
+    Without it a rank would wait for a dead one in the next collective for as long as that may take.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int):
+        super().__init__(name="watch", daemon=True)
+        self._store, self._rank, self._size = store, rank, size
+        self._stopped = threading.Event()
+        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
+        self._turned = time.monotonic()  # when this thread last had an answer of the store
+        self.dump_workers: Callable[[], None] = lambda: None  # makes worker processes write their stacks
+
+    def start(self) -> None:
+        """Begin; another thread watches this one, which waits without a limit for a store whose process is frozen."""
+        super().start()
+        threading.Thread(target=self._watch_store, name="watch of the store", daemon=True).start()
+
+    def _watch_store(self) -> None:
+        while not self._stopped.wait(BEAT):
+            silence = time.monotonic() - self._turned
+            if silence > SILENCE_LIMIT:
+                self._write_stacks()
+                self._end(f"the store that connects the ranks, of rank 0 or torchrun, has not answered for {silence:.0f} s")
+
+    def _write_stacks(self) -> None:
+        dump_stacks(f"rank {self._rank}")
+        self.dump_workers()
+
+    def _end(self, message: str) -> None:
+        """End this process: the main thread may wait inside a collective, where no exception reaches it."""
+        print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def run(self) -> None:
+        beat = 0
+        while beat == 0 or not self._stopped.wait(BEAT):
+            beat += 1
+            try:
+                self._store.set(f"alive/{self._rank}", str(beat))
+                message = self._failure()
+                self._turned = time.monotonic()
+            except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
+                message = f"the store that connects the ranks does not answer: {error}"
+            if message and (STUCK in message or SILENT in message):
+                self._write_stacks()  # at once: the rank that is stuck waits for them before it ends
+                with contextlib.suppress(RuntimeError, dist.DistError):
+                    self._store.set(f"stacks/{self._rank}", "written")
+            if message and not self._stopped.wait(PATIENCE):
+                self._end(message)
+
+    def _failure(self) -> str | None:
+        """What happened to another rank."""
+        if self._store.check(["failed"]):
+            message: str = self._store.get("failed").decode()
+            return message
+        now = time.monotonic()
+        for rank, (last, since) in self._heard.items():
+            key = f"alive/{rank}"
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            if beat != last:
+                self._heard[rank] = (beat, now)
+            elif now - since > (SILENCE_LIMIT if beat else START_LIMIT) and beat != b"done":
+                return f"rank {rank} {SILENT} {now - since:.0f} s"
+        return None
+
+    def say_failed(self, message: str) -> str | None:
+        """Let the other ranks end with this rank's message; or return that of the rank that failed before."""
+        self._stopped.set()
+        own = f"rank {self._rank} failed: {message}"
+        try:
+            said: str = self._store.compare_set("failed", "", own).decode()  # the first message stays
+        except (RuntimeError, dist.DistError):  # the store may be what failed
+            return None
+        return None if said == own else said
+
+    def say_stuck(self, message: str) -> None:
+        """Let the other ranks write their stacks and end, with this rank's message; return once they have written them.
+
+        This rank has written its own. Its end breaks the collective that the others wait in, and with it their stacks.
+        """
+        self.say_failed(message)
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._store.set(f"stacks/{self._rank}", "written")
+            self._store.wait([f"stacks/{rank}" for rank in range(self._size)], STACKS_LIMIT)
+
+    def stop(self) -> None:
+        """This rank is done."""
+        self._stopped.set()
+        self.join()
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the others, and the store with them, may be gone by now
+            self._store.set(f"alive/{self._rank}", "done")

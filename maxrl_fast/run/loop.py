@@ -1,0 +1,118 @@
+"""The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
+
+from dataclasses import dataclass, field
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.evaluation.kept_samples import KeptSamples
+from maxrl_fast.run.checkpoints import Checkpoints
+from maxrl_fast.run.health import Health
+from maxrl_fast.run.progress import Progress
+from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.run.screen import Screen
+from maxrl_fast.training.metrics import summary
+from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.trainer import StepRecord, Trainer
+from maxrl_fast.training.warm_start import WarmStart
+
+
+@dataclass
+class RunLoop:
+    """Does what of a run `progress` says is still to be done.
+
+    Args:
+        eval_every: steps between evaluations; 0: only before the first step and after the last.
+        diagnose_every: steps between lines of diagnostics.jsonl; 0: none.
+    """
+
+    trainer: Trainer
+    warm_start: WarmStart
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    files: RunFiles
+    progress: Progress
+    screen: Screen
+    clock: Stopwatch
+    ranks: Ranks
+    eval_every: int = 0
+    diagnose_every: int = 0
+    health: Health = field(default_factory=Health)
+
+    @property
+    def num_steps(self) -> int:
+        return self.trainer.learning_rate.steps
+
+    def run(self) -> None:
+        """Warm start, evaluation, reinforcement learning, evaluation."""
+        for metrics in self.files.history["metrics"]:
+            self.health.observe(metrics)
+        if self.progress.phase == "warm start":
+            with self.clock("warm start"):
+                self._warm_start()
+            self.progress.begin_training(self.warm_start.num_prompts)
+        learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
+        learner.set_reference()
+        checkpoints.restore(learner)
+        self.trainer.engine.load_weights(learner.model)
+        if progress.step == 0:
+            checkpoints.save(progress, learner)
+        with checkpoints.kept(progress, learner):
+            self._evaluate_if_due()
+        with self.screen.stage("train", self.num_steps, done=progress.step) as stage, checkpoints.kept(progress, learner):
+            for n in range(progress.step + 1, self.num_steps + 1):
+                diagnose = self.diagnose_every > 0 and n % self.diagnose_every == 0
+                record = self.trainer.step(n, progress.next_prompt, diagnose)
+                stage.advance(n, summary(record.metrics))
+                self._keep(n, record)
+                checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
+                self._evaluate_if_due()
+
+    def _warm_start(self) -> None:
+        warm_start, progress = self.warm_start, self.progress
+        if not warm_start.num_steps:
+            return
+        self.checkpoints.restore(warm_start.learner)
+        with self.screen.stage("warm start", warm_start.num_steps, lines=10, done=progress.step) as stage:
+            for step, loss in warm_start.steps(done=progress.step):
+                progress.step = step
+                stage.advance(step, f"loss {loss:.3f}")
+                self.checkpoints.safe_point(progress, warm_start.learner)
+
+    def _keep(self, n: int, record: StepRecord) -> None:
+        """Log what a step did, and count it as done."""
+        if record.diagnostics is not None:
+            self.files.write("diagnostics", record.diagnostics)
+        self.files.write("metrics", record.metrics)
+        if record.complaint:
+            self.screen.warn(record.complaint)
+        for warning in self.health.observe(record.metrics):
+            self.files.write("warnings", {"step": n, **vars(warning)})
+            self.screen.warn(f"step {n}: {warning.message}")
+        self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.num_prompts
+        for stage, count in record.tokens.items():
+            self.progress.tokens[stage] += count
+
+    def _evaluate_if_due(self) -> None:
+        step, evaluator = self.progress.step, self.evaluator
+        is_due = step in (0, self.num_steps) or (self.eval_every and step % self.eval_every == 0)
+        if not is_due or step in self.progress.evaluations:
+            return
+        scorer, learner = evaluator.scorer, self.trainer.learner
+        with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
+            scorer.take_answers()
+            kept = KeptSamples(evaluator.task, step)
+
+            def after_chunk(done: int) -> None:
+                stage.advance(done)
+                if complaint := scorer.failures(self.ranks, f"evaluation at step {step}")[1]:
+                    self.screen.warn(complaint)
+                self.checkpoints.stop_point(self.progress, learner)
+
+            evaluation = evaluator.evaluate(after_chunk, kept.take)
+        self.progress.evaluations[step] = evaluation
+        rates = scorer.answer_rates(scorer.take_answers(), self.ranks)
+        self.files.write("eval", {"step": step, **vars(evaluation), **rates})
+        for sample in kept.records:
+            self.files.write("samples", sample)
+        self.screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
+        self.checkpoints.mark_best(self.progress, learner)

@@ -1,0 +1,43 @@
+"""How far a run has come, between two steps."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from maxrl_fast.evaluation.evaluator import Evaluation
+
+Phase = Literal["warm start", "training"]
+
+
+@dataclass
+class Progress:
+    """Where a run is, between two steps."""
+
+    phase: Phase = "warm start"
+    step: int = 0  # of the phase, done
+    next_prompt: int = 0  # index of the first training prompt not used
+    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})  # so far, by stage
+    seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint."""
+        return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
+
+    def __str__(self) -> str:
+        return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
+
+    def begin_training(self, next_prompt: int) -> None:
+        """The warm start is over."""
+        self.phase, self.step, self.next_prompt = "training", 0, next_prompt
+
+    def is_best(self, step: int) -> bool:
+        """Whether no evaluation before that of `step` had as good a pass@1."""
+        score = self.evaluations[step].pass_at_k[1]
+        return all(score > evaluation.pass_at_k[1] for at, evaluation in self.evaluations.items() if at < step)
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "Progress":
+        """From what dataclasses.asdict made and JSON kept."""
+        evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
+        return cls(**{**fields, "evaluations": evaluations})

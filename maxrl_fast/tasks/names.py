@@ -1,0 +1,30 @@
+"""The names that --task takes."""
+
+import difflib
+
+from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
+
+GYM = "gym:"
+TASKS = ("maze", "chain", *DATASETS)
+
+
+def is_file(name: str) -> bool:
+    """Return whether a task, a reward or an objective is FILE.py:FUNCTION."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def is_known(name: str) -> bool:
+    """Return whether there is a task of this name."""
+    return name in TASKS or name.startswith(GYM) or is_file(name)
+
+
+def dataset_spec(name: str) -> DatasetSpec | None:
+    """Return what the lines of a task's data set are; None for tasks that read none."""
+    return DatasetSpec(reward=name) if is_file(name) else DATASETS.get(name)
+
+
+def unknown_task(name: str) -> str:
+    """Return the sentence for a name that no task has."""
+    close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"--task must be {', '.join(TASKS)}, gym:NAME or FILE.py:FUNCTION, got {name!r}{hint}"

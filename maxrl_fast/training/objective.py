@@ -1,0 +1,56 @@
+"""What the trainer asks of an objective: the advantages that multiply each response's log-probs in the loss."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.learner import Learner
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective needs beside the rollouts and their rewards."""
+
+    reference: bool = False  # a frozen copy of the policy as it was when reinforcement learning began
+    greedy: bool = False  # the reward of the greedy response to each prompt
+    binary: bool = False  # rewards of 0 or 1
+    logprob_passes: int = 0  # forward passes over a step's samples, beside those of the loss
+
+
+class Objective(Protocol):
+    """An objective of a run.
+
+    The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another loss of the log-prob ratios
+    with the same A_i; an objective is the choice of A_i.
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def loss(self) -> str:
+        """The token loss, a name of ops.policy_gradient_loss: the default of --loss."""
+
+    @property
+    def aggregation(self) -> str:
+        """How token losses are averaged: the default of --aggregation."""
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether loss and aggregation are part of the objective, so that options cannot change them, and importance weights
+        have nothing to correct."""
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        """Return whether a group that failed altogether, or succeeded altogether, has advantages other than zero."""
+
+    def begin(self, collected: Collected, learner: Learner) -> None:
+        """Take a step's samples and rewards, before the first update on them."""
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        """Return the advantages [S] of all samples for an update on `sequences`, samples of whole groups that have a reward;
+        those of samples that no update has met yet may be 0."""
+
+    def end(self) -> dict[str, float]:
+        """Return the objective's own metrics of the step, after its last update."""

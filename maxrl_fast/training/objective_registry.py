@@ -1,0 +1,57 @@
+"""The objectives by name: which options each takes, and the objective made of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.tasks.names import is_file
+from maxrl_fast.training.custom_objective import CustomObjective
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.pacs_objective import PacsObjective
+
+DEFAULT_K = 4
+_BASELINES = ("leave_two_out",)  # alone they have no gradient
+_PACS = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
+_PACS_OPTIONS: dict[str, dict[str, Any]] = {"pacs": _PACS, "pacs_paper": _PACS | {"ref_reset_interval": 50}}
+OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *_PACS_OPTIONS)
+
+
+def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
+    """Return the options that an objective takes, with their defaults; None where one must be given.
+
+    Raises:
+        InputError: where FILE.py:FUNCTION cannot be loaded.
+    """
+    if is_file(name):
+        return {"k": DEFAULT_K} if CustomObjective.load(name).advantage.takes_k else {}
+    if name in _PACS_OPTIONS:
+        return _PACS_OPTIONS[name]
+    row = ESTIMATORS[name]
+    sizes = {} if row.size is None else {row.size.name: DEFAULT_K if row.size.name == "k" else num_rollouts - 1}
+    return sizes | dict(row.options)
+
+
+def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
+    """Return the objective of a run.
+
+    Args:
+        given: options by name; those not given take their defaults.
+        num_rollouts: N.
+
+    Raises:
+        ValueError: where an option does not fit the objective or N, with a sentence.
+    """
+    options = objective_options(name, num_rollouts) | dict(given)
+    if is_file(name):
+        return CustomObjective.load(name).checked(num_rollouts, **options)
+    if name in _PACS_OPTIONS:
+        if num_rollouts < 2 and options["score"] != "naive":
+            raise ValueError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {num_rollouts}")
+        return PacsObjective(**options, updates_per_step=updates_per_step, has_actor=name == "pacs_paper")
+    row = ESTIMATORS[name]
+    if num_rollouts < row.min_rollouts:
+        raise ValueError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
+    row.resolve_size(name, num_rollouts, options.get("k"), options.get("order"))
+    row.resolve_options(name, {option: options[option] for option in row.options if options[option] is not None})
+    return GroupObjective(name, options)

@@ -1,0 +1,60 @@
+"""AdamW on float32 weights, its learning rate over a run, and what its moments say of the gradient's variance."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from maxrl_fast.model.linear import own_part
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to `peak`, then constant, or a cosine that ends at a tenth of the peak."""
+
+    peak: float
+    steps: int
+    warmup_steps: int
+    schedule: str = "cosine"  # or "constant"
+
+    def at(self, step: int) -> float:
+        """The learning rate of step 1, 2, ..."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only, in one fused kernel; `Learner.update` sets the learning rate.
+
+    Weights, gradients and moments are float32, whatever the dtype of the computation: changes too small for bfloat16 add up.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
+
+
+@torch.no_grad()
+def moment_variance(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the estimate of the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.
+
+    The result is a scalar. Where weights are sharded over ranks it is the sum over this rank's part.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for group in optimizer.param_groups:
+        states = [optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]]
+        if not states:
+            continue
+        beta1, beta2 = group["betas"]
+        step = float(states[0]["step"])
+        first, second = ([own_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
+        sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
+        total = total.to(sums.device) + sums / (1 - beta2**step) - squares / (1 - beta1**step) ** 2
+    return total

@@ -1,0 +1,63 @@
+"""The policy on several ranks: all weights on each (DDP), or a part of every weight on each (FSDP2)."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.model.decoder import Decoder
+
+
+def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device) -> bool:
+    """What an option --sharding comes to, the same on all ranks: "auto" is "full" where float32 weights, gradients and
+    moments of what is trained, and the rollout engine's copy, would take more than half of some rank's GPU."""
+    if ranks.size == 1 or sharding == "none":
+        return False
+    if sharding == "full" or device.type != "cuda":
+        return sharding == "full"
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    wanted = sum(size * (20 if is_trained else 8) for size, is_trained in sizes)
+    return ranks.any(wanted > torch.cuda.get_device_properties(device).total_memory / 2, device)
+
+
+def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
+    """The module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
+
+    Args:
+        model, reference: on their device, equal on all ranks. Sharded, they are so in place.
+        dtype: of the computation, in which sharded weights are gathered.
+    """
+    if ranks.size == 1:
+        return model
+    if not sharded:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for policy in (model, reference):
+        if policy is not None:
+            shard(policy, dtype)
+    return model
+
+
+def shard(model: Decoder, dtype: torch.dtype) -> None:
+    """Divide every weight among the ranks, in place; a layer's are gathered while it computes (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh  # here: they take most of a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = model.lm_head.weight.device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # By default what no layer holds would stay whole after a forward pass without a backward one, and hide its sharded self.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Passes inside add to this rank's gradients, without those of the others."""
+    if isinstance(module, DistributedDataParallel):
+        return module.no_sync()
+    return contextlib.nullcontext()

@@ -1,0 +1,103 @@
+"""One training step, from prompts to new weights in the rollout engine, in the order in which the data flows.
+
+    task --prompts--> rollout engine --token ids, logprobs--> reward --[G, N]--> advantage --[S]--> packed batch
+         --> model (each prompt once) --> loss --> optimizer --> weights back to the rollout engine
+
+G prompts, N rollouts per prompt, S = G N sequences.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxrl_fast.rollout import Engine
+from maxrl_fast.training.collect import Collected, RolloutCollector
+from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
+from maxrl_fast.training.learner import Learner, UpdateMetrics
+from maxrl_fast.training.metrics import step_metrics
+from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step did."""
+
+    metrics: dict[str, float]  # a line of metrics.jsonl
+    diagnostics: dict[str, Any] | None  # a line of diagnostics.jsonl
+    num_prompts: int  # sampled, those that dynamic sampling replaced included
+    tokens: dict[str, int]  # sampled ("rollout"), and computed by the learner ("update")
+    complaint: str  # about failed rewards; empty where none failed
+
+
+@dataclass
+class Trainer:
+    """Trains a policy, a step at a time.
+
+    Args:
+        updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
+        importance_cap: cap of the importance weights that correct for the rollout engine's log-probs; 0: no correction.
+    """
+
+    collector: RolloutCollector
+    objective: Objective
+    learner: Learner
+    engine: Engine
+    learning_rate: LearningRate
+    updates_per_step: int = 1
+    importance_cap: float = 0.0
+    clock: Stopwatch = field(default_factory=Stopwatch)
+
+    def step(self, n: int, first_prompt: int, diagnose: bool = False) -> StepRecord:
+        """Take step n, from 1, on the prompts from index `first_prompt` on.
+
+        Args:
+            diagnose: whether to compute each prompt's own gradient norm too, which costs a second backward pass.
+
+        Raises:
+            NonFiniteError, RewardError: naming the step and the prompt.
+            InputError: where rewards are not what the objective needs.
+        """
+        sampled = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
+        collected, corrections = sampled, dict[str, float]()
+        if self.importance_cap:
+            with self.clock("log-probs"):
+                collected, corrections = self.learner.apply_importance_sampling(collected, self.importance_cap)
+        with self.clock("advantage") as lap:
+            self.objective.begin(collected, self.learner)
+        train_seconds = lap.seconds
+        self.engine.sleep()
+        diagnostics = self._diagnose(collected) if diagnose else None
+
+        lr, updates = self.learning_rate.at(n), list[UpdateMetrics]()
+        for sequences in collected.minibatches(self.updates_per_step):
+            # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer step on
+            #     loss = -(1/denominator) sum_i A_i sum_t log pi(y_it | x_i, y_i<t)
+            # (for ppo, the clipped ratio pi/pi_old in place of log pi) makes responses with A_i > 0 more likely.
+            with self.clock("advantage") as lap:
+                advantages = self.objective.advantages(sequences)  # [S]
+            train_seconds += lap.seconds
+            with self.clock("update") as lap:
+                updates.append(self.learner.update(collected, advantages, sequences, when=f"step {n}", lr=lr))
+            train_seconds += lap.seconds
+        own_metrics = self.objective.end()
+        with self.clock("weights to rollout"):
+            self.engine.load_weights(self.learner.model)
+
+        metrics = step_metrics(sampled, advantages.view(sampled.rewards.shape), updates, lr, train_seconds)
+        return StepRecord(
+            metrics=metrics | corrections | own_metrics | collected.numbers,
+            diagnostics=diagnostics,
+            num_prompts=collected.num_sampled,
+            tokens={"rollout": collected.num_tokens, "update": sum(update.num_tokens for update in updates)},
+            complaint=collected.complaint,
+        )
+
+    def _diagnose(self, collected: Collected) -> dict[str, Any]:
+        """Return the norm of each prompt's own gradient before the first update."""
+        with self.clock("diagnosis"):
+            known = collected.with_reward
+            advantages = self.objective.advantages(known)
+            norms = prompt_gradient_norms(self.learner, collected, advantages, known, self.clock.beat)
+            self.objective.begin(collected, self.learner)  # anew, as if nothing had been asked of it
+        return diagnostics_record(collected, norms)

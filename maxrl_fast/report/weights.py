@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from maxrl_fast.ops import ESTIMATORS, effective_weight
-from maxrl_fast.training.objective_registry import OBJECTIVES, is_file
+from maxrl_fast.tasks.names import is_file
+from maxrl_fast.training.objective_registry import OBJECTIVES
 
 MOST_ROLLOUTS = 2048  # for more, the square of it in float64 takes more memory than a picture is worth
 PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(max=1).tolist()

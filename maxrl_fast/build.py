@@ -20,7 +20,7 @@ from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.gym import GymTask
+from maxrl_fast.tasks.gym import GymTask, check_config
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import GYM, dataset_spec, unknown_task
 from maxrl_fast.training.collect import RolloutCollector
@@ -56,6 +56,8 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
     if spec is not None and reward is None and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
+    if spec is None:
+        check_config(options.gym_config)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
     text: dict[str, Any] = {

@@ -2,8 +2,9 @@
 
 import torch
 
-from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.training.packing import Batch, Packer
+from maxrl_fast.records import Prompts, Rollouts, Samples, pack
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.packing import MicroBatch, Packer
 
 
 def make_prompts(token_lists: list[list[int]]) -> Prompts:
@@ -11,8 +12,24 @@ def make_prompts(token_lists: list[list[int]]) -> Prompts:
     return Prompts(tokens, cu_seqlens, torch.arange(len(token_lists)))
 
 
-def one_batch(prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0) -> Batch:
+def one_batch(
+    prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0
+) -> MicroBatch:
     """All rollouts as one micro-batch, every prompt shared that can be where merge_cost is 0."""
     num_sequences = len(rollouts.lengths)
     advantages = torch.ones(num_sequences) if advantages is None else advantages
     return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
+
+
+def collected(
+    samples: Samples,
+    rewards: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    greedy_rewards: torch.Tensor | None = None,
+    step: int = 1,
+) -> Collected:
+    """Samples with rewards [G, N], as a collector gives them."""
+    unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
+    num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
+    fields = (step, rewards, valid, greedy_rewards, unknown, num_tokens)
+    return Collected(samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, numbers={}, complaint="")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.training.learner import run_batch
-from maxrl_fast.training.packing import Batch
+from maxrl_fast.training.packing import MicroBatch
 
 TINY = DecoderConfig(
     vocab_size=32,
@@ -33,6 +33,6 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
     return model
 
 
-def response_logits(model: Decoder, batch: Batch, dtype: torch.dtype) -> Tensor:
+def response_logits(model: Decoder, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
     """Logits [T, V] float32 that predict the batch's targets."""
     return model.logits(run_batch(model, batch, dtype))

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
-from maxrl_fast.config.options import OptimizerOptions
-from maxrl_fast.distributed.ranks import Ranks, distribute
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters, whole
-from maxrl_fast.records import Rollouts
+from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy, make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.sharding import distribute
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 
@@ -29,7 +30,7 @@ def step_inputs():
     rollouts = Rollouts(rollouts.tokens, rollouts.cu_seqlens, torch.full((len(rollouts.tokens),), -3.0), rollouts.truncated)
     advantages = torch.randn(20, generator=generator)
     advantages[8:12] = 0
-    return prompts, rollouts, advantages
+    return Samples(prompts, rollouts), advantages
 
 
 def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: bool) -> dict[str, object]:
@@ -44,22 +45,22 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
     module = distribute(model, reference, ranks, dtype, sharding == "full")
-    prompts, rollouts, advantages = step_inputs()
-    optimizer = make_optimizer(model, OptimizerOptions())
+    samples, advantages = step_inputs()
+    optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module)
-    metrics = learner.update(prompts, rollouts, advantages, torch.arange(20), when="step 1", lr=1e-3)
+    metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
     chosen = torch.tensor([1, 4, 5, 6, 16])
-    logprobs = learner.logprobs(model, prompts, rollouts, chosen)
-    nothing = learner.update(prompts, rollouts, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
+    logprobs = learner.logprobs(model, samples, chosen)
+    nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
     return {
         "metrics": vars(metrics),
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
         "nothing": vars(nothing),
-        "prompt_norms": prompt_gradient_norms(learner, prompts, rollouts, advantages, torch.arange(20)),
+        "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }
 
 

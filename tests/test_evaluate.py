@@ -14,6 +14,7 @@ from rich.console import Console
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
+from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
@@ -28,7 +29,7 @@ SMALL = (*PLACE, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
 def trained(tmp_path_factory):
     """A run whose policy solves some of its mazes, with a checkpoint before and one after."""
     out = tmp_path_factory.mktemp("runs") / "trained"
-    options = ("--maze-size", "5", "--maze-strict", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
+    options = ("--maze-size", "5", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
     options += ("--eval-samples", "6", "--prompts", "8", "--rollouts", "8", "--k", "2", "--steps", "3")
     options += ("--sft-steps", "80", "--sft-batch", "16", "--sft-lr", "5e-3", "--warmup-steps", "0", "--lr", "5e-4")
     options += ("--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2")
@@ -74,7 +75,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, finished):
         assert results[name] == last[name]
     assert 0 < results["pass_at_k"]["1"]["mean"] < 1
     options = results["options"]
-    wanted = {"maze_size": 5, "maze_strict": True, "seed": 4, "task_seed": 4, "max_new_tokens": 9, "samples": 6, "prompts": 7}
+    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "max_new_tokens": 9, "samples": 6, "prompts": 7}
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
     assert results["run"] == str(trained)
@@ -86,7 +87,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, finished):
 def test_the_numbers_are_those_of_the_samples(finished):
     results, samples = read(finished), samples_of(finished)
     assert [sample["id"] for sample in samples] == [i for i in range(7) for _ in range(6)]
-    task = MazeTask(5, seed=4, strict=True)
+    task = MazeTask(5, seed=4)
     assert samples[6]["prompt"] == task.decode(task.prompts("test", 1, 1).tokens.tolist())
     groups = [samples[i : i + 6] for i in range(0, 42, 6)]
     counts = [sum(sample["reward"] == 1 for sample in group) for group in groups]
@@ -158,7 +159,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
 
 def test_a_baseline_that_is_never_matched(trained, untrained, tmp_path):
     shutil.copytree(trained / "latest", tmp_path / "good")
-    flags = ("--maze-size", "5", "--maze-strict", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1")
+    flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1")
     assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert results["run"] is None
@@ -169,7 +170,7 @@ def test_a_baseline_that_is_never_matched(trained, untrained, tmp_path):
 
 
 def test_a_baseline_that_solves_nothing_is_not_matched_but_by_none(trained, untrained, tmp_path):
-    flags = ("--maze-size", "5", "--maze-strict", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1", "2")
+    flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1", "2")
     assert run(trained, *flags, "--baseline", untrained, "--out", tmp_path / "out") == 0
     assert read(tmp_path / "out")["baseline"]["pass_at_k"]["2"]["mean"] == 0
     assert read(tmp_path / "out")["baseline"]["samples_to_match"] == {}
@@ -192,10 +193,10 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
 
 
 def test_flags_override_the_runs_options(trained, tmp_path, capsys):
-    flags = ("--maze-size", "7", "--no-maze-strict", "--task-seed", "1", "--split", "train", "--top-p", "0.9", "--seed", "2")
+    flags = ("--maze-size", "7", "--task-seed", "1", "--split", "train", "--top-p", "0.9", "--seed", "2")
     assert run(trained, *flags, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    wanted = {"maze_size": 7, "maze_strict": False, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
+    wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
     assert wanted.items() <= options.items()
     task = MazeTask(7, seed=1)
     assert samples_of(tmp_path / "out")[0]["prompt"] == task.decode(task.prompts("train", 0, 1).tokens.tolist())
@@ -208,7 +209,7 @@ def test_flags_override_the_runs_options(trained, tmp_path, capsys):
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
     assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    assert {"maze_strict": False, "seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}.items() <= options.items()
+    assert {"seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}.items() <= options.items()
     text = capsys.readouterr().out
     assert "those of the run" not in text
     task = MazeTask(5)
@@ -290,7 +291,10 @@ REFUSALS = {
     "other samples": (("{run}", "--baseline", "{finished}", "--samples", "4"), "it differs in samples: 6 and 4"),
     "other prompts": (("{run}", "--baseline", "{finished}", "--split", "train"), "it differs in split: test and train"),
     "other sampling": (("{run}", "--baseline", "{finished}", "--min-p", "0.1"), "it differs in min_p: 0.0 and 0.1"),
-    "other rules": (("{run}", "--baseline", "{finished}", "--no-maze-strict"), "it differs in maze_strict: True and False"),
+    "other rules": (
+        ("{run}", "--baseline", "{finished}", "--reward", "{tmp}/x.py:score"),
+        "it differs in reward: None and x.py:score",
+    ),
     "one to compare": (("--compare", "{finished}"), "--compare needs at least two finished evaluations, got 1"),
     "no evaluation": (("--compare", "{finished}", "{run}"), "{run} must be the folder of a finished evaluation"),
     "compared at what is not there": (
@@ -303,7 +307,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_bad_input_is_refused_before_any_work(case, trained, finished, untrained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
+    monkeypatch.setattr(Evaluator, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
     monkeypatch.chdir(tmp_path)
     places = {"tmp": tmp_path, "run": trained, "finished": finished, "untrained": untrained}
     flags, sentence = REFUSALS[case]
@@ -388,7 +392,7 @@ def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, c
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "evaluate", stop)
+    monkeypatch.setattr(Evaluator, "evaluate", stop)
     assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
     assert "stopped; nothing was kept" in capsys.readouterr().err

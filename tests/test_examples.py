@@ -8,7 +8,8 @@ import pytest
 
 from maxrl_fast import train
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse, resolve
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.objectives import OBJECTIVES, estimator_options, main
+from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.training.objective_registry import OBJECTIVES
 
 
 def test_the_table_has_every_estimator(capsys):
@@ -49,11 +49,3 @@ def test_bad_input_is_a_sentence(flags, message, tmp_path, capsys, monkeypatch):
     assert main(["--weights", "out.png", *flags.split()]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_options_of_the_estimator():
-    assert estimator_options("") == {}
-    assert estimator_options("eps=1e-4, ddof=0") == {"eps": 1e-4, "ddof": 0.0}
-    for bad in ("eps", "eps=x", "=1"):
-        with pytest.raises(InputError, match="must be name=number"):
-            estimator_options(bad)

@@ -25,6 +25,16 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 Options = dict[str, Any]  # by name
+ESTIMATOR_OPTIONS = (
+    "eps",
+    "ddof",
+    "tau",
+    "quantile",
+    "penalty",
+    "correct_weight",
+    "false_positive_rate",
+    "false_negative_rate",
+)
 AnyOptions = TypeVar("AnyOptions")
 
 
@@ -64,8 +74,11 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
 
 
 def refuse(given: Iterable[str], hidden: Mapping[str, str]) -> None:
-    """Raise InputError where a given option is hidden."""
+    """Raise InputError where a given option is hidden, or is one that no longer is."""
     for name in given:
+        if name == "estimator_options":
+            own = ", ".join(f"--{option.replace('_', '-')}" for option in ESTIMATOR_OPTIONS)
+            raise InputError(f"--estimator-options is gone: what it held are options of their own, {own}")
         if name in hidden:
             raise InputError(f"{hidden[name]} takes no {name}")
 
@@ -146,6 +159,7 @@ def _options_of_run(out: Path) -> Options:
 
 def _check(file: Path, options: Options) -> None:
     """Raise InputError naming the first key that is no option, or a value of another type."""
+    refuse(options, {})
     known = {key: value for key, value in Config().flat().items() if key not in ("config", "resume")}
     for key, value in options.items():
         if key not in known:

@@ -1,4 +1,4 @@
-"""Which options a run takes, by its task, objective and model. --help shows these alone, and all others are refused."""
+"""Which options a run takes, by its task and objective. --help shows these alone, and all others are refused."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,6 @@ from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptio
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import GYM, dataset_spec, is_file
 from maxrl_fast.training.objective_registry import OBJECTIVES, objective_options
-
-_NEW_POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta")
 
 
 def _names(options: type) -> list[str]:
@@ -23,7 +21,6 @@ class Choices:
 
     objective: str = "maxpo"
     task: str = "maze"
-    model: Any = None
     reward: str | None = None
     resume: Any = None
     lora_rank: int = 0
@@ -42,8 +39,6 @@ def not_taken(choices: Choices) -> dict[str, str]:
     if choices.objective in OBJECTIVES or is_file(choices.objective):
         taken = objective_options(choices.objective, num_rollouts=2)
         found |= {name: who for name in _names(ObjectiveOptions) if name != "objective" and name not in taken}
-    if choices.model is not None:
-        found |= dict.fromkeys(_NEW_POLICY, "a policy from --model")
     if not choices.lora_rank:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:

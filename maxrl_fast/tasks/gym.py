@@ -67,7 +67,6 @@ class GymTask:
                 f"reasoning-gym's {hashed[0]} asks other questions in every process, unless Python's hashes are the same: "
                 "start with PYTHONHASHSEED=0 in the environment"
             )
-        check_config(config)
         self._gym, self._dataset, self._config, self._seed = gym, name, config or "{}", seed
         try:
             first = gym.dataset(name, self._config, 0)

@@ -16,11 +16,13 @@ import pytest
 
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, resolve
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.objectives import OBJECTIVES
+from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.objective_registry import OBJECTIVES
 from tests.fuzzing import settings
 
 OPTIONS = {name: value for name, value in Config().flat().items() if name != "config"}
@@ -77,7 +79,7 @@ def assert_possible(config):
     assert 0 <= options["seed"] < 2**63
     assert options["hidden_size"] % options["heads"] == options["heads"] % options["kv_heads"] == 0
     assert options["prompts"] % options["updates_per_step"] == 0
-    row = OBJECTIVES[options["objective"]].row
+    row = ESTIMATORS.get(options["objective"])
     if row is not None and row.size is not None:
         size = options[row.size.name]
         assert row.size.smallest <= size <= options["rollouts"] - row.size.below_n

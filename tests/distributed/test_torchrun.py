@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.distributed.ranks import Ranks, is_sharded
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.training.sharding import is_sharded
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
 from tests.test_train import SMALL
@@ -83,7 +84,7 @@ def read(out, stream):
 
 JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
 JOB += ["--dtype", "float32"]  # the tolerances below are those of float32
-JOB += ["--diagnose-every", "5", "--keep-samples", "8"]
+JOB += ["--diagnose-every", "5"]
 
 
 def run_job(out, num_ranks, *flags):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.evaluation.evaluator import evaluate, sample_records
-from maxrl_fast.evaluation.tally import Collector
-from maxrl_fast.records import Rollouts
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.evaluation.kept_samples import sample_records
+from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
@@ -29,9 +30,10 @@ class Oracle:
         return Rollouts.given(answers)
 
 
-def evaluated(engine, task, num_prompts=40, num_samples=8, **options):
-    sampling, device = Sampling(1.0, 20, task.stop_ids), torch.device("cpu")
-    return evaluate(engine, task, Scorer(task, None), num_prompts, num_samples, sampling, seed=0, device=device, **options)
+def evaluated(engine, task, progress=lambda done: None, keep=None, **options):
+    sampling = Sampling(1.0, 20, task.stop_ids)
+    evaluator = Evaluator(engine, task, Scorer(task, None), sampling, num_prompts=40, num_samples=8, **options)
+    return evaluator.evaluate(progress, keep)
 
 
 def test_evaluation_counts_what_is_solved():
@@ -48,9 +50,9 @@ def test_every_chunk_is_handed_over_once():
     task, kept, done = MazeTask(7), [], []
     result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
     assert done == [16, 32, 40]
-    assert torch.cat([prompts.ids for prompts, _, _ in kept]).tolist() == list(range(40))
-    assert torch.cat([rewards for _, _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
-    assert sum(len(rollouts.tokens) for _, rollouts, _ in kept) == result.num_tokens
+    assert torch.cat([samples.prompts.ids for samples, _ in kept]).tolist() == list(range(40))
+    assert torch.cat([rewards for _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
+    assert sum(len(samples.rollouts.tokens) for samples, _ in kept) == result.num_tokens
     assert evaluated(Oracle(task, 3), task) == result
 
 
@@ -66,7 +68,7 @@ def test_samples_as_records():
     path = [*shortest_path(task.maze("test", 3)), DONE]
     rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
     rollouts.truncated[1] = True
-    records = list(sample_records(task, prompts, rollouts, torch.tensor([1.0, math.nan, -0.5, 0.0])))
+    records = list(sample_records(task, Samples(prompts, rollouts), torch.tensor([1.0, math.nan, -0.5, 0.0])))
     assert [record["id"] for record in records] == [3, 3, 4, 4]
     assert [record["prompt"] for record in records[::2]] == [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
     assert [record["response"] for record in records] == [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
@@ -75,7 +77,7 @@ def test_samples_as_records():
     assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
 
 
-def test_the_collector_numbers_answers_and_measures_correct_responses():
+def test_the_tally_numbers_answers_and_measures_correct_responses():
     class Letters(MazeTask):
         """The answer is the last word but DONE; none after an UP."""
 
@@ -83,19 +85,19 @@ def test_the_collector_numbers_answers_and_measures_correct_responses():
             return "" if "UP" in response else response.split()[-2]
 
     task = Letters(5)
-    lines, collector = [], None
-    collector = Collector(task, NGramDiversity(), lines.append)
+    lines = []
+    tally = SampleTally(task, NGramDiversity(), lines.append)
     down, left, right = 14, 15, 16
     responses = [[down, DONE], [left, DONE], [right, DONE], [UP, DONE], [left, DONE], [left, DONE], [UP, DONE], [down, DONE]]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
-    collector(task.prompts("test", 0, 2), Rollouts.given(responses), rewards)
-    assert collector.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
-    assert collector.rewards.shape == (2, 4)
+    tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards)
+    assert tally.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
+    assert tally.rewards.shape == (2, 4)
     assert len(lines) == 8
     # (down), (done), (down done) against (left), (done), (left done); one correct response has no pair.
-    assert collector.diversities == [pytest.approx(2 / 3), None]
-    assert collector.mean_diversity == pytest.approx(2 / 3)
-    assert collector.ids == [0, 1]
+    assert tally.diversities == [pytest.approx(2 / 3), None]
+    assert tally.mean_diversity == pytest.approx(2 / 3)
+    assert tally.ids == [0, 1]
 
 
 def test_log_probs_that_are_not_finite_are_refused():
@@ -103,4 +105,4 @@ def test_log_probs_that_are_not_finite_are_refused():
     rollouts = Rollouts.given([[UP], [UP, DONE]])
     rollouts.logprobs[1] = math.inf
     with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
-        Collector(task, NGramDiversity())(task.prompts("test", 4, 2), rollouts, torch.zeros(2))
+        SampleTally(task, NGramDiversity())(Samples(task.prompts("test", 4, 2), rollouts), torch.zeros(2))

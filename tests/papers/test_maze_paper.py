@@ -3,9 +3,10 @@
 import json
 
 from maxrl_fast import evaluate as command
+from maxrl_fast.build import build_policy
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse, resolve
-from maxrl_fast.model.policy import build_policy
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main as train
 from tests.papers.load import FOLDER
@@ -30,7 +31,7 @@ def test_the_papers_settings():
     assert [options[name] for name in ("sft_steps", "sft_batch", "sft_lr", "sft_beta2")] == [1500, 32, 5e-4, 0.95]
     assert [options[name] for name in ("steps", "prompts", "rollouts", "updates_per_step")] == [9000, 32, 128, 1]
     assert [options[name] for name in ("lr", "lr_schedule", "warmup_steps")] == [1e-4, "constant", 0]
-    assert [options[name] for name in ("beta1", "beta2", "weight_decay")] == [0.9, 0.999, 0.01]
+    assert [options[name] for name in ("beta2", "weight_decay")] == [0.999, 0.01]
     assert [options[name] for name in ("temperature", "kl_coef", "entropy_coef")] == [1.0, 0.0, 0.0]
     assert [options[name] for name in ("eval_prompts", "eval_samples")] == [256, 256]
 

@@ -110,9 +110,8 @@ def test_options_shown_are_the_key_ones_and_those_that_differ(tmp_path, report):
     ("options", "estimator", "size"),
     [
         ({"objective": "maxpo", "k": 3, "rollouts": 7}, "maxpo", {"k": 3}),
-        ({"objective": "maxpo", "k": 3, "rollouts": 7, "scale_by_k": True}, "maxpo", {"k": 3, "scale_by_k": True}),
         ({"objective": "maxrl", "k": None, "order": 5, "rollouts": 9}, "maxrl", {"order": 5}),
-        ({"objective": "grpo", "k": None, "rollouts": 8, "estimator_options": "ddof=0"}, "grpo", {"ddof": 0.0}),
+        ({"objective": "grpo", "k": None, "rollouts": 8, "ddof": 0}, "grpo", {"ddof": 0.0}),
     ],
 )
 def test_weights_are_exact_at_the_runs_size(tmp_path, report, options, estimator, size):
@@ -136,7 +135,7 @@ def test_weights_are_exact_at_the_runs_size(tmp_path, report, options, estimator
         ({"rollouts": "16"}, "must be 1 to 2,048"),
         ({"k": 16}, "maxpo needs"),
         ({"k": [4]}, "maxpo needs"),
-        ({"estimator_options": "eps=x"}, "must be name=number"),
+        ({"objective": "grpo", "k": None, "eps": "x"}, "eps must be a finite number"),
     ],
 )
 def test_where_there_is_no_weight_it_is_said(tmp_path, report, options, reason):

@@ -101,9 +101,9 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     """The advantages are those of the groups without the rollouts whose reward failed, which learn nothing."""
     task, seen, update = MazeTask(5), [], Learner.update
 
-    def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
-        seen.append((when, rollouts, advantages.clone()))
-        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
+    def spy(self, samples, advantages, sequences, *, when, lr):
+        seen.append((when, samples.rollouts, advantages.clone()))
+        return update(self, samples, advantages, sequences, when=when, lr=lr)
 
     monkeypatch.setattr(Learner, "update", spy)
     out = tmp_path / "run"
@@ -150,9 +150,9 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monke
         rewards = score(self, prompts, rollouts)
         return torch.cat([torch.tensor([float("nan")]), rewards[1:]]) if len(rewards) == len(prompts) else rewards
 
-    def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, lr):
         seen.append(sequences.clone())
-        return update(self, prompts, rollouts, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, lr=lr)
 
     monkeypatch.setattr(Scorer, "score", without_first_greedy)
     monkeypatch.setattr(Scorer, "failures", lambda *_: ({"timeout": 1}, "one failed"))

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.config.options import Config
 from maxrl_fast.model.linear import whole
-from maxrl_fast.records import Rollouts
+from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import WORDS, MazeTask
-from maxrl_fast.training.collect import Collected
-from maxrl_fast.training.diagnostics import diagnosis, prompt_gradient_norms
+from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings
-from tests.batches import make_prompts
+from maxrl_fast.training.optimizer import make_optimizer
+from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 from tests.test_train import SMALL, base, read
 
@@ -23,7 +22,7 @@ from tests.test_train import SMALL, base, read
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    more = ["--diagnose-every", "2", "--keep-samples", "10", "--steps", "4", "--eval-every", "2", "--eval-samples", "3"]
+    more = ["--diagnose-every", "2", "--steps", "4", "--eval-every", "2", "--eval-samples", "3", "--eval-prompts", "12"]
     assert train.main([*SMALL, *more, "--out", str(out)]) == 0
     return out
 
@@ -31,7 +30,7 @@ def finished(tmp_path_factory):
 def test_samples_are_the_first_of_each_evaluation(finished):
     samples = read(finished / "samples.jsonl")
     steps = [record["step"] for record in read(finished / "eval.jsonl")]
-    assert [sample["step"] for sample in samples] == [step for step in steps for _ in range(10)]
+    assert [sample["step"] for sample in samples] == [step for step in steps for _ in range(32)]
     assert [sample["id"] for sample in samples[:10]] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
     task = MazeTask(5)
     for sample in samples:
@@ -61,8 +60,8 @@ def test_timings_are_of_all_stages(finished):
 
 
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path):
-    assert train.main([*SMALL, "--steps", "1", "--keep-samples", "0", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "samples.jsonl").read_text() == (tmp_path / "diagnostics.jsonl").read_text() == ""
+    assert train.main([*SMALL, "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "diagnostics.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
@@ -80,21 +79,23 @@ def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objec
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
     """Their norms are those of autograd's gradient of each prompt's rows alone."""
-    config = Config().replace(token_budget=16, dtype="float32")
     model = tiny_decoder()
     prompts = make_prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     rollouts = Rollouts.given([[(3 * s + i) % 11 for i in range(1 + s % 5)] for s in range(12)])
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(1))
     advantages[4:8] = 0  # a dead group
-    learner = Learner.of(config, model, LossSettings(loss="reinforce", aggregation=aggregation))
-    norms = prompt_gradient_norms(learner, prompts, rollouts, advantages, torch.arange(12))
+    settings = LossSettings(loss="reinforce", aggregation=aggregation)
+    optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
+    learner = Learner(model, optimizer, settings, clip_grad=0.1, token_budget=16, dtype=torch.float32)
+    samples = Samples(prompts, rollouts)
+    norms = prompt_gradient_norms(learner, samples, advantages, torch.arange(12))
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     parts = []
     for g in range(3):
         own = advantages.clone()
         own[: 4 * g], own[4 * (g + 1) :] = 0, 0
         model.zero_grad()
-        packer = learner.packer(prompts, rollouts, own)
+        packer = learner.packer(samples, own)
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
             learner.loss(batch, learner.settings.denominator(rollouts.lengths))[0].backward()
@@ -107,8 +108,7 @@ def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
 def test_a_diagnosis_leaves_out_unknown_rewards():
     rewards, valid = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, True, False], [False] * 3])
     prompts = MazeTask(5).prompts("train", 7, 2)
-    collected = Collected(prompts, None, rewards, valid, None, rewards, 0, 0.0, {}, "")
-    record = diagnosis(5, collected, [0.5, 0.0])
+    record = diagnostics_record(collected(Samples(prompts, None), rewards, valid, step=5), [0.5, 0.0])
     assert record == {"step": 5, "ids": [7, 8], "pass_rate": [0.5, 0.0], "grad_norm": [0.5, 0.0]}
 
 
@@ -122,9 +122,9 @@ def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
     module.finish = lambda: calls.append(("finish",))
     monkeypatch.setitem(sys.modules, name, module)
     out = tmp_path / "one-run"
-    assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--log-project", "mazes", "--out", str(out)]) == 0
+    assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--out", str(out)]) == 0
     (_, options), *logs, last = calls
-    assert (options["project"], options["name"], options["config"]["steps"]) == ("mazes", "one-run", 2)
+    assert (options["project"], options["name"], options["config"]["steps"]) == ("maxrl_fast", "one-run", 2)
     assert options.get("id", "one-run-").startswith("one-run-")
     assert last == ("finish",)
     assert [step for _, step, _ in logs] == [0, 1, 2, 2]  # an evaluation before and after

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
-from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.tasks import lines
@@ -56,7 +55,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 
 
 def task_of(path, policy, seed=0, **options):
-    return DatasetTask(TaskOptions(task="dataset", data=path, **options), seed, policy, DATASETS["dataset"])
+    return DatasetTask(DATASETS["dataset"], seed, policy, data=path, **options)
 
 
 def texts(task, split, start, count):

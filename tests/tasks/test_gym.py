@@ -10,14 +10,13 @@ import torch
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast import train
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.build import build_scorer, build_task
+from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import gym_score as gym
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks.gym import HASHED
-from maxrl_fast.tasks.registry import build_task
 from tests.run.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import read
@@ -36,7 +35,7 @@ def task_of(name, policy, seed=0, **options):
 
 
 def scored(task, prompts, responses):
-    scorer = Scorer.of(TaskOptions(reward_seconds=60.0, reward_workers=1), task)
+    scorer = build_scorer(RewardOptions(reward_seconds=60.0, reward_workers=1), task)
     try:
         rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(response) for response in responses]))
         return rewards, scorer.failures(Ranks(), "now")[1]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.build import build_scorer, build_task
+from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
@@ -17,7 +18,6 @@ from maxrl_fast.rewards.mathematics import score
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
-from maxrl_fast.tasks.registry import build_task
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
 GSM8K = [{"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"} for n in range(40)]
@@ -155,7 +155,7 @@ def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, po
     answers = [line["answer"] for line in prompts.columns]
     texts = [f"\\boxed{{{answers[0]}}}", "no box", "\\boxed{1}"]
     texts += [f"\\boxed{{{answers[1]}.0}}", f"\\boxed{{{'9' * 300}}}", "\\boxed{7"]
-    scorer = Scorer.of(TaskOptions(), task)
+    scorer = build_scorer(RewardOptions(), task)
     try:
         rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
         assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
@@ -171,7 +171,7 @@ def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, po
 def test_one_failure_among_many_responses_without_a_box_is_no_reason_to_stop(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 1)
-    scorer = Scorer.of(TaskOptions(reward_seconds=1.0), task)
+    scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
     try:  # 9^9^9^9 is beyond what can be evaluated in a second
         texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
         rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
@@ -183,9 +183,10 @@ def test_one_failure_among_many_responses_without_a_box_is_no_reason_to_stop(tmp
 
 def test_a_users_own_function_sees_every_response(tmp_path, policy):
     (tmp_path / "own.py").write_text("def length(prompt, response, **line):\n    return float(len(response))\n")
-    options = {"data": written(tmp_path / "gsm8k.jsonl", GSM8K), "reward": f"{tmp_path}/own.py:length"}
-    task = build_task(TaskOptions(task="gsm8k", **options), 0, policy)
-    scorer = Scorer.of(TaskOptions(task="gsm8k", **options), task)
+    reward = f"{tmp_path}/own.py:length"
+    options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
+    task = build_task(options, 0, policy, reward)
+    scorer = build_scorer(RewardOptions(reward=reward), task)
     try:
         texts = ["no box", "\\boxed{1}", "x" * 300]
         rewards = scorer.score(task.prompts("train", 0, 1), Rollouts.given([task._text.encode_response(t) for t in texts]))
@@ -289,7 +290,7 @@ def test_rewards_and_columns_reach_all_of_a_group(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 3)
     right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
-    scorer = Scorer.of(TaskOptions(), task)
+    scorer = build_scorer(RewardOptions(), task)
     try:
         responses = [right[g - (n == g)] for g in range(3) for n in range(3)]  # sample g of prompt g answers another
         rewards = scorer.score(prompts, Rollouts.given(responses))

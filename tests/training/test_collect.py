@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.config.options import Config
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.run.control import Stopwatch
+from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
-from maxrl_fast.training.collect import Collector, is_alive
+from maxrl_fast.training.collect import RolloutCollector, is_mixed
 from tests.run.test_resume import assert_same, stop_at
 from tests.test_train import base, read
 
@@ -19,7 +17,7 @@ NAN = float("nan")
 
 def test_a_group_lives_if_its_known_rewards_differ():
     rewards = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0], [NAN, 1, 1], [NAN, 1, 0], [NAN, NAN, 1], [NAN] * 3, [-2, -2, -1]])
-    assert is_alive(rewards).tolist() == [True, False, False, False, True, False, False, True]
+    assert is_mixed(rewards).tolist() == [True, False, False, False, True, False, False, True]
 
 
 class NumberedTask(MazeTask):
@@ -45,8 +43,16 @@ class NumberedEngine:
 def collected(table, num_batches, first=0, needs_greedy=False):
     task = NumberedTask(5)
     task.table = table
-    config = Config().replace(prompts=2, rollouts=2, dynamic_sampling=num_batches, max_new_tokens=32, device="cpu")
-    collector = Collector(config, task, NumberedEngine(), Scorer(task, None), Stopwatch(), Ranks(), needs_greedy)
+    collector = RolloutCollector(
+        task,
+        NumberedEngine(),
+        Scorer(task, None),
+        Sampling(1.0, 32, task.stop_ids),
+        num_prompts=2,
+        num_rollouts=2,
+        max_batches=max(num_batches, 1),
+        needs_greedy=needs_greedy,
+    )
     return collector.collect(3, first)
 
 
@@ -117,7 +123,7 @@ def test_the_others_take_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["pacs", "passk_training"])
 def test_rewards_that_must_be_binary_and_are_not_are_named(name, tmp_path, capsys):
-    flags = [*base(), *CHAIN[:4], "--sft-steps", "0", "--objective", name]
+    flags = [*base()[2:], *CHAIN[:4], "--sft-steps", "0", "--objective", name]
     assert train.main([*flags, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert "step 1: this objective needs rewards of 0 or 1, got 0." in error
@@ -129,7 +135,7 @@ CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "
 
 def test_training_with_it_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
     """From where the cursor is, which moves by as many prompts as were sampled."""
-    flags = [*base(), *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
+    flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records

@@ -3,11 +3,13 @@
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config.parse import parse, resolve
-from maxrl_fast.records import Rollouts
-from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.group_objective import GroupAdvantages, advantages_of
-from maxrl_fast.training.pacs_objective import Pacs
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.parse import parse
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.pacs_objective import PacsObjective
+from tests.batches import collected, make_prompts
 
 ROLLOUTS = Rollouts(
     tokens=torch.zeros(6, dtype=torch.int64),
@@ -19,12 +21,12 @@ REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 
 
 def values(estimator, greedy_correct=None, **options):
-    advantages = GroupAdvantages(estimator, options)
-    advantages.begin(None, None, ROLLOUTS, REWARDS, None, greedy_correct)
-    everything = torch.arange(4)
-    assert torch.equal(advantages.for_update(everything), advantages.values.flatten())
-    assert advantages.end(1) == {}
-    return advantages.values
+    objective = GroupObjective(estimator, options)
+    greedy_rewards = None if greedy_correct is None else greedy_correct.float()
+    objective.begin(collected(Samples(make_prompts([[1], [2]]), ROLLOUTS), REWARDS, None, greedy_rewards), None)
+    advantages = objective.advantages(torch.arange(4))
+    assert objective.end() == {}
+    return advantages.view(2, 2)
 
 
 def test_what_an_estimator_gets_of_the_rollouts():
@@ -34,21 +36,22 @@ def test_what_an_estimator_gets_of_the_rollouts():
     assert torch.equal(values("unlikeliness"), ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs))
     assert torch.equal(values("maxpo", k=1), ops.maxpo_advantage(REWARDS, 1))
     solved = torch.tensor([True, False])
-    assert GroupAdvantages("self", {}).needs_greedy
-    assert not GroupAdvantages("grpo", {}).needs_greedy
+    assert GroupObjective("self", {}).needs == Needs(greedy=True)
+    assert GroupObjective("grpo", {}).needs == Needs()
     assert (values("self", solved) != 0).tolist() == [[False, False], [True, True]]
 
 
-def test_the_objective_chooses():
+def test_the_objective_of_a_configuration():
     def made(*flags):
-        return advantages_of(resolve(parse(flags), MazeTask(9)))
+        return objective_of(parse(["--objective", *flags]))
 
-    maxpo = made("--objective", "maxpo", "--k", "3", "--scale-by-k")
-    assert maxpo == GroupAdvantages("maxpo", {"k": 3, "order": None, "scale_by_k": True}, values=maxpo.values)
-    assert made("--objective", "grpo", "--estimator-options", "eps=1e-3").options["eps"] == 1e-3
-    pacs = made("--objective", "pacs", "--beta", "0.5", "--score", "grpo", "--updates-per-step", "4")
-    assert isinstance(pacs, Pacs)
-    assert (pacs.beta, pacs.score, pacs.class_weight, pacs.updates_per_step) == (0.5, "grpo", "balanced", 4)
-    assert (pacs.needs_reference, pacs.needs_greedy) == (False, False)
-    paper = made("--objective", "pacs_paper", "--ref-reset-interval", "7")
-    assert (paper.needs_reference, paper.ref_reset_interval, paper.beta) == (True, 7, 1.0)
+    assert made("maxpo", "--k", "3") == GroupObjective("maxpo", {"k": 3})
+    assert made("maxrl") == GroupObjective("maxrl", {"order": 15})
+    assert made("grpo", "--eps", "1e-3").options == {"eps": 1e-3, "ddof": 1}
+    assert made("grpo").aggregation == "seq_mean_token_mean"
+    pacs = made("pacs", "--beta", "0.5", "--score", "grpo", "--updates-per-step", "4")
+    assert pacs == PacsObjective(0.5, "grpo", "balanced", updates_per_step=4)
+    assert pacs.needs == Needs(binary=True, logprob_passes=2)
+    paper = made("pacs_paper", "--ref-reset-interval", "7")
+    assert paper == PacsObjective(1.0, has_actor=True, ref_reset_interval=7)
+    assert paper.needs == Needs(reference=True, binary=True, logprob_passes=2)

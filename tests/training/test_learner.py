@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config.options import OptimizerOptions
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.records import Rollouts
+from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.learner import Learner, LossSettings, learning_rate, make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
@@ -24,13 +24,13 @@ def sampled(model, num_samples=4, limit=9):
 
 
 def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
-    optimizer = optimizer or make_optimizer(model, OptimizerOptions(lr=1e-3))
+    optimizer = optimizer or make_optimizer(model, beta2=0.99, weight_decay=0.01)
     return Learner(model, optimizer, settings, 1e9, budget, torch.float32, **options)
 
 
 def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
     sequences = torch.arange(len(advantages)) if sequences is None else sequences
-    return learner(model, **options).update(PROMPTS, rollouts, advantages, sequences, when="step 7", lr=lr)
+    return learner(model, **options).update(Samples(PROMPTS, rollouts), advantages, sequences, when="step 7", lr=lr)
 
 
 def gradients(model, rollouts, advantages, **options):
@@ -69,7 +69,7 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
 
     settings = LossSettings(loss=loss, aggregation="token_mean")
     trained = Learner(model, torch.optim.SGD([weight], lr=0.05), settings, 1e9, 1000, torch.float32)
-    trained.update(prompts, rollouts, advantages, torch.arange(4), when="step 1", lr=0.05)
+    trained.update(Samples(prompts, rollouts), advantages, torch.arange(4), when="step 1", lr=0.05)
     after = response_logits(model, one_batch(prompts, rollouts), torch.float32)[0].softmax(-1)
     assert after[right] - p[right] > 1e-2
     torch.testing.assert_close(after, expected, rtol=2e-4, atol=1e-7)
@@ -95,7 +95,7 @@ def test_the_shared_prompt_equals_the_repeated_prompt():
     shared = gradients(model, rollouts, advantages)
     lists = [PROMPTS.take(g, 1).tokens.tolist() for g in range(3) for _ in range(4)]
     repeated_learner = learner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    repeated_learner.update(make_prompts(lists), rollouts, advantages, torch.arange(12), when="step 1", lr=0.0)
+    repeated_learner.update(Samples(make_prompts(lists), rollouts), advantages, torch.arange(12), when="step 1", lr=0.0)
     repeated = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert worst_difference(shared, repeated) < 1e-4
 
@@ -107,7 +107,7 @@ def test_rollouts_that_cannot_teach_are_left_out_with_the_same_result(monkeypatc
         rollouts = sampled(model)
         advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, -2.0])
         if not drop:
-            monkeypatch.setattr(LossSettings, "can_teach", lambda self, a: torch.ones_like(a, dtype=torch.bool))
+            monkeypatch.setattr(LossSettings, "has_gradient", lambda self, a: torch.ones_like(a, dtype=torch.bool))
         metrics = update(model, rollouts, advantages)
         results.append((metrics, model.state_dict()))
     (dropped, a), (kept, b) = results
@@ -123,7 +123,7 @@ def test_when_nothing_can_teach_the_step_is_that_of_a_zero_gradient():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     metrics = update(model, sampled(model), torch.zeros(12))
     assert (metrics.loss, metrics.grad_norm, metrics.num_sequences) == (0.0, 0.0, 0)
-    decay = 1 - 1e-3 * OptimizerOptions().weight_decay
+    decay = 1 - 1e-3 * 0.01
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, before[name] * (decay if tensor.dim() == 2 else 1.0))
 
@@ -200,25 +200,25 @@ def test_non_finite_values_stop_the_update_and_are_named(poison, message):
 
 
 def test_learning_rates():
-    options = OptimizerOptions(steps=10, lr=1.0, warmup_steps=4, lr_schedule="cosine")
-    rates = [learning_rate(step, options) for step in range(1, 11)]
+    rate = LearningRate(peak=1.0, steps=10, warmup_steps=4, schedule="cosine")
+    rates = [rate.at(step) for step in range(1, 11)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[6] == pytest.approx(0.55)
     assert rates[9] == pytest.approx(0.1)
-    assert learning_rate(9, dataclasses.replace(options, lr_schedule="constant")) == 1.0
-    assert learning_rate(1, dataclasses.replace(options, warmup_steps=0)) < 1.0
+    assert dataclasses.replace(rate, schedule="constant").at(9) == 1.0
+    assert dataclasses.replace(rate, warmup_steps=0).at(1) < 1.0
 
 
 def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
     """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the float32 masters keep them."""
     model = tiny_decoder()
     start = model.model.norm.weight.detach().clone()
-    optimizer = make_optimizer(model, OptimizerOptions(lr=1e-5, weight_decay=0.0))
+    optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.0)
     trained = Learner(model, optimizer, PPO, 1e9, 10_000, torch.bfloat16)
     rollouts = sampled(model)
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
     for _ in range(20):
-        trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step 1", lr=1e-5)
+        trained.update(Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step 1", lr=1e-5)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
     moved = (model.model.norm.weight - start).abs()
@@ -229,19 +229,18 @@ def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
 def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
     """Against Adam's moments worked out by hand from the gradients of three steps."""
     model = tiny_decoder()
-    options = OptimizerOptions(lr=1e-3, beta1=0.8, beta2=0.95)
-    trained = learner(model, optimizer=make_optimizer(model, options))
+    trained = learner(model, optimizer=make_optimizer(model, beta2=0.95, weight_decay=0.01))
     generator = torch.Generator().manual_seed(0)
     first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     for step in (1, 2, 3):
         rollouts, advantages = sampled(model), torch.randn(12, generator=generator)
-        metrics = trained.update(PROMPTS, rollouts, advantages, torch.arange(12), when="step", lr=1e-3)
+        metrics = trained.update(Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step", lr=1e-3)
         expected = 0.0
         for name, p in model.named_parameters():
-            first[name] = 0.8 * first[name] + 0.2 * p.grad
+            first[name] = 0.9 * first[name] + 0.1 * p.grad
             second[name] = 0.95 * second[name] + 0.05 * p.grad.double().square()
-            expected += float((second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.8**step)).square()).sum())
+            expected += float((second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.9**step)).square()).sum())
         assert metrics.moment_variance == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert expected > 1e-3
 
@@ -260,8 +259,8 @@ def test_empty_responses_are_not_computed_but_count():
     advantages = torch.tensor([1.0, 2.0, -1.0, 0.5])
     settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_mean")
     sgd = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "settings": settings}
-    three = learner(model, **sgd).update(PROMPTS, rollouts, advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0)
-    four = learner(model, **sgd).update(prompts, empty, advantages, torch.arange(4), when="", lr=0.0)
+    three = learner(model, **sgd).update(Samples(PROMPTS, rollouts), advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0)
+    four = learner(model, **sgd).update(Samples(prompts, empty), advantages, torch.arange(4), when="", lr=0.0)
     assert four.num_sequences == 3
     assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
@@ -272,9 +271,9 @@ def test_rollouts_of_another_engine_are_corrected():
     model = tiny_decoder()
     rollouts = sampled(model)
     off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # of log-probs, either way
-    corrected, metrics = learner(model).corrected(
-        PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off), cap=2.0
-    )
+    samples = Samples(PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off))
+    weighted, metrics = learner(model).apply_importance_sampling(samples, cap=2.0)
+    corrected = weighted.rollouts
     torch.testing.assert_close(corrected.logprobs, rollouts.logprobs, rtol=0, atol=2e-5)
     torch.testing.assert_close(corrected.importance_weights, off.exp().clamp_max(2.0), rtol=1e-4, atol=0)
     assert (corrected.importance_weights == 2.0).any()

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
+from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner, LossSettings
-from maxrl_fast.training.pacs_objective import Pacs
-from tests.batches import make_prompts, one_batch
+from maxrl_fast.training.pacs_objective import PacsObjective
+from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
@@ -20,7 +21,7 @@ SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temp
 
 
 def make_pacs(is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"):
-    return Pacs(0.7, score, class_weight, is_paper, interval, updates_per_step)
+    return PacsObjective(0.7, score, class_weight, updates_per_step, is_paper, interval)
 
 
 def make_learner(model, reference=None, lr=0.05):
@@ -65,19 +66,20 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
     pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
     with torch.no_grad():
         ref_logprobs = logprobs(reference or model, rollouts)
-    pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
-    for sequences in torch.arange(3 * N).chunk(3):
+    samples = collected(Samples(PROMPTS, rollouts), LABELS)
+    pacs.begin(samples, learner)
+    for sequences in samples.minibatches(3):
         before = copy.deepcopy(model)
         expected = whole_gradient(before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper)
-        advantages = pacs.for_update(sequences)
-        learner.update(PROMPTS, rollouts, advantages, sequences, when="step 1", lr=0.05)
+        advantages = pacs.advantages(sequences)
+        learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
             assert (advantages[sequences] == 0).all()  # the group in which none is correct, met first
-    metrics = pacs.end(1)
+    metrics = pacs.end()
     assert set(metrics) == {"pacs_loss", "pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
-    assert pacs.values.shape == (3, N)
+    assert advantages.shape == (3 * N,)
 
 
 def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
@@ -85,12 +87,13 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     rollouts = sampled(model)
     monkeypatch.setattr(Learner, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
     pacs = make_pacs()
-    pacs.begin(make_learner(model), PROMPTS, rollouts, LABELS, None, None)
+    samples = collected(Samples(PROMPTS, rollouts), LABELS)
+    pacs.begin(samples, make_learner(model))
     everything = torch.arange(3 * N)
-    advantages = pacs.for_update(everything)
+    advantages = pacs.advantages(everything)
     expected = whole_gradient(model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False)
     learner = make_learner(model)
-    learner.update(PROMPTS, rollouts, advantages, everything, when="step 1", lr=0.0)
+    learner.update(samples, advantages, everything, when="step 1", lr=0.0)
     assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
     assert (advantages[N : 2 * N] == 0).all()
 
@@ -101,9 +104,10 @@ def test_rollouts_without_a_reward_are_in_nobodys_baseline():
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False
     pacs = make_pacs()
-    pacs.begin(make_learner(model), PROMPTS, sampled(model), LABELS * valid, valid, None)
-    advantages = pacs.for_update(torch.arange(3 * N)).view(3, N)
-    pacs.end(1)
+    samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
+    pacs.begin(samples, make_learner(model))
+    advantages = pacs.advantages(samples.with_reward).view(3, N)
+    pacs.end()
     for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
         outcome = labels[known]
         proxies = torch.zeros(len(outcome), requires_grad=True)
@@ -128,9 +132,10 @@ def test_the_reference_is_reset_and_the_optimizer_starts_anew():
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
     for step in (1, 2, 3):
-        pacs.begin(learner, PROMPTS, rollouts, LABELS, None, None)
-        learner.update(PROMPTS, rollouts, pacs.for_update(everything), everything, when="step", lr=1e-2)
-        pacs.end(step)
+        samples = collected(Samples(PROMPTS, rollouts), LABELS, step=step)
+        pacs.begin(samples, learner)
+        learner.update(samples, pacs.advantages(everything), everything, when="step", lr=1e-2)
+        pacs.end()
         is_reset = step == 2
         weights, reference = model.state_dict(), learner.reference.state_dict()
         assert all(torch.equal(weights[name], reference[name]) for name in weights) == is_reset
@@ -145,4 +150,4 @@ def test_logprobs_are_those_of_the_chosen_rollouts():
     expected = logprobs(model, rollouts)
     starts = rollouts.cu_seqlens.tolist()
     expected = torch.cat([expected[starts[s] : starts[s + 1]] for s in chosen.tolist()])
-    torch.testing.assert_close(learner.logprobs(model, PROMPTS, rollouts, chosen), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(learner.logprobs(model, Samples(PROMPTS, rollouts), chosen), expected, rtol=1e-4, atol=1e-5)

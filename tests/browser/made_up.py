@@ -14,7 +14,16 @@ CONFIG = {
     **{"lr": 3e-4, "steps": 30, "seed": 0, "estimator_options": "", "scale_by_k": False, "out": "somewhere", "maze_size": 9},
     **{"versions": {"python": "3"}, "command": ["train"]},
 }
-KEYS = ("reward_mean", "frac_prompts_solved", "frac_groups_dead", "entropy", "grad_norm", "kl", "tokens_per_second", "loss")
+KEYS = (
+    "reward_mean",
+    "frac_prompts_solved",
+    "frac_groups_zero_variance",
+    "entropy",
+    "grad_norm",
+    "kl",
+    "tokens_per_second",
+    "loss",
+)
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:

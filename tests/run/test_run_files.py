@@ -50,7 +50,7 @@ def test_diagnoses_are_of_every_prompt_of_the_step(finished):
         known = metrics[record["step"]]
         assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
-        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_dead"]
+        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # the triangle
 
 

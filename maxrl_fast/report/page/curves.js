@@ -2,14 +2,14 @@
 
 const EVALUATED = 'eval ';
 const DEFAULT_CURVES = [
-  'reward_mean', 'frac_prompts_solved', 'frac_groups_dead', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
+  'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
   'grad_norm', 'loss', 'kl', 'mismatch', 'tokens_per_second',
 ];
 const MEANINGS = {
   reward_mean: 'mean reward of the rollouts',
   pass_at_1: 'fraction of rollouts that are right',
   frac_prompts_solved: 'prompts with at least one right rollout',
-  frac_groups_dead: 'prompts whose advantages are all 0',
+  frac_groups_zero_variance: 'prompts whose advantages are all 0',
   entropy: 'nats a token, at the sampling temperature',
   response_length_mean: 'tokens, the stop token included',
   truncated: 'fraction of responses cut by the limit',

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import replaced
+from maxrl_fast.files.durable import atomic_file
 from maxrl_fast.files.untrusted import shown
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
@@ -89,5 +89,5 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     """Write or replace a file, which a kill leaves whole, old or new."""
-    with replaced(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

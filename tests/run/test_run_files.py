@@ -143,11 +143,11 @@ def test_a_tracker_that_does_not_begin_is_said(tmp_path, monkeypatch, capsys):
     module.init = no_key
     monkeypatch.setitem(sys.modules, "wandb", module)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb does not begin: RuntimeError: no API key" in capsys.readouterr().err
+    assert "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb needs it to be installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
+    assert "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

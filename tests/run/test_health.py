@@ -43,12 +43,12 @@ def test_a_healthy_run_gets_no_warning():
 def test_a_lasting_condition_is_reported_once_with_its_number(kind):
     changes, _, _ = ILL[kind]
     health = Health()
-    told = observed(health, [HEALTHY] * STEPS + [HEALTHY | changes] * 3 * STEPS)
+    warned = observed(health, [HEALTHY] * STEPS + [HEALTHY | changes] * 3 * STEPS)
     # Before all groups of ten steps have zero variance, most of them do.
-    assert [warning.kind for _, warning in told] == (
+    assert [warning.kind for _, warning in warned] == (
         ["zero_variance_groups"] if changes.get("frac_groups_zero_variance") == 1 else []
     ) + [kind]
-    assert told[0][0] > STEPS
+    assert warned[0][0] > STEPS
     observed(health, [HEALTHY] * 2 * STEPS)
     again = observed(health, [HEALTHY | changes] * STEPS * 2)
     assert again[-1][1].kind == kind  # reported again after ten steps without it
@@ -67,9 +67,9 @@ def test_the_value_and_the_message(kind):
 
 
 def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
-    told = observed(Health(), [HEALTHY] * 15 + [HEALTHY | {"grad_norm": 6.0}] + [HEALTHY] * 5)
-    assert [(i, warning.kind, warning.value) for i, warning in told] == [(15, "grad_norm", 6.0)]
-    assert "is 6, 12 times the median of the 15 steps before" in told[0][1].message
+    warned = observed(Health(), [HEALTHY] * 15 + [HEALTHY | {"grad_norm": 6.0}] + [HEALTHY] * 5)
+    assert [(i, warning.kind, warning.value) for i, warning in warned] == [(15, "grad_norm", 6.0)]
+    assert "is 6, 12 times the median of the 15 steps before" in warned[0][1].message
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # nothing was learned before
 
 
@@ -84,8 +84,8 @@ def test_high_rewards_that_differ_give_no_warning():
 
 
 def test_a_condition_that_comes_and_goes_is_reported_once():
-    told = observed(Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)])
-    assert [warning.kind for _, warning in told] == ["truncated"]
+    warned = observed(Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)])
+    assert [warning.kind for _, warning in warned] == ["truncated"]
 
 
 def test_the_first_steps_give_no_warning():

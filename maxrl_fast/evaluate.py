@@ -33,7 +33,7 @@ from maxrl_fast.evaluation.outcome import (
 from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.files.durable import locked, replaced
+from maxrl_fast.files.durable import atomic_file, locked
 from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import load_policy
@@ -65,7 +65,7 @@ def stored(path: Path) -> Iterator[Path]:
         StorageError: where the disk refuses it.
     """
     try:
-        with replaced(path) as temporary:
+        with atomic_file(path) as temporary:
             yield temporary
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""The command `python -m maxrl_fast.objectives`: every objective with its formula, weight, needs and source."""
+"""The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source."""
 
 import argparse
 import sys
@@ -15,30 +15,42 @@ from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.run.plots import draw_weights
 
-_PACS = "-B beta dL/dr_i, L the cross-entropy of R under sigmoid(score), r = beta (log-ratio to the reference)"
-_PACS_NEEDS = "R in {0, 1}; N >= 2 but for --score naive"
+_NOTATION = (
+    "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "
+    "rate. S_i and S_-i: the mean of the maximum over the size-k subsets of rollouts with and without i; M_-i: the same over "
+    "the size-(k-1) subsets of the others. PACS: R_i the outcome, B the number of rollouts in the batch."
+)
+_PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
+_PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
 _PACS_ROWS = {
-    "pacs": (f"{_PACS}; the reference is the policy that sampled", "-", _PACS_NEEDS, "PACS, eq. 8, code"),
-    "pacs_paper": (f"{_PACS}; plus log-likelihood of R; reference reset at times", "-", _PACS_NEEDS, "PACS, eqs. 5, 8"),
+    "pacs": (f"{_PACS}; the reference is the sampling policy", "-", _PACS_NEEDS, "PACS, eq. 8, code"),
+    "pacs_paper": (
+        f"{_PACS}; plus the log-likelihood of R; the reference is reset every --ref-reset-interval steps",
+        "-",
+        _PACS_NEEDS,
+        "PACS, eqs. 5, 8",
+    ),
 }
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 on bad input."""
+    """Run the command. Return 0, or 2 on bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.objectives",
-        description="Print every estimator of the group advantage: formula, effective weight, needs, source. With --weights, "
-        "draw and print the weight that estimators give a prompt's gradient by its pass rate, exact at finite N.",
+        description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source. "
+        "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass rate p, exact at finite N.",
     )
-    parser.add_argument("--weights", type=Path, metavar="OUT.png", help="draw W_N(p) for --estimators, and print it")
+    parser.add_argument(
+        "--weights", type=Path, metavar="OUT.png", help="plot W_N(p) of --estimators to this file, and print it"
+    )
     parser.add_argument(
         "--estimators",
         nargs="+",
         default=list(_SHOWN),
         metavar="NAME[:SIZE]",
-        help="names, with k or the order behind a colon (default: %(default)s)",
+        help=f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})",
     )
     parser.add_argument("--rollouts", type=int, default=16, metavar="N", help="rollouts per prompt (default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -53,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             draw_weights(curves, options.rollouts, options.weights)
         except (OSError, ValueError) as error:
-            raise InputError(f"--weights must be a picture that can be written, got {options.weights}: {error}") from error
+            raise InputError(f"--weights must be a picture file that can be written, got {options.weights}: {error}") from error
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,29 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, weights in numbers.items():
         table.add_row(name, *(f"{weight:.3f}" for weight in weights.tolist()))
     console.print(table)
-    console.print(f"drawn in {options.weights}", highlight=False)
+    console.print(f"plot: {options.weights}", highlight=False)
     return 0
 
 
 def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
-    """The weight of "maxpo:4", say; InputError with a sentence."""
+    """Return the weight W_N(p) of an estimator such as "maxpo:4". Raises InputError if the name or the size is not valid."""
     estimator, _, size = name.partition(":")
     if n < 1:
         raise InputError(f"rollouts must be at least 1, got {n}")
     if size and not size.isdecimal():
-        raise InputError(f"a size must be a whole number, got {name!r}")
+        raise InputError(f"a size must be an integer, got {name!r}")
     row = ESTIMATORS.get(estimator)
     kind = row.size.name if row is not None and row.size is not None else "k"
     try:
         if row is not None and row.size is not None and row.size.required and not size:
-            raise ValueError(f"{estimator} needs {row.size.wanted(n)}, as {estimator}:4")
+            raise ValueError(f"{estimator} needs {row.size.wanted(n)}, for example {estimator}:4")
         return effective_weight(estimator, n, pass_rates, **({kind: int(size)} if size else {}))
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 def _registry_table() -> Table:
-    table = Table("name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True)
+    table = Table(
+        "name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True, caption=_NOTATION, caption_justify="left"
+    )
     for name, row in ESTIMATORS.items():
         table.add_row(name, row.formula, row.weight, row.needs, row.source)
     for name, cells in _PACS_ROWS.items():

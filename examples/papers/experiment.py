@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import replaced
+from maxrl_fast.files.durable import atomic_file
 from maxrl_fast.hardware import versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,12 +73,12 @@ def run(
         **versions(),
         "results": rounded(results),
     }
-    with replaced(settings.out / f"{name}.json") as aside:
-        aside.write_text(as_text(record))
+    with atomic_file(settings.out / f"{name}.json") as temporary:
+        temporary.write_text(as_text(record))
     figure = draw(record)
     FigureCanvasAgg(figure)
-    with replaced(settings.out / f"{name}.png") as aside:
-        figure.savefig(aside, dpi=110, format="png")
+    with atomic_file(settings.out / f"{name}.png") as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
     print(f"{record['seconds']:.0f} s; written {settings.out / name}.json and .png")
     return 0
 

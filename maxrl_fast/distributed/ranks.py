@@ -1,7 +1,7 @@
-"""Several processes started by torchrun, one for each GPU: what each computes, and what all of them then have.
+"""Several processes started by torchrun, one per GPU.
 
-Every rank has the records of the whole step, prompts, rollouts, rewards and advantages; only the computing is divided. Prompts
-are dealt out for sampling, groups for training, and gradients are summed by DDP, or by FSDP2 where the policy does not fit.
+Every rank has the records of the whole step: prompts, rollouts, rewards and advantages. Only the work is divided: prompts for
+sampling, groups for training. Gradients are summed by DDP, or by FSDP2 if the policy does not fit on one GPU.
 """
 
 import contextlib
@@ -23,49 +23,49 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts, cumulative
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
-LATECOMER = 15.0  # seconds in which the first rank, should it have started later, finds the same mistake and says it
+LATECOMER = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, and what they do together. With one process every method is the identity."""
+    """This process and its collective operations with the others. With one process every method is the identity."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def of_environment(cls) -> "Ranks":
-        """As torchrun says."""
+        """Read rank and size from the environment that torchrun sets."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and speaks for all."""
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """This rank's share of `count` things: start and number. Shares differ by one at most."""
+        """Return the start and the length of this rank's share of `count` items. Shares differ by one item at most."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, on every rank; x may be overwritten."""
+        """Return the sum of x over ranks, on every rank; x may be overwritten."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so on some rank."""
+        """Return whether the flag is true on any rank."""
         return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
 
     def from_first(self, x: Tensor) -> Tensor:
-        """The first rank's x, on every rank; x may be overwritten."""
+        """Return the first rank's x, on every rank; x may be overwritten."""
         if self.size > 1:
             dist.broadcast(x, 0)
         return x
 
     def text_from_first(self, text: str) -> str:
-        """The first rank's text, on every rank."""
+        """Return the first rank's text, on every rank."""
         if self.size == 1:
             return text
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
@@ -74,18 +74,18 @@ class Ranks:
         return bytes(self.from_first(encoded).tolist()).decode().strip()
 
     def texts(self, text: str) -> list[str]:
-        """The lines of all ranks' texts that are not empty."""
+        """Return the non-empty lines of the texts of all ranks."""
         encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
         lines = bytes(self.concatenate(encoded).tolist()).decode().split("\n")
         return [line for line in lines if line]
 
     def wait_for_all(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 
     def concatenate(self, x: Tensor) -> Tensor:
-        """The rows [n, ...] of all ranks in the order of the ranks; n may differ."""
+        """Concatenate the rows of x [n, ...] of all ranks in rank order; n may differ."""
         if self.size == 1:
             return x
         counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
@@ -98,7 +98,7 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
-        """The rollouts of all ranks in the order of the ranks."""
+        """Concatenate the rollouts of all ranks in rank order."""
         if self.size == 1:
             return rollouts
         return Rollouts(
@@ -111,15 +111,17 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[Watch | None]:
-        """Collectives work inside. A rank that fails ends the others, with its message, within a minute.
+        """Connect the ranks, so that collectives work inside the block.
 
-        Gives what tells the other ranks of a failure; None with one process.
+        A rank that fails ends the others within a minute, with its message.
+
+        Gives the Watch, which tells the other ranks of a failure, or None with one process.
         """
         if self.size == 1:
             yield None
             return
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
-        store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through it at their first use
+        store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through the store at their first use
         watch = Watch(PrefixStore("maxrl_fast/watch", store.clone()), self.rank, self.size)
         watch.start()
         try:
@@ -138,7 +140,7 @@ class Ranks:
             watch.say_failed(str(error))
             raise
         except BaseException as error:
-            # A collective that fails is most often the consequence of what another rank has said.
+            # A collective mostly fails because another rank has failed and has already said why.
             cause = watch.say_failed(f"{type(error).__name__}: {error}")
             if cause is None:
                 raise
@@ -149,7 +151,7 @@ class Ranks:
 
 
 def own_gpu() -> int:
-    """The number of this process's GPU: that of the process on its machine, or the only one that it sees."""
+    """Return the index of this process's GPU: its local rank, or 0 if it sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(f"process {number} of this machine needs a GPU of its own, but there are {visible}")
@@ -158,7 +160,7 @@ def own_gpu() -> int:
 
 @contextlib.contextmanager
 def said_by_first(ranks: Ranks) -> Iterator[None]:
-    """What is printed inside, and makes the process end, is said by the first rank alone."""
+    """Let only the first rank print inside the block, also the message of an error that ends the process."""
     if ranks.is_first:
         yield
         return
@@ -166,5 +168,5 @@ def said_by_first(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except SystemExit as error:
-            time.sleep(LATECOMER if error.code else 0)  # else torchrun would end the first on this one's account
+            time.sleep(LATECOMER if error.code else 0)  # else torchrun would end the first rank because this one ended
             raise

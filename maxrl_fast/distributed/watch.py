@@ -1,4 +1,4 @@
-"""Each rank tells the others that it lives, and ends once another has failed, fallen silent or got stuck."""
+"""Heartbeats between ranks: a rank ends when another has failed, stopped responding or is stuck."""
 
 import contextlib
 import datetime
@@ -12,24 +12,24 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-SILENCE_LIMIT = 40.0  # seconds after which a rank that says nothing counts as dead
-START_LIMIT = 300.0  # the same before its first sign of life
-PATIENCE = 3.0  # seconds in which torchrun, where the first to fail is its own, ends the others before they repeat the message
-BEAT = 1.0  # seconds between signs of life
-STACKS_LIMIT = datetime.timedelta(seconds=20)  # in which the ranks hear that one is stuck, and write their stacks
-STUCK, SILENT = "the run is stuck", "has not been heard of for"  # in messages upon which ranks write their stacks
+SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as dead
+START_LIMIT = 300.0  # the same before its first heartbeat
+PATIENCE = 3.0  # seconds before this rank repeats another's error; on the same machine torchrun ends it first
+BEAT = 1.0  # seconds between heartbeats
+STACKS_LIMIT = datetime.timedelta(seconds=20)  # for all ranks to notice that one is stuck, and to write their stacks
+STUCK, SILENT = "the run is stuck", "has not been heard of for"  # a message with one of these makes ranks write their stacks
 
 
 def dump_stacks(who: str) -> None:
-    """Where every thread of this process is, on standard error, whatever the threads are in."""
+    """Write the stacks of all threads of this process to standard error, even while they are blocked in C code."""
     os.write(2, f"\nstacks of {who} (process {os.getpid()}):\n".encode())
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 class Watch(threading.Thread):
-    """Says to the other ranks that this one lives, and ends this process once another has failed or fallen silent.
+    """Sends heartbeats to the other ranks, and ends this process when another rank has failed or stopped sending them.
 
-    Without it a rank would wait for a dead one in the next collective for as long as that may take.
+    Without it a rank would wait for a dead one in the next collective until COLLECTIVE_LIMIT.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
@@ -37,11 +37,11 @@ class Watch(threading.Thread):
         self._store, self._rank, self._size = store, rank, size
         self._stopped = threading.Event()
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
-        self._turned = time.monotonic()  # when this thread last had an answer of the store
+        self._turned = time.monotonic()  # when the store last answered this thread
         self.dump_workers: Callable[[], None] = lambda: None  # makes worker processes write their stacks
 
     def start(self) -> None:
-        """Begin; another thread watches this one, which waits without a limit for a store whose process is frozen."""
+        """Start the thread, and a second one that watches it: it would wait forever for a store whose process is frozen."""
         super().start()
         threading.Thread(target=self._watch_store, name="watch of the store", daemon=True).start()
 
@@ -50,7 +50,7 @@ class Watch(threading.Thread):
             silence = time.monotonic() - self._turned
             if silence > SILENCE_LIMIT:
                 self._write_stacks()
-                self._end(f"the store that connects the ranks, of rank 0 or torchrun, has not answered for {silence:.0f} s")
+                self._end(f"the store that connects the ranks, in rank 0 or torchrun, has not answered for {silence:.0f} s")
 
     def _write_stacks(self) -> None:
         dump_stacks(f"rank {self._rank}")
@@ -69,17 +69,17 @@ class Watch(threading.Thread):
                 self._store.set(f"alive/{self._rank}", str(beat))
                 message = self._failure()
                 self._turned = time.monotonic()
-            except (RuntimeError, dist.DistError) as error:  # the store lives in torchrun, or on the first machine
+            except (RuntimeError, dist.DistError) as error:  # the store runs in torchrun, or on the first machine
                 message = f"the store that connects the ranks does not answer: {error}"
             if message and (STUCK in message or SILENT in message):
-                self._write_stacks()  # at once: the rank that is stuck waits for them before it ends
+                self._write_stacks()  # immediately: the stuck rank waits for them before it ends
                 with contextlib.suppress(RuntimeError, dist.DistError):
                     self._store.set(f"stacks/{self._rank}", "written")
             if message and not self._stopped.wait(PATIENCE):
                 self._end(message)
 
     def _failure(self) -> str | None:
-        """What happened to another rank."""
+        """Return what happened to another rank, or None."""
         if self._store.check(["failed"]):
             message: str = self._store.get("failed").decode()
             return message
@@ -94,7 +94,7 @@ class Watch(threading.Thread):
         return None
 
     def say_failed(self, message: str) -> str | None:
-        """Let the other ranks end with this rank's message; or return that of the rank that failed before."""
+        """Make the other ranks end with this rank's message. If another rank failed before, return its message instead."""
         self._stopped.set()
         own = f"rank {self._rank} failed: {message}"
         try:
@@ -104,9 +104,10 @@ class Watch(threading.Thread):
         return None if said == own else said
 
     def say_stuck(self, message: str) -> None:
-        """Let the other ranks write their stacks and end, with this rank's message; return once they have written them.
+        """Make the other ranks write their stacks and end with this rank's message; return when the stacks are written.
 
-        This rank has written its own. Its end breaks the collective that the others wait in, and with it their stacks.
+        This rank must already have written its own. When it ends, the collective in which the others wait fails, and their
+        stacks are lost.
         """
         self.say_failed(message)
         with contextlib.suppress(RuntimeError, dist.DistError):
@@ -114,8 +115,8 @@ class Watch(threading.Thread):
             self._store.wait([f"stacks/{rank}" for rank in range(self._size)], STACKS_LIMIT)
 
     def stop(self) -> None:
-        """This rank is done."""
+        """Stop the heartbeats, and tell the others that this rank has finished."""
         self._stopped.set()
         self.join()
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the others, and the store with them, may be gone by now
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the others may have ended, and the store with them
             self._store.set(f"alive/{self._rank}", "done")

@@ -1,1 +1,1 @@
-"""What `python -m maxrl_fast.evaluate` makes of a policy's samples: estimates, a table, a picture, files."""
+"""Evaluation of a policy's samples: estimates with intervals, tables, a plot and files."""

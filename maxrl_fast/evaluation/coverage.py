@@ -1,6 +1,6 @@
-"""What n samples of each prompt say about the best, the majority or any of k: unbiased estimates, and how sure they are.
+"""Unbiased estimates of pass@k, max@k and maj@k from n samples per prompt, with bootstrap intervals.
 
-Shapes: P prompts, n samples each, c of them correct. All estimates of a prompt are means over its size-k subsets of samples,
+Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt is a mean over size-k subsets of its samples,
 drawn without replacement, in float64.
 """
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from maxrl_fast.ops.estimator_tables import subset_ratios
 
-NUM_DRAWS = 500  # of subsets, for maj@k: a prompt's estimate then has a standard error of at most 0.5 / sqrt(500) = 0.022
-ROUNDING = 1e-12  # by which two estimates of the same number may differ
-RESAMPLED = 1 << 24  # most prompts drawn at once by the bootstrap: 128 MB
+NUM_DRAWS = 500  # subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
+ROUNDING = 1e-12  # two estimates of the same number may differ by this much
+RESAMPLED = 1 << 24  # largest number of prompts that the bootstrap draws at once: 128 MB
 
 
 def powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, ... up to `largest`."""
+    """Return 1, 2, 4, ... up to `largest`."""
     return [2**i for i in range(largest.bit_length())]
 
 
 def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Probability [..., k] that the i-th draw is wrong, when those before it were."""
+    """Return the probability [..., k] that the i-th draw is wrong, given that all earlier draws were wrong."""
     _check_k("pass", num_samples, k)
     wrong = (num_samples - num_correct).double()[..., None]
     i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
@@ -32,9 +32,9 @@ def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 
 def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al. 2021, eq. 1).
+    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al. 2021, eq. 1).
 
-    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither over- nor underflows badly.
+    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither overflows nor underflows badly.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -43,17 +43,17 @@ def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 
 def coverage_curve(num_samples: int, num_correct: Tensor) -> Tensor:
-    """pass@k for every k = 1..n, the mean over prompts: num_correct int [P] -> float64 [n]."""
-    counts, numbers = num_correct.cpu().unique(return_counts=True)  # each once: 8 n bytes for each
+    """Return pass@k for every k = 1..n, averaged over prompts: num_correct int [P] -> float64 [n]."""
+    counts, numbers = num_correct.cpu().unique(return_counts=True)  # each distinct count is computed once and takes 8 n bytes
     share = numbers.double() / num_correct.numel()
     return share @ (1 - _ratios_of_wrong(num_samples, counts, num_samples).cumprod(-1))
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Mean over the size-k subsets of their best reward (pass@k for any reward; MaxPO's S over all samples).
+    """Return the mean over size-k subsets of their best reward (pass@k for any reward; MaxPO's S over all samples).
 
-    Shapes: rewards [P, n] -> float64 [P]. Of the ascending rewards, r_(i) is the best of C(i-1, k-1) of the C(n, k) subsets: a
-    share of q_i k / i, with q_i = C(i, k) / C(n, k) by recurrence. Rewards may be any finite numbers.
+    Shapes: rewards [P, n] -> float64 [P]. In ascending order, r_(i) is the best reward of C(i-1, k-1) of the C(n, k) subsets, a
+    fraction q_i k / i, where q_i = C(i, k) / C(n, k) is computed by recurrence. Rewards may be any finite numbers.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -66,18 +66,18 @@ def max_at_k(rewards: Tensor, k: int) -> Tensor:
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
-    """Probability that the answer which most of k samples give is right, ties at random (self-consistency, Wang et al. 2023).
+    """Return the probability that the majority answer of k samples is correct (self-consistency, Wang et al. 2023).
 
-    The mean over size-k subsets, from NUM_DRAWS of them; exact for k = 1, where it is c / n, and for k = n, where there is one
-    subset. Ties are not drawn: each tied answer counts equally. An answer is worth the share of correct ones among all samples
-    that give it: 0 or 1 where the answer alone decides the reward. Samples without an answer have no vote, but where none of
-    the k has one they are the answer.
+    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one subset). Tied answers count
+    equally. The value of an answer is the fraction of correct samples among all samples that give it: 0 or 1 if the answer
+    alone decides the reward. Samples without an answer have no vote, unless none of the k samples has an answer; then their
+    own fraction of correct samples counts.
 
     Args:
-        answers: int64 [P, n], equal numbers for equal answers of a prompt, from 0 on; -1 for none.
+        answers: int64 [P, n], the number of each sample's answer: equal answers to a prompt have equal numbers; -1: no answer.
         is_correct: bool [P, n].
         ks: each from 1 to n.
-        seed: of the draws.
+        seed: seed of the random subsets.
 
     Returns:
         float64 [P, len(ks)].
@@ -91,17 +91,17 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     generator = torch.Generator().manual_seed(seed)
     result = torch.empty(num_prompts, len(ks), dtype=torch.float64)
     for prompt, (own, right) in enumerate(zip(answers.cpu(), is_correct.cpu().double(), strict=True)):
-        own = own + 1  # 0 for none
+        own = own + 1  # 0: no answer
         sizes = torch.bincount(own)
         worth = torch.bincount(own, weights=right) / sizes.clamp_min(1)  # [A+1]
-        drawn = own[torch.rand(NUM_DRAWS, num_samples, generator=generator).argsort(1)]  # [D, n]; its first k are a subset
+        drawn = own[torch.rand(NUM_DRAWS, num_samples, generator=generator).argsort(1)]  # [D, n]; a row's first k are a subset
         for column, k in enumerate(ks):
             if k == 1:
                 result[prompt, column] = right.mean()
                 continue
             subsets = own[None] if k == num_samples else drawn[:, :k]
             votes = torch.zeros(len(subsets), len(sizes)).scatter_add_(1, subsets, torch.ones(subsets.shape))
-            votes[:, 0] = 0.5  # less than any vote, more than none
+            votes[:, 0] = 0.5  # less than one vote, more than none
             is_most = (votes == votes.amax(1, keepdim=True)).double()
             result[prompt, column] = (is_most @ worth / is_most.sum(1)).mean()
     return result
@@ -114,16 +114,18 @@ def _check_k(what: str, num_samples: int, k: int) -> None:
 
 @dataclass(frozen=True)
 class Interval:
+    """A mean with its confidence interval."""
+
     mean: float
     low: float
     high: float
 
 
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
-    """Means over prompts, with percentile intervals from prompts drawn with replacement (Efron and Tibshirani 1993, ch. 13).
+    """Return means over prompts, with percentile intervals from a bootstrap over prompts (Efron and Tibshirani 1993, ch. 13).
 
-    What differs between prompts is in the interval, what differs between the samples of one is through it. All columns meet the
-    same draws, so that the interval of a difference is that of a column of differences.
+    The interval covers the variation between prompts, which includes that of each prompt's samples. All columns use the same
+    draws, so the interval of a difference is the interval of a column of differences.
 
     Shapes: values [P, M] -> M intervals.
     """
@@ -143,22 +145,22 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
 
 @dataclass(frozen=True)
 class Support:
-    """Number of prompts by who solved them at least once in the same number of samples (Wu et al. 2025, empirical support)."""
+    """Numbers of prompts by which policy solved them at least once in n samples (Wu et al. 2025, empirical support)."""
 
-    preserved: int  # both
-    expanded: int  # this policy alone
-    shrunk: int  # the baseline alone
-    out_of_support: int  # neither
+    preserved: int  # solved by both
+    expanded: int  # solved by this policy only
+    shrunk: int  # solved by the baseline only
+    out_of_support: int  # solved by neither
 
 
 def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> Support:
-    """Counts over prompts, from correct samples int [P] of each policy."""
+    """Count prompts by class, from the numbers of correct samples int [P] of each policy."""
     own, base = num_correct > 0, num_correct_of_baseline > 0
     counts = (own & base, own & ~base, ~own & base, ~own & ~base)
     return Support(*(int(count.sum()) for count in counts))
 
 
 def samples_to_match(num_samples: int, num_correct: Tensor, target: float) -> int | None:
-    """The smallest k whose pass@k, exact at every integer, is at least `target`; None where that takes more than n samples."""
+    """Return the smallest integer k whose pass@k is at least `target`; None if no k up to n reaches it."""
     reached = (coverage_curve(num_samples, num_correct) >= target - ROUNDING).nonzero()
     return int(reached[0]) + 1 if len(reached) else None

@@ -1,6 +1,6 @@
-"""How different the correct responses to a prompt are: 1 - mean pairwise cosine of vectors that stand for them.
+"""Diversity of the correct responses to a prompt: 1 - mean pairwise cosine similarity of their vectors.
 
-The vectors are embeddings of the text by a local model, or without one the counts of a response's token n-grams.
+The vectors are embeddings of the text by a local model or, without a model, counts of token n-grams.
 """
 
 from collections.abc import Sequence
@@ -15,32 +15,32 @@ from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.records import Rollouts, padded_slots
 
 LONGEST_GRAM = 3
-EMBEDDED = 32  # texts at a time
+EMBEDDED = 32  # texts per batch
 
 
 class Diversity(Protocol):
-    """What stands for responses."""
+    """A measure of diversity. `name` says what the vectors are."""
 
     name: str
 
     def __call__(self, responses: Sequence[Sequence[int]], texts: Sequence[str]) -> float:
-        """1 - mean pairwise cosine of two or more responses to one prompt, given as tokens, at least one each, and as text."""
+        """Return 1 - mean pairwise cosine of at least two responses to one prompt, given as tokens (not empty) and as text."""
 
 
 def one_minus_cosine(total: Tensor, num_vectors: int) -> float:
-    """1 - mean cosine of pairs of m >= 2 unit vectors u_i, from their sum [d]: |sum u_i|^2 = m + 2 sum_{i<j} u_i . u_j."""
+    """Return 1 - mean pairwise cosine of m > 1 unit vectors u_i from their sum [d]: |sum u_i|^2 = m + 2 sum_{i<j} u_i . u_j."""
     square = float(total.double().square().sum())
     return max(0.0, 1 - (square - num_vectors) / (num_vectors * (num_vectors - 1)))
 
 
 class NGramDiversity:
-    """By counts of all token 1-, 2- and 3-grams, the stop token included, in one vector a response."""
+    """A response's vector holds the counts of its token 1-, 2- and 3-grams, including the stop token."""
 
     name = f"counts of token n-grams, n = 1 to {LONGEST_GRAM}"
 
     def __call__(self, responses: Sequence[Sequence[int]], texts: Sequence[str]) -> float:
         sequences, grams = self._grams(Rollouts.given(responses))
-        # One row for each response and gram in it, by response: its count, over the length of the response's vector.
+        # One entry for each response and each gram in it: its count, divided by the norm of the response's vector.
         width = int(grams.max()) + 1
         entries, counts = torch.unique(sequences * width + grams, return_counts=True)
         sequence, gram, count = entries // width, entries % width, counts.double()
@@ -50,7 +50,7 @@ class NGramDiversity:
 
     @staticmethod
     def _grams(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Each gram of each length: the sequence it is in [M], and a number [M] that equal grams share, and no others."""
+        """Return, for each gram of each length, its sequence [M] and a number [M] that is equal for equal grams only."""
         padded, lengths = rollouts.padded_tokens(-1), rollouts.lengths  # [S, L]
         present = torch.zeros(padded.numel(), dtype=torch.bool)
         present[padded_slots(lengths, padded.shape[1])] = True
@@ -59,12 +59,12 @@ class NGramDiversity:
         of_length, found, offset = padded, [], 0
         sequences = []
         for n in range(1, min(LONGEST_GRAM, padded.shape[1]) + 1):
-            if n > 1:  # the gram one shorter, and the next token
+            if n > 1:  # combine the gram that is one shorter with the next token
                 of_length = of_length[:, :-1] * vocabulary + padded[:, n - 1 :]
             where = present[:, n - 1 :]
             sequence, _ = where.nonzero(as_tuple=True)
             distinct, numbers = torch.unique(of_length[where], return_inverse=True)
-            renumbered = torch.zeros_like(of_length)  # so that products stay small
+            renumbered = torch.zeros_like(of_length)  # small numbers, so that the products do not overflow
             renumbered[where] = numbers
             of_length = renumbered
             found.append(numbers + offset)
@@ -74,12 +74,12 @@ class NGramDiversity:
 
 
 class EmbeddingDiversity:
-    """By a local model's last hidden states, their mean over the tokens of a text.
+    """A text's vector is the mean over its tokens of a local model's last hidden states.
 
-    Nothing is downloaded, no code of the directory is run, and weights are read from safetensors alone.
+    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
 
     Raises:
-        InputError: where transformers is missing, or cannot read the directory.
+        InputError: if transformers is missing or cannot read the directory.
     """
 
     def __init__(self, directory: Path, device: torch.device) -> None:
@@ -90,10 +90,8 @@ class EmbeddingDiversity:
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token is None:
-            raise InputError(
-                f"the tokenizer of --embeddings {directory} must have a token to pad with, or one that ends a text"
-            )
-        from transformers import AutoModel  # which load_tokenizer has found
+            raise InputError(f"the tokenizer of --embeddings {directory} must have a padding token or an end-of-text token")
+        from transformers import AutoModel  # load_tokenizer has checked that it is installed
 
         try:
             model = AutoModel.from_pretrained(
@@ -103,7 +101,7 @@ class EmbeddingDiversity:
                 use_safetensors=True,
                 dtype=torch.float32,
             )
-        except Exception as error:  # transformers raises whatever it meets
+        except Exception as error:  # transformers raises many kinds of errors
             raise InputError(f"cannot read the model of --embeddings {directory}: {type(error).__name__}: {error}") from error
         self._model: Any = model.to(device).eval()
         longest = model.config.to_dict().get("max_position_embeddings") or 2**31
@@ -118,9 +116,9 @@ class EmbeddingDiversity:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Vectors [len(texts), d] float32 on the CPU."""
+        """Return vectors [len(texts), d], float32 on the CPU."""
         batch = self._tokenizer(
-            # A text without a token has no mean.
+            # An empty text would have no tokens and no mean.
             [text or " " for text in texts],
             padding=True,
             truncation=True,

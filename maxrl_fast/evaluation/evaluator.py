@@ -23,18 +23,18 @@ class Evaluation:
 
     pass_at_k: dict[int, float]  # by k, mean over prompts
     response_length_mean: float  # tokens
-    truncated: float  # fraction of responses stopped by the length limit
-    num_tokens: int  # sampled
+    truncated: float  # fraction of responses cut off at the length limit
+    num_tokens: int  # number of sampled tokens
     reward_errors: float = 0.0  # fraction of responses whose reward failed, which count as wrong
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Evaluation":
-        """Return the evaluation from its fields as JSON kept them, with text for keys."""
+        """Return the evaluation from its fields as JSON stored them, with strings as keys."""
         return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
 
 
 def is_correct(rewards: Tensor) -> Tensor:
-    """Return which responses count as correct, bool; those whose scoring failed (NaN) do not."""
+    """Return which responses count as correct, as bool; a response whose reward failed (NaN) does not."""
     return rewards > 0.5
 
 
@@ -42,12 +42,12 @@ def is_correct(rewards: Tensor) -> Tensor:
 class Evaluator:
     """Samples responses to the first prompts of a split, and estimates pass@k from them.
 
-    The ranks divide the prompts. The random numbers depend on the seed, the prompt and the sample alone, so that two policies
-    are evaluated with the same random numbers.
+    The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the sample, so two policies are
+    evaluated with the same random numbers.
 
     Args:
-        num_samples: responses to each prompt.
-        chunk: prompts that a rank samples at a time.
+        num_samples: number of responses per prompt.
+        chunk: number of prompts that a rank samples at a time.
     """
 
     engine: Engine

@@ -1,4 +1,4 @@
-"""Samples of an evaluation as lines of samples.jsonl, and those that an evaluation in training keeps."""
+"""Samples of an evaluation as records of samples.jsonl, and the few that an evaluation during training keeps."""
 
 import math
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from torch import Tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.tasks import Task
 
-MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # that an evaluation in training keeps
+MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 
 
 def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[dict[str, Any]]:
-    """Give one JSON object per response, in the order of the rollouts; rewards [S], null for NaN."""
+    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN becomes null."""
     prompts, rollouts = samples.prompts, samples.rollouts
     texts = [task.decode(tokens.tolist()) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
     responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
@@ -24,17 +24,17 @@ def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[di
             "id": int(prompts.ids[s // samples.num_rollouts]),
             "prompt": texts[s // samples.num_rollouts],
             "response": task.decode(tokens.tolist()),
-            "reward": reward if math.isfinite(reward) else None,  # NaN is no JSON
+            "reward": reward if math.isfinite(reward) else None,  # JSON has no NaN
             "truncated": is_truncated,
             "tokens": length,
         }
 
 
 class KeptSamples:
-    """Keeps the first 32 responses of an evaluation, at most 4 to a prompt.
+    """Keeps the first 32 responses of an evaluation, at most 4 per prompt.
 
     Args:
-        step: of training.
+        step: the training step.
     """
 
     def __init__(self, task: Task, step: int):
@@ -42,10 +42,10 @@ class KeptSamples:
         self.records: list[dict[str, Any]] = []
 
     def take(self, samples: Samples, rewards: Tensor) -> None:
-        """Keep as many of these samples as are still missing."""
+        """Keep samples until there are 32."""
         prompts, num_rollouts = samples.prompts, samples.num_rollouts
         per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)
-        num_wanted = -(-(MOST_SAMPLES - len(self.records)) // per_prompt)  # prompts
+        num_wanted = -(-(MOST_SAMPLES - len(self.records)) // per_prompt)  # number of prompts
         if num_wanted <= 0:
             return
         prompts = prompts.take(0, min(num_wanted, len(prompts)))

@@ -1,4 +1,4 @@
-"""How often a policy solved each prompt: what two evaluations are compared by, fresh or read from eval.json."""
+"""The outcome of an evaluation: the number of correct samples for each prompt, computed or read from eval.json."""
 
 import hashlib
 import json
@@ -16,41 +16,44 @@ from maxrl_fast.files.untrusted import check_regular
 from maxrl_fast.tasks import Task
 
 RESULTS = "eval.json"
-MOST_SAMPLES = 1 << 20  # to a prompt; honest evaluations have a thousandth of it
+MOST_SAMPLES = 1 << 20  # per prompt; real evaluations have about a thousandth of this
 RESULTS_BYTES = 1 << 28
-# What must be equal for prompts to be compared one by one,
+# Options that must be equal for two evaluations to be compared prompt by prompt.
 MATCHED = (
     *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
     *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
-DIGEST = "prompts_sha256"  # and this, of the prompts themselves
+DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How intervals are made."""
+    """The settings of the bootstrap."""
 
     resamples: int
     confidence: float
     seed: int
 
     def of_each(self, values: dict[int, Tensor]) -> dict[int, Interval]:
-        """Mean over prompts of values [P] by k, with intervals."""
+        """Return the means over prompts of values [P] by k, with intervals."""
         intervals = bootstrap(torch.stack(list(values.values()), 1), self.resamples, self.confidence, self.seed)
         return dict(zip(values, intervals, strict=True))
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """The outcome of one evaluation."""
+
     name: str
     num_samples: int
     num_correct: Tensor  # [P] int64
     settings: dict[str, Any]  # MATCHED and DIGEST
     numbers: dict[str, float | None]  # response_length_mean, truncated, reward_errors, diversity
-    measure: str = ""  # of the diversity
+    measure: str = ""  # name of the diversity measure
 
     @cached_property
-    def curve(self) -> Tensor:  # [n], pass@k for every k
+    def curve(self) -> Tensor:
+        """pass@k for every k [n]."""
         return coverage_curve(self.num_samples, self.num_correct)
 
     @property
@@ -59,41 +62,41 @@ class Outcome:
         return float((self.num_correct > 0).double().mean())
 
     def passes(self, ks: list[int]) -> dict[int, Tensor]:
-        """pass@k of every prompt [P], by k."""
+        """Return pass@k of every prompt [P], by k."""
         return {k: pass_at_k(self.num_samples, self.num_correct, k) for k in ks}
 
     def gains(self, other: "Outcome", ks: list[int]) -> dict[int, Tensor]:
-        """pass@k minus the other's, of every prompt [P], by k."""
+        """Return the difference to the other's pass@k of every prompt [P], by k."""
         theirs = other.passes(ks)
         return {k: own - theirs[k] for k, own in self.passes(ks).items()}
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
-    """Return what each of the first prompts of a split says, with what else is known of it, as JSON.
+    """Return the content of the first prompts of a split as JSON: all columns of a data set, or else the text.
 
-    The tokens would not do: another model may have another tokenizer.
+    Tokens would not identify a prompt, because another model may have another tokenizer.
     """
     prompts = task.prompts(split, 0, num_prompts)
     parts = prompts.tokens.split(prompts.lengths.tolist())
-    # Where a line says nothing, what the task knows of itself does, as a chain that always starts alike.
+    # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.
     return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(x.tolist())] for x in parts]]
 
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
-    """Return what two evaluations must share to be compared prompt by prompt.
+    """Return the settings that two evaluations must share to be compared prompt by prompt.
 
     Args:
-        options: of the evaluation, resolved, by name.
-        contents: of the prompts.
+        options: the resolved options of the evaluation, by name.
+        contents: the prompts, from contents_of.
     """
-    # Functions of a file, wherever it is.
+    # Custom tasks and rewards by the name of their file, wherever it is.
     names = {name: Path(options[name]).name for name in ("task", "reward") if options[name]}
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
     return {name: options[name] for name in MATCHED} | names | {DIGEST: digest}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What differs between the settings of two evaluations, as "samples: 16 and 256"."""
+    """Return the differences between the settings of two evaluations, for example "samples: 16 and 256"."""
     found = [f"{name}: {value} and {other[name]}" for name, value in one.items() if name != DIGEST and value != other[name]]
     return found or ["the prompts themselves"] * (one[DIGEST] != other[DIGEST])
 
@@ -103,10 +106,10 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Of the folder of a finished evaluation.
+    """Read the outcome from the folder of a finished evaluation.
 
     Raises:
-        InputError: naming the file, where it cannot be read or is not what an evaluation writes.
+        InputError: if eval.json cannot be read, or is not a result of an evaluation; it names the file.
     """
     path = folder / RESULTS
     try:
@@ -125,12 +128,12 @@ def read_outcome(folder: Path) -> Outcome:
             if number is not None and not isinstance(number, (int, float)):
                 raise ValueError(f"{name} must be a number, got {number!r:.80}")
         if not 1 <= outcome.num_samples <= MOST_SAMPLES or outcome.num_samples != outcome.settings["samples"]:
-            raise ValueError(f"num_samples must be its settings' from 1 to {MOST_SAMPLES:,}, got {outcome.num_samples:,}")
+            raise ValueError(f"num_samples must be 1 to {MOST_SAMPLES:,} and equal to samples, got {outcome.num_samples:,}")
         counts = outcome.num_correct
         if counts.dim() != 1 or not len(counts) or int(counts.min()) < 0 or int(counts.max()) > outcome.num_samples:
-            raise ValueError(f"num_correct must be counts from 0 to {outcome.num_samples}, one a prompt")
+            raise ValueError(f"num_correct must hold a count from 0 to {outcome.num_samples} for each prompt")
     except KeyError as error:
-        raise InputError(f"{path} must be of a finished evaluation, and lacks {error}") from error
-    except (OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: RecursionError, torch
+        raise InputError(f"{path} must be the result of a finished evaluation, but lacks {error}") from error
+    except (OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: RecursionError, torch's
         raise InputError(f"{folder} must be the folder of a finished evaluation: {error}") from error
     return outcome

@@ -1,4 +1,4 @@
-"""All estimates of one evaluation: for the screen, the picture and eval.json."""
+"""All estimates of one evaluation, for the screen, the plot and eval.json."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,16 +25,16 @@ from maxrl_fast.evaluation.tally import SampleTally
 
 @dataclass(frozen=True)
 class Summary:
-    """All estimates of one evaluation, by k where they have one."""
+    """All estimates of one evaluation; dictionaries are by k."""
 
     own: Outcome
     other: Outcome | None
-    drawn: dict[int, Interval]  # pass@k at the powers of two too
+    drawn: dict[int, Interval]  # pass@k at ks and at the powers of two
     drawn_of_baseline: dict[int, Interval]
     best: dict[int, Interval]  # max@k
     majority: dict[int, Interval]  # maj@k
     gains: dict[int, Interval]  # pass@k minus the baseline's
-    matches: dict[int, int | None]  # samples that match the baseline's pass@k, where that is above 0
+    matches: dict[int, int | None]  # number of samples that match the baseline's pass@k, if that is above 0
     support: Support | None
     ks: tuple[int, ...]
 
@@ -42,19 +42,19 @@ class Summary:
     def of(
         cls, own: Outcome, other: Outcome | None, tally: SampleTally, ks: tuple[int, ...], resampling: Resampling
     ) -> "Summary":
-        """Return the estimates.
+        """Compute the estimates.
 
         Args:
-            own: the evaluation.
-            other: the baseline.
-            tally: of the evaluation's samples.
-            ks: sizes at which pass@k, max@k and maj@k are reported.
+            own: the outcome of the evaluation.
+            other: the outcome of the baseline.
+            tally: the evaluation's samples.
+            ks: the values of k at which pass@k, max@k and maj@k are reported.
         """
         n = own.num_samples
         points = sorted({*ks, *powers_of_two(n), n})
         rewards = tally.rewards.double()
         finite = rewards.nan_to_num()
-        # The least that was given or 0: no better than a wrong response, whatever the scale.
+        # A failed reward counts as the lowest reward or 0: no better than a wrong response on any scale.
         rewards = torch.where(rewards.isnan(), finite.min().clamp_max(0), rewards)
         majority = majority_at_k(tally.answers, is_correct(tally.rewards), ks, resampling.seed)
         return cls(
@@ -68,7 +68,7 @@ class Summary:
             matches={
                 k: samples_to_match(n, own.num_correct, reached)
                 for k in ks
-                if other and (reached := float(other.curve[k - 1])) > 0  # else any policy would with one
+                if other and (reached := float(other.curve[k - 1])) > 0  # one sample of any policy matches 0
             },
             support=support_classes(own.num_correct, other.num_correct) if other else None,
             ks=ks,
@@ -88,7 +88,7 @@ class Summary:
         return tables
 
     def curves(self) -> list[tuple[str, Tensor, dict[int, Interval]]]:
-        """Return what the picture shows: names, pass@k at every k, and intervals at some k."""
+        """Return the curves of the plot: name, pass@k at every k, and intervals at some k."""
         curves = [(self.own.name, self.own.curve, self.drawn)]
         if self.other:
             curves.append((f"{self.other.name} (baseline)", self.other.curve, self.drawn_of_baseline))

@@ -1,4 +1,4 @@
-"""The tables and the picture of evaluations."""
+"""The tables and the coverage plot of evaluations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,8 @@ from maxrl_fast.evaluation.coverage import Interval
 from maxrl_fast.evaluation.outcome import Outcome
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table whose first column is left-aligned and the others right-aligned."""
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
@@ -29,8 +30,8 @@ def coverage_table(
     baseline: dict[int, Interval] | None,
     confidence: float,
 ) -> Table:
-    """pass@k with its interval, max@k and maj@k by k, and the baseline's pass@k."""
-    table = _table("k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k", *(["baseline"] if baseline else []))
+    """Return pass@k with its interval, max@k, maj@k, and the baseline's pass@k, one row per k."""
+    table = new_table("k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k", *(["baseline"] if baseline else []))
     for k, interval in passes.items():
         theirs = [f"{baseline[k].mean:.3f}"] if baseline else []
         table.add_row(str(k), _shown(interval), f"{best[k].mean:.3f}", f"{majority[k].mean:.3f}", *theirs)
@@ -38,8 +39,8 @@ def coverage_table(
 
 
 def baseline_table(gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float) -> Table:
-    """By k: what is gained over the baseline's pass@k, and how many samples match it."""
-    table = _table("k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by")
+    """Return the gain over the baseline's pass@k, and the number of samples that match it, one row per k."""
+    table = new_table("k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by")
     for k, gain in gains.items():
         match = matches.get(k, 0)  # 0: the baseline has nothing to match
         needed, ratio = (f"> {num_samples}", "") if match is None else (str(match), f"{k / match:.2f}x") if match else ("", "")
@@ -48,21 +49,21 @@ def baseline_table(gains: dict[int, Interval], matches: dict[int, int | None], n
 
 
 def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]) -> Table:
-    """One number a column; empty where there is none."""
-    table = _table("", *columns)
+    """Return one row per name, with a number in each column; None gives an empty cell."""
+    table = new_table("", *columns)
     for name, values in rows.items():
         table.add_row(name, *("" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values))
     return table
 
 
 def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
-    """What evaluations have in common beside pass@k."""
+    """Return the numbers of evaluations other than pass@k, for numbers_table."""
     values: dict[str, Callable[[Outcome], float | None]] = {
         "prompts solved at least once": lambda outcome: outcome.solved,
         "response length, tokens": lambda outcome: outcome.numbers["response_length_mean"],
         "truncated": lambda outcome: outcome.numbers["truncated"],
         "failed rewards": lambda outcome: outcome.numbers["reward_errors"],
-        # By the first one's measure: others mean something else.
+        # Only by the first evaluation's measure of diversity: values by another are not comparable.
         "diversity of correct responses": lambda outcome: (
             outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
         ),
@@ -73,8 +74,8 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
 def comparison_table(
     letters: Sequence[str], passes: Sequence[dict[int, Interval]], gains: Sequence[dict[int, Interval] | None]
 ) -> Table:
-    """pass@k of several evaluations by k, and their change from the first; without an interval where the prompts differ."""
-    table = _table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
+    """Return pass@k of several evaluations by k, and their gain over the first; a gain of None has no interval."""
+    table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
     for k, first in passes[0].items():
         changes = [
             f"{own[k].mean - first.mean:+.3f}" if gain is None else _shown(gain[k], "+.3f")
@@ -85,7 +86,7 @@ def comparison_table(
 
 
 def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path) -> None:
-    """pass@k over k: for each its name, pass@k at every k [n], and intervals at some."""
+    """Plot pass@k over k. Each curve has a name, pass@k at every k [n], and intervals at some k."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -95,7 +96,7 @@ def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], con
     for i, (name, curve, intervals) in enumerate(curves):
         color = f"C{i}"
         ks = list(intervals)
-        # The mathematics of a name in dollars is not meant.
+        # Escaped, because Matplotlib would typeset text between dollar signs as mathematics.
         axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=name.replace("$", r"\$"))
         axes.plot(ks, [intervals[k].mean for k in ks], color=color, marker="o", markersize=4, linestyle="none")
         low, high = [intervals[k].low for k in ks], [intervals[k].high for k in ks]

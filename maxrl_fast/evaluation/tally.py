@@ -1,4 +1,4 @@
-"""What `python -m maxrl_fast.evaluate` keeps of the samples of a policy."""
+"""Collects the numbers that `python -m maxrl_fast.evaluate` estimates from a policy's samples."""
 
 import json
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from maxrl_fast.tasks import Task
 
 
 class SampleTally:
-    """Keeps what estimates need of the samples, and writes each to a file.
+    """Collects rewards, answers and diversity from chunks of samples, and writes each sample to a file.
 
     Args:
-        write: takes a line; None: the samples are not kept.
+        write: is called with each line of samples.jsonl; None: samples are not written.
     """
 
     def __init__(self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None) -> None:
@@ -30,7 +30,7 @@ class SampleTally:
         self.diversities: list[float | None] = []
 
     def __call__(self, samples: Samples, rewards: Tensor) -> None:
-        """Take a chunk of samples and their rewards [S]: `keep` of Evaluator.evaluate."""
+        """Add a chunk of samples and their rewards [S]; this is the `keep` of Evaluator.evaluate."""
         prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
@@ -42,7 +42,7 @@ class SampleTally:
         tokens, right = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), is_correct(rewards).tolist()
         for start in range(0, len(records), num_samples):
             own = range(start, start + num_samples)
-            numbers = {"": -1}  # equal answers have the same, from 0 on
+            numbers = {"": -1}  # by answer, counted from 0; -1: no answer
             answers = [self._task.answer(records[s]["response"]) for s in own]
             self._answers.append([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
             correct = [s for s in own if right[s]]
@@ -51,7 +51,7 @@ class SampleTally:
             self.diversities.append(self._diversity([tokens[s].tolist() for s in correct], texts) if is_enough else None)
 
     @property
-    def rewards(self) -> Tensor:  # [P, n], NaN where they failed
+    def rewards(self) -> Tensor:  # [P, n], NaN where scoring failed
         return torch.cat(self._rewards)
 
     @property
@@ -60,6 +60,6 @@ class SampleTally:
 
     @property
     def mean_diversity(self) -> float | None:
-        """Over the prompts with two correct responses or more; None where there are none."""
+        """The mean over the prompts with at least two correct responses; None if there are none."""
         known = [value for value in self.diversities if value is not None]
         return sum(known) / len(known) if known else None

@@ -1,4 +1,4 @@
-"""Files that survive a kill: written aside, flushed to the disk, renamed; and a folder that one process has at a time."""
+"""Files that survive a kill: written to a temporary file, flushed to the disk and renamed. Also a lock for a folder."""
 
 import contextlib
 import fcntl
@@ -17,11 +17,11 @@ CHECKSUMS = "checksums.json"
 
 
 class DamagedError(Exception):
-    """A file is not what was written. The message names it."""
+    """A file is missing or differs from what was written. The message names the file."""
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,74 +29,74 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def aside_of(path: Path) -> Path:
-    """Where a file or folder is written before it is renamed."""
+def temporary_path(path: Path) -> Path:
+    """Return the path under which a file or folder is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
-def written_aside(directory: Path) -> Iterator[Path]:
-    """A new folder to fill, which becomes `directory`, not there yet, at the end: a kill leaves all of it or nothing.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill, and rename it to `directory` at the end: a kill leaves the complete folder or none.
 
-    On an exception it is removed; one that a kill has left is replaced.
+    `directory` must not exist yet. The temporary folder is removed on an exception; one that a killed process left is replaced.
     """
-    aside = aside_of(directory)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    temporary = temporary_path(directory)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        yield aside
-        for folder, _, names in os.walk(aside):
+        yield temporary
+        for folder, _, names in os.walk(temporary):
             for name in names:
                 fsync(Path(folder, name))
             fsync(Path(folder))
-        aside.rename(directory)
+        temporary.rename(directory)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync(directory.parent)
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A file to write aside, which becomes `path` at the end; on an exception it is removed."""
-    aside = aside_of(path)
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to, and rename it to `path` at the end; on an exception the temporary file is removed."""
+    temporary = temporary_path(path)
     try:
-        yield aside
-        fsync(aside)
-        aside.rename(path)
+        yield temporary
+        fsync(temporary)
+        temporary.rename(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write or replace a JSON file."""
-    with replaced(path) as aside:
-        aside.write_text(json.dumps(content, indent=2) + "\n")
+    """Write or replace a JSON file atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def point(link: Path, target: Path) -> None:
-    """Make a symbolic link to a path of the same folder tree, or turn it to another one."""
-    aside = aside_of(link)
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(os.path.relpath(target, link.parent))
-    aside.rename(link)
+    """Make or replace a relative symbolic link to a path of the same folder tree."""
+    temporary = temporary_path(link)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.rename(link)
     fsync(link.parent)
 
 
 def write_checksums(directory: Path) -> None:
-    """checksums.json: size and SHA-256 of every file in a folder."""
+    """Write checksums.json, with the size and SHA-256 of every file in a folder."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sums = {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
 
 def verify_checksums(directory: Path) -> None:
-    """Whether every file is as it was written.
+    """Check every file of a folder against checksums.json.
 
     Raises:
-        DamagedError: naming the file that is missing, truncated or changed.
+        DamagedError: if a file is missing, truncated or changed; it names the file.
     """
     path = directory / CHECKSUMS
     if not path.is_file():
@@ -133,15 +133,15 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path, is_owner: bool = True) -> Iterator[None]:
-    """No other process writes in a folder meanwhile; it is made where it is not there.
+    """Hold an exclusive lock on a folder, which is created if it does not exist.
 
-    The lock is the kernel's, so that one whose owner was killed holds nobody back; the file `lock` names the owner.
+    The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
 
     Args:
-        is_owner: whether it is this process that locks; of several that work together one does.
+        is_owner: whether this process takes the lock; one of several that work together does.
 
     Raises:
-        InputError: naming the process that has it.
+        InputError: if another process holds the lock (it names that process), or if the folder cannot be locked.
     """
     if not is_owner:
         yield
@@ -158,7 +158,7 @@ def locked(folder: Path, is_owner: bool = True) -> Iterator[None]:
             owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise InputError(f"{folder} is in use by {owner}: wait for it to end, or stop it") from None
         except OSError as error:
-            raise InputError(f"the file system of {folder} keeps no locks ({error}): --out must be on one that does") from error
+            raise InputError(f"the file system of {folder} does not support locks ({error}); use another --out") from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield

@@ -1,7 +1,7 @@
-"""Files of a checkpoint directory, which may come from anyone: only regular ones, and none that is larger than it needs be.
+"""Checks of files that may come from anyone: they must be regular files of a bounded size.
 
-Links are followed wherever they lead, for the cache of Hugging Face keeps its files as links to ../../blobs. What they lead to
-is read as JSON, tensors or a tokenizer, or refused.
+Symbolic links are followed wherever they lead, because the Hugging Face cache keeps its files as links to ../../blobs. Their
+targets are read only as JSON, tensors or a tokenizer, or refused.
 """
 
 import json
@@ -17,11 +17,11 @@ TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse what is no file, as a pipe that would be waited for, or is larger than `most_bytes`.
+    """Refuse a path that is not a regular file (reading a pipe would block), or a file larger than `most_bytes`.
 
     Raises:
-        OSError, ValueError: on a file that is not there, or a name that cannot be.
-        InputError: naming the file.
+        OSError, ValueError: if the file does not exist, or its name is not valid.
+        InputError: if the file is refused; it names the file.
     """
     _check_status(path, os.stat(path), most_bytes)
 
@@ -36,14 +36,14 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        InputError: naming the file, where it cannot be read, is larger than JSON_BYTES, or holds something else.
+        InputError: if the file cannot be read, is larger than JSON_BYTES, or does not hold an object; it names the file.
     """
     try:
         content = json.loads(_read(path))
-    except (OSError, ValueError) as error:  # of JSON, of UTF-8, of a number of too many digits
+    except (OSError, ValueError) as error:  # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot read the checkpoint's {shown(path)}: {error}") from error
@@ -55,17 +55,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    # Without waiting for who might write to a pipe; what was opened is what is looked at.
+    # O_NONBLOCK: opening a pipe must not wait for a writer. The status is that of the open file, so it cannot be swapped.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
-        content = file.read(JSON_BYTES + 1)  # a file of /proc says it has no bytes
+        content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0
     if len(content) > JSON_BYTES:
         raise InputError(f"{shown(path)} must have at most {JSON_BYTES} bytes, and has more")
     return content
 
 
 def shown(name: object) -> str:
-    """A path or name as a message has it: one line, and not all of a long one."""
+    """Return a path or name for use in a message: on one line, and shortened if it is long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import written_aside
+from maxrl_fast.files.durable import atomic_directory
 from maxrl_fast.files.untrusted import check_regular, read_json, shown
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 
@@ -31,7 +31,7 @@ def save_checkpoint(
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model so that `transformers` loads it. Written aside and renamed: a kill leaves all of it or nothing.
+    """Write a model so that `transformers` loads it. The folder appears complete or not at all.
 
     Args:
         weights: of Decoder.weights; stored in config.dtype.
@@ -39,8 +39,8 @@ def save_checkpoint(
         stop_ids: the ids that end a response, for generation_config.json.
         shard_bytes: of one file of weights; larger models are sharded.
     """
-    with written_aside(directory) as aside:
-        write_policy(aside, config, weights, tokenizer_files, stop_ids, shard_bytes)
+    with atomic_directory(directory) as temporary:
+        write_policy(temporary, config, weights, tokenizer_files, stop_ids, shard_bytes)
 
 
 def write_policy(

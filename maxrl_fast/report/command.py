@@ -1,4 +1,4 @@
-"""The command line of `python -m maxrl_fast.report`."""
+"""The command `python -m maxrl_fast.report`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import replaced
+from maxrl_fast.files.durable import atomic_file
 from maxrl_fast.files.untrusted import shown
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
@@ -22,22 +22,22 @@ MOST_RUNS = 24
 class Options:
     """Show runs and evaluations as one web page: curves, pass@k, weights, samples with their rewards.
 
-    The page is a single file that needs no network: open it in any browser, send it, or keep it beside the run. It can be made
-    while a run is still going.
+    The page is a single file that needs no network: open it in any browser, send it, or keep it with the run. It can be made
+    while a run is still in progress.
 
     Examples: python -m maxrl_fast.report runs/maxpo-20261121-192256
     python -m maxrl_fast.report runs/maxpo runs/grpo evaluations/maxpo --out compared.html
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...", help_behavior_hint="(1 to 24)")]
-    """Folders of training runs (OUT of `python -m maxrl_fast.train`) or of evaluations (of `python -m maxrl_fast.evaluate`);
-    several are drawn on the same axes."""
+    """Folders of training runs (OUT of `python -m maxrl_fast.train`) or of evaluations (of `python -m maxrl_fast.evaluate`).
+    Several are drawn on the same axes."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE.html")] = Path("report.html")
-    """The page; one that is there is replaced."""
+    """The file to write; an existing file is replaced."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page. Returns 0, 1 where the disk does not take it, or 2 on bad input."""
+    """Write the page. Return 0, 1 if writing fails, or 2 on bad input."""
     options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
     screen = Screen()
     try:
@@ -60,25 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: Options) -> None:
-    """What can be known to be wrong before anything is read."""
+    """Refuse bad options before any file is read."""
     if not 1 <= len(options.runs) <= MOST_RUNS:
         raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(options.runs)}")
     out = options.out
-    if out.suffix.lower() not in (".html", ".htm"):  # else a slip would replace a run's log
+    if out.suffix.lower() not in (".html", ".htm"):  # a typing error must not replace a run's log
         raise InputError(f"--out must be a file that ends in .html, got {shown(out)}")
     try:
         if out.is_dir():
             raise InputError(f"--out must be a file, got {shown(out)}, which is a folder")
         if not out.parent.is_dir():
-            raise InputError(f"--out must be in a folder that is there, got {shown(out)}")
+            raise InputError(f"--out must be in an existing folder, got {shown(out)}")
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"--out must be a file that can be written, got {shown(out)}: {error}") from error
+        raise InputError(f"--out must be a valid file name, got {shown(out)}: {error}") from error
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folders' own names; with those above, or a number, where two are the same."""
+    """Return a unique name for each folder: its own name, with its parent's name and a number if it is not unique."""
     names = [path.absolute().name or str(path) for path in paths]
     count = Counter(names)
     parents = [path.absolute().parent.name for path in paths]
@@ -88,6 +88,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write or replace a file, which a kill leaves whole, old or new."""
-    with replaced(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    """Write or replace a file atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page: data, style and scripts in one HTML file that asks nothing of any network."""
+"""The page: data, style and scripts in one HTML file that makes no network requests."""
 
 import base64
 import hashlib
@@ -12,15 +12,15 @@ from maxrl_fast.report.weights import PASS_RATES, weight_of
 
 KEY_OPTIONS = ("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed")
 SCRIPTS = ("svg.js", "chart.js", "curves.js", "panels.js", "samples.js", "main.js")
-_SHOWN_OPTION = 200  # characters of an option's value
+_SHOWN_OPTION = 200  # characters shown of an option's value
 _MOST_OPTIONS = 200
 
 
 def render(folders: list[Folder]) -> str:
-    """The whole HTML document."""
+    """Return the HTML document."""
     style = _asset("page.css")
     script = "'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS)
-    # Scripts and styles are allowed by their digests: were text of a run ever taken for markup, it would still not run.
+    # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug let it become markup.
     allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     page = _asset("page.html")
@@ -32,7 +32,7 @@ def render(folders: list[Folder]) -> str:
 
 
 def page_data(folders: list[Folder]) -> dict[str, Any]:
-    """What the scripts get."""
+    """Return the data that the scripts read."""
     for folder in folders:
         if folder.kind == "run":
             folder.weight = weight_of(folder.options)
@@ -47,7 +47,7 @@ def page_data(folders: list[Folder]) -> dict[str, Any]:
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
-    """Key options that any run has, and the other options in which runs differ."""
+    """Return the key options that any run has, and the other options in which the runs differ."""
     runs = [folder.options for folder in folders if folder.options and folder.kind == "run"]
     known = runs or [folder.options for folder in folders if folder.options]
     own = (*KEY_OPTIONS, *OF_ONE_START)
@@ -58,14 +58,14 @@ def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
 
 
 def _value(value: Any) -> Any:
-    """An option's value: JSON's plain ones as they are, others as text, cut."""
+    """Return an option's value for the page: null, booleans and numbers unchanged, others as shortened text."""
     if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 2**53):
         return value
     return (value if isinstance(value, str) else json.dumps(value))[:_SHOWN_OPTION]
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that no HTML parser takes for anything else: a text may hold </script>, <!-- or a line separator."""
+    """Return JSON that is safe inside HTML: a text in it may contain </script>, <!-- or a line separator."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

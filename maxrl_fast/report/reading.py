@@ -1,7 +1,7 @@
-"""The files of a run, or of an evaluation, as columns of numbers. They may be unfinished, damaged, or come from anyone.
+"""Read the files of a run or an evaluation into columns of numbers. The files may be unfinished, damaged or malicious.
 
-A line that cannot be read is left out and noted, never guessed. Sizes are bounded: of files, of lines, of the number of
-columns, and of what is kept of samples and diagnostics.
+A line that cannot be read is skipped and noted, never guessed. The sizes of files and lines, the number of columns, and the
+amounts of samples and diagnostics are bounded.
 """
 
 import json
@@ -15,53 +15,53 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 
 FILE_BYTES = 1 << 30
-EVALUATION_BYTES = 1 << 28  # it has a number for each prompt
+EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
 LINE_BYTES = 1 << 22
 MOST_STEPS = 200_000
 MOST_COLUMNS = 200
 MOST_KS = 64
 MOST_STAGES = 40
 MOST_WARNINGS = 1_000
-MOST_POINTS = 100_000  # of diagnostics, in one run
-SAMPLE_BYTES = 1 << 24  # of all texts of one run's samples
+MOST_POINTS = 100_000  # diagnosed prompts of one run
+SAMPLE_BYTES = 1 << 24  # all texts of one run's samples
 TEXT_LENGTH = 20_000  # characters of one prompt or response
 _TIMED = ("rollout_seconds", "train_seconds")
-_NO_OPTIONS = ("versions", "command")  # in config.json beside the options
-_OF_TRAINING = ("prompts", "samples", "k")  # by these an evaluation means other things than a run
+_NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
+_OF_TRAINING = ("prompts", "samples", "k")  # options with another meaning in an evaluation
 
 Number = int | float | None
 
 
 @dataclass
 class Folder:
-    """What a page has of one folder. Numbers are those of its files; None where one is missing or not finite."""
+    """The data of one folder. A number that is missing from its files or not finite is None."""
 
     name: str
     kind: str = "run"  # or "evaluation"
     options: dict[str, Any] = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)  # those of metrics.jsonl, ascending
-    metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, like `steps`
+    steps: list[int] = field(default_factory=list)  # of metrics.jsonl, ascending
+    metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per step
     eval_steps: list[int] = field(default_factory=list)
-    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)  # like `eval_steps`
-    coverage: list[dict[str, Any]] = field(default_factory=list)  # of each evaluation: step, rows of k, pass@k, low, high
+    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per evaluation
+    coverage: list[dict[str, Any]] = field(default_factory=list)  # for each evaluation: step, and rows of k, pass@k, low, high
     warnings: list[dict[str, Any]] = field(default_factory=list)
     points: dict[str, list[Any]] = field(default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")})
     samples: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_from: str = ""
-    weight: dict[str, Any] = field(default_factory=dict)  # of the objective: weights.py
-    notes: list[str] = field(default_factory=list)  # what was left out
+    weight: dict[str, Any] = field(default_factory=dict)  # W_N(p) of the objective, from weights.py
+    notes: list[str] = field(default_factory=list)  # data that was skipped
 
 
 def read_folder(path: Path, name: str) -> Folder:
-    """A training run's folder, or one of `python -m maxrl_fast.evaluate`.
+    """Read the folder of a training run or of an evaluation.
 
     Raises:
-        InputError: where it is neither, or what it must have cannot be read.
+        InputError: if it is neither, or a file that it must have cannot be read.
     """
     try:
         if not path.is_dir():
-            raise InputError(f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is no folder")
+            raise InputError(f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is not a folder")
         folder = Folder(name)
         is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
         if is_run:
@@ -105,7 +105,7 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
 
 
 def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """The object of a JSON file; {} and a note where it is missing or something else."""
+    """Return the object in a JSON file; {} and a note if the file is missing or holds no object."""
     if not path.exists():
         folder.notes.append(f"{path.name} is missing")
         return {}
@@ -116,13 +116,13 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
         folder.notes.append(f"{path.name} cannot be read: {str(error) or 'it is nested too deeply'}")
         return {}
     if not isinstance(content, dict):
-        folder.notes.append(f"{path.name} holds no JSON object")
+        folder.notes.append(f"{path.name} does not hold a JSON object")
         return {}
     return content
 
 
 def _lines(path: Path, folder: Folder) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, none where it is missing. Of a run that goes on the last line may be torn."""
+    """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may be incomplete."""
     if not path.exists():
         return
     check_regular(path, FILE_BYTES)
@@ -142,19 +142,21 @@ def _lines(path: Path, folder: Folder) -> Iterator[dict[str, Any]]:
                 yield record
             elif is_torn:
                 why = "the run was still writing, or was killed"
-                folder.notes.append(f"the last line of {path.name} is torn and left out: {why}")
+                folder.notes.append(f"the last line of {path.name} is incomplete and was skipped: {why}")
             elif line.strip():
                 damaged.append(number)
     if damaged:
         lines = f"line {damaged[0]:,}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
-        folder.notes.append(f"{lines} of {path.name} cannot be read and {'is' if len(damaged) == 1 else 'are'} left out")
+        folder.notes.append(f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} skipped")
 
 
 def _columns(
     path: Path, folder: Folder, kept: tuple[str, ...] = ()
 ) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
-    """Steps, the numbers of each key by step, and of each step the keys of `kept` as they are. Of two lines of one step the
-    later one counts."""
+    """Return the steps, the numbers of each key by step, and each step's record with the keys in `kept` unchanged.
+
+    If two lines have the same step, the later one counts.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     columns: dict[str, None] = {}
     without_step = 0
@@ -164,21 +166,21 @@ def _columns(
             without_step += 1
             continue
         if len(by_step) >= MOST_STEPS and step not in by_step:
-            folder.notes.append(f"{path.name} has more than {MOST_STEPS:,} steps; the later ones are left out")
+            folder.notes.append(f"{path.name} has more than {MOST_STEPS:,} steps; the later ones were skipped")
             break
         for key, value in record.items():
             if is_number(value) and key != "step" and len(columns) < MOST_COLUMNS:
                 columns.setdefault(key)
         by_step[step] = {key: value for key, value in record.items() if key in columns or key in kept}
     if without_step:
-        folder.notes.append(f"{without_step:,} lines of {path.name} have no step and are left out")
+        folder.notes.append(f"{without_step:,} lines of {path.name} have no step and were skipped")
     steps = sorted(by_step)
     ordered = [by_step[step] for step in steps]
     return steps, {key: [finite(record.get(key)) for record in ordered] for key in columns}, ordered
 
 
 def coverage_rows(passes: Any) -> list[list[Number]]:
-    """[k, pass@k, low, high] by ascending k, of {k: pass@k}, which has no interval, or {k: {"mean", "low", "high"}}."""
+    """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k: {"mean", "low", "high"}}."""
     rows: dict[int, list[Number]] = {}
     for k, value in list(passes.items())[:MOST_KS] if isinstance(passes, dict) else ():
         if not (k.isascii() and k.isdecimal() and len(k) < 10 and int(k) > 0):
@@ -193,7 +195,7 @@ def coverage_rows(passes: Any) -> list[list[Number]]:
 def _read_warnings(path: Path, folder: Folder) -> None:
     for record in _lines(path / "warnings.jsonl", folder):
         if len(folder.warnings) == MOST_WARNINGS:
-            folder.notes.append(f"warnings.jsonl has more than {MOST_WARNINGS:,} warnings; the later ones are left out")
+            folder.notes.append(f"warnings.jsonl has more than {MOST_WARNINGS:,} warnings; the later ones were skipped")
             return
         step, kind = record.get("step"), record.get("kind", record.get("name"))
         folder.warnings.append(
@@ -202,7 +204,7 @@ def _read_warnings(path: Path, folder: Folder) -> None:
 
 
 class Thinned:
-    """Keeps every line while they fit, then every second, every fourth: what is kept stands for all of the run."""
+    """Keeps every item while they fit, then every second, every fourth, and so on: an even selection of the whole run."""
 
     def __init__(self, most: int):
         self.every, self.kept, self._most, self._size, self._seen = 1, list[tuple[int, Any]](), most, 0, 0
@@ -222,7 +224,7 @@ class Thinned:
 
 
 def _read_points(path: Path, folder: Folder) -> None:
-    """Pass rate and gradient norm of each diagnosed prompt."""
+    """Read the pass rate and the gradient norm of each diagnosed prompt."""
     thinned = Thinned(MOST_POINTS)
     for record in _lines(path / "diagnostics.jsonl", folder):
         rates, norms, ids = (record.get(key) for key in ("pass_rate", "grad_norm", "ids"))
@@ -240,7 +242,7 @@ def _read_points(path: Path, folder: Folder) -> None:
             for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
                 folder.points[key].append(value)
     if thinned.every > 1:
-        folder.notes.append(f"one of {thinned.every} lines of diagnostics.jsonl is shown, as there are many")
+        folder.notes.append(f"one of {thinned.every} lines of diagnostics.jsonl is shown, because there are many")
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
@@ -262,11 +264,11 @@ def _read_samples(path: Path, folder: Folder) -> None:
         thinned.add(200 + 2 * (len(prompt) + len(response)), sample)
     folder.samples = thinned.items
     if thinned.every > 1:
-        folder.notes.append(f"one of {thinned.every} lines of samples.jsonl is shown, as there are many")
+        folder.notes.append(f"one of {thinned.every} lines of samples.jsonl is shown, because there are many")
 
 
 def _read_seconds(path: Path, folder: Folder) -> None:
-    """Of timings.json, or as far as metrics.jsonl knows them."""
+    """Read the seconds by stage from timings.json, or else sum those in metrics.jsonl."""
     if (path / "timings.json").exists():
         folder.seconds, folder.seconds_from = _durations(_object(path / "timings.json", folder)), "timings.json"
     if not folder.seconds:
@@ -281,13 +283,13 @@ def _durations(stages: Any) -> dict[str, float]:
 
 
 def _text(value: Any) -> tuple[str, int]:
-    """As text of a bounded length, and how long it was."""
+    """Return a value as text of a bounded length, and the original length."""
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
     return text[:TEXT_LENGTH], len(text)
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """A whole number that a page's numbers hold exactly."""
+    """Return whether the value is an integer from 0 to 2^53, which JavaScript represents exactly."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 
@@ -296,10 +298,10 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def finite(value: Any) -> Number:
-    """The number, None for what is none or not finite."""
+    """Return the number, or None if the value is not a finite number."""
     if not is_number(value):
         return None
     try:
         return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond float64
+    except OverflowError:  # an integer beyond the range of float64
         return None

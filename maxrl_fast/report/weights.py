@@ -1,4 +1,4 @@
-"""W_N(p) of a run's objective: how strongly it weights prompts of a pass rate p."""
+"""W_N(p) of a run's objective: the weight of a prompt's gradient, by its pass rate p."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from maxrl_fast.ops import ESTIMATORS, effective_weight
 from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import OBJECTIVES
 
-MOST_ROLLOUTS = 2048  # for more, the square of it in float64 takes more memory than a picture is worth
+MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(max=1).tolist()
 
 
@@ -18,9 +18,9 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or (name not in OBJECTIVES and not is_file(name)):
         return {"reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")}
     if is_file(name):
-        return {"reason": f"{name} is a function of its own"}
+        return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
     if name not in ESTIMATORS:
-        return {"reason": f"{name} learns from outcomes by cross-entropy and has no W_N(p)"}
+        return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_ROLLOUTS:
         return {"reason": f"rollouts per prompt must be 1 to {MOST_ROLLOUTS:,}, got {n!r:.80}"}
     try:

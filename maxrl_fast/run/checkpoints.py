@@ -1,11 +1,11 @@
-"""The checkpoints of a run: what lies in one, when it is written, and which are kept; resume.py finds them again.
+"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py finds them again.
 
-OUT/checkpoints/step-000090/    warm-start-000040/ before reinforcement learning
+OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype
     state/*.safetensors         float32 weights, Adam's moments, the reference policy
     progress.json               step, next prompt, random states, lengths of the logs, configuration, sizes of the decoder
     checksums.json              size and SHA-256 of every file
-OUT/latest, OUT/best            links to the newest one and to the one with the best pass@1
+OUT/latest, OUT/best            links to the newest checkpoint and to the one with the best pass@1
 """
 
 import dataclasses
@@ -19,29 +19,29 @@ from safetensors import SafetensorError
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
-from maxrl_fast.files.durable import aside_of, point, write_checksums, written_aside
+from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, set_aside_after
+from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import load_learner, random_states, save_learner, set_random_states
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
-START = "step-000000"  # after the warm start: what later policies are compared with
+START = "step-000000"  # written after the warm start; later policies are compared with it
 
 
 class Checkpoints:
-    """Saves a run where its weights are whole, and puts a saved one back.
+    """Saves the state of a run between steps, and restores it.
 
     Args:
-        files: of the run, whose logs and options belong to a checkpoint.
-        save_every: steps between checkpoints; 0: only at the end and when stopped.
-        keep: the newest checkpoints to keep, beside the best one and the one after the warm start; 0: all.
-        ranks: all of them call every method together.
-        saved: the checkpoint that the run resumes from.
+        files: the files of the run; a checkpoint stores its options and the length of its logs.
+        save_every: number of steps between checkpoints; 0: only at the end and when stopped.
+        keep: number of newest checkpoints to keep, besides the best one and the one after the warm start; 0: all.
+        ranks: every rank must call every method.
+        saved: the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -61,27 +61,30 @@ class Checkpoints:
         self.newest = saved.directory if saved else None
 
     def restore(self, learner: Learner) -> None:
-        """Put what was saved into the first learner of the run, that of the phase in which it was."""
+        """Load the saved state into the first learner of the run; later calls do nothing.
+
+        The first learner belongs to the phase (warm start or training) in which the checkpoint was written.
+        """
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
             set_random_states(saved.random)
             if self._ranks.is_first:
-                with self._stored("what the run goes on with"):
-                    set_aside_after(saved.directory)
+                with self._stored(str(self.out / "checkpoints")):
+                    rename_damaged_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
-        """Save after a step if it is time to, if it was the last one, or if the run is to stop.
+        """Save after a step if a checkpoint is due, if it was the last step, or if a signal asked for a stop.
 
         Raises:
-            Interrupted: once it is saved, if a signal asked for a stop.
+            Interrupted: after saving, if a signal asked for a stop.
         """
         if is_last or (self._save_every and progress.step % self._save_every == 0):
             self.save(progress, learner)
         self.stop_point(progress, learner)
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
-        """Save and raise Interrupted, if a signal asked for a stop: where the weights are those after progress.step."""
+        """Save and raise Interrupted if a signal asked for a stop. The weights must be those after `progress.step`."""
         self._clock.beat()
         if number := self._stop.number:
             self.save(progress, learner)
@@ -89,7 +92,7 @@ class Checkpoints:
 
     @contextmanager
     def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
-        """Rewards that fail inside, before anything is learned from them, cost no step."""
+        """Save if a reward fails inside the block, before its step has changed the weights, so that no step is lost."""
         try:
             yield
         except RewardError:
@@ -97,10 +100,10 @@ class Checkpoints:
             raise
 
     def save(self, progress: Progress, learner: Learner) -> None:
-        """Write a checkpoint, unless this step's is there; then remove old ones.
+        """Write a checkpoint, unless this step already has one; then remove old ones.
 
         Raises:
-            StorageError: where the disk is full or does not take it; the checkpoints before are as they were.
+            StorageError: if writing fails, for example because the disk is full; earlier checkpoints are not changed.
         """
         directory = self.out / "checkpoints" / progress.name
         if directory == self.newest:
@@ -112,12 +115,12 @@ class Checkpoints:
             if self._ranks.is_first:
                 with self._stored(f"{self.out / 'latest'} or config.json"):
                     point(self.out / "latest", directory)
-                    self._files.write_config()  # which may have changed since it was resumed
+                    self._files.write_config()  # options may have changed on resuming
                 self._remove_old()
 
     @contextmanager
     def _stored(self, what: str) -> Iterator[None]:
-        """What the disk refuses becomes a StorageError."""
+        """Turn an error of the file system into a StorageError."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -125,14 +128,14 @@ class Checkpoints:
 
     def _write(self, directory: Path, progress: Progress, learner: Learner) -> None:
         weights = learner.model.weights()  # gathered by all ranks together
-        with self._aside(directory, learner.shares_weights) as aside:
+        with self._temporary(directory, learner.shares_weights) as temporary:
             if self._ranks.is_first or learner.shares_weights:
-                save_learner(aside / "state", learner)
+                save_learner(temporary / "state", learner)
             if not self._ranks.is_first:
                 for _ in weights:
                     pass
                 return
-            write_policy(aside, learner.model.config, weights, self._task.tokenizer_files(), self._task.stop_ids)
+            write_policy(temporary, learner.model.config, weights, self._task.tokenizer_files(), self._task.stop_ids)
             fields = {
                 "progress": dataclasses.asdict(progress),
                 "decoder": dataclasses.asdict(learner.model.config),
@@ -142,26 +145,26 @@ class Checkpoints:
                 "data": self._task.fingerprint,
                 "machine": machine_of(self._ranks),
             }
-            (aside / "progress.json").write_text(json.dumps(fields))
-            write_checksums(aside)
+            (temporary / "progress.json").write_text(json.dumps(fields))
+            write_checksums(temporary)
 
     @contextmanager
-    def _aside(self, directory: Path, together: bool) -> Iterator[Path]:
-        """The folder that the first rank makes and renames, and in which the others may write meanwhile."""
-        aside = written_aside(directory) if self._ranks.is_first else nullcontext(aside_of(directory))
-        with aside as folder:
+    def _temporary(self, directory: Path, together: bool) -> Iterator[Path]:
+        """Give the temporary folder, which the first rank creates and renames. If `together`, the other ranks write into it."""
+        context = atomic_directory(directory) if self._ranks.is_first else nullcontext(temporary_path(directory))
+        with context as folder:
             if together:
                 self._ranks.wait_for_all()
                 if not folder.is_dir():
                     raise StorageError(
-                        f"{self.out} must be a folder that all processes see, but rank {self._ranks.rank} does not"
+                        f"{self.out} must be a folder that all processes share, but rank {self._ranks.rank} does not see it"
                     )
             yield folder
             if together:
                 self._ranks.wait_for_all()
 
     def mark_best(self, progress: Progress, learner: Learner) -> None:
-        """After an evaluation: keep this step's policy if none was better."""
+        """Save this step's policy as the best, if its evaluation has the highest pass@1 so far."""
         if progress.is_best(progress.step):
             self.save(progress, learner)
             if self._ranks.is_first:
@@ -169,11 +172,11 @@ class Checkpoints:
                     point(self.out / "best", self.out / "checkpoints" / progress.name)
 
     def _remove_old(self) -> None:
-        """All but the newest, the best, and the one after the warm start."""
+        """Remove all checkpoints but the newest, the best, and the one after the warm start."""
         best = self.out / "best"
         spared = {START, best.resolve().name if best.is_symlink() else ""}
         for directory in checkpoints_of(self.out)[: -self._keep if self._keep else 0]:
             if directory.name not in spared:
-                with suppress(OSError):  # as where a file is open on a network's disk: no reason to end a run
-                    directory.rename(aside_of(directory))
-                    shutil.rmtree(aside_of(directory))
+                with suppress(OSError):  # a file may be open on a network disk; that must not end the run
+                    directory.rename(temporary_path(directory))
+                    shutil.rmtree(temporary_path(directory))

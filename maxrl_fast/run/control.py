@@ -1,4 +1,4 @@
-"""Stopping and watching a run."""
+"""Stop a run on a signal, and end it when it is stuck."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.distributed.watch import STUCK, dump_stacks
 from maxrl_fast.training.stopwatch import Stopwatch
 
-ECHO = 1.0  # seconds in which a signal that comes again is the same one: from the terminal, and passed on by torchrun
-TELL_LIMIT = 30.0  # seconds in which the other ranks hear that this one is stuck, and write their stacks
+ECHO = 1.0  # seconds in which a repeated signal counts as the same one: the terminal sends it, and torchrun forwards it
+TELL_LIMIT = 30.0  # seconds that the other ranks have to notice that this one is stuck, and to write their stacks
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop, and it is at a point where it can. `signal` is its number."""
+    """Raised at a safe point after a signal asked the run to stop. `signal` is the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(SIGNALS.get(signal.Signals(number), signal.Signals(number).name))
@@ -28,8 +28,8 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Turns the first Ctrl-C or SIGTERM into a stop at the next safe point, of all ranks at the same; a second one stops at
-    once."""
+    """Turns the first Ctrl-C or SIGTERM into a stop at the next safe point, the same one on all ranks; a second one stops
+    immediately."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since = 0, 0.0
@@ -47,26 +47,27 @@ class StopSignal:
         now = time.monotonic()
         if not self._asked:
             self._asked, self._since = number, now
-            # Not print: the signal may have come in the middle of one, and a buffered stream must not be entered twice.
+            # Not print: the signal may interrupt another print, and a buffered stream is not reentrant.
             if self._ranks.is_first:
                 name = SIGNALS[signal.Signals(number)]
-                os.write(2, f"\n{name}: saving and stopping after this step; again, to stop at once without saving\n".encode())
+                message = f"{name}: saving and stopping after this step; repeat to stop immediately, without saving"
+                os.write(2, f"\n{message}\n".encode())
         elif now - self._since > ECHO:
             raise SystemExit(128 + number)
 
     @property
     def number(self) -> int:
-        """The signal that asked for a stop, of this rank or another, at a point that all ranks reach; 0: none did."""
+        """The signal that asked this or another rank to stop; 0 if none did. All ranks must read it at the same point."""
         return (self._asked or signal.SIGTERM) if self._ranks.any(bool(self._asked), self._device) else 0
 
 
 class Watchdog(threading.Thread):
-    """Ends a process whose stages stand still, with the stacks of all processes.
+    """Ends a process whose current stage makes no progress, after all processes have written their stacks.
 
     Args:
-        clock: of the run.
+        clock: the stopwatch of the run, which knows the current stage.
         limit: seconds that a stage may take without progress.
-        tell: hands the message to the other ranks, and waits until they have written their stacks too.
+        tell: sends the message to the other ranks, and waits until they have written their stacks.
         dump_workers: makes worker processes write their stacks.
     """
 
@@ -91,13 +92,11 @@ class Watchdog(threading.Thread):
             stage, silence = self._clock.silence()
             if silence > self._limit:
                 message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
-                os.write(
-                    2,
-                    f"\nerror: {message}. --resume goes on from the last checkpoint; the stacks say where it waits.\n".encode(),
-                )
+                advice = "--resume continues from the last checkpoint; the stacks show where it waits"
+                os.write(2, f"\nerror: {message}. {advice}.\n".encode())
                 dump_stacks(f"rank {self._ranks.rank}")
                 self._dump_workers()
-                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # which may be what is stuck
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # it may be stuck too
                 telling.start()
                 telling.join(TELL_LIMIT)
-                os._exit(1)  # the main thread may be where no exception reaches it
+                os._exit(1)  # no exception may reach the main thread

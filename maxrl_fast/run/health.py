@@ -1,37 +1,42 @@
-"""Signs that training goes wrong while every number is finite: each with its value, and what to do."""
+"""Warnings about training that goes wrong while every number is finite: each has a value and says what to do."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-STEPS = 10  # over which a sign must last
+STEPS = 10  # number of steps over which a condition must hold
 Record = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Sign:
-    kind: str
+class HealthWarning:
+    """One line of warnings.jsonl."""
+
+    kind: str  # the name of its rule
     value: float
     message: str
 
 
 @dataclass
 class Health:
-    """Reads the records of metrics.jsonl in turn, and looks at the last ten against the first ten of the run."""
+    """Checks the records of metrics.jsonl one by one: the last ten steps, some rules against the first ten of the run."""
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
-    _absent: dict[str, int] = field(default_factory=dict)  # steps since a sign was there
+    _absent: dict[str, int] = field(default_factory=dict)  # by rule, steps since its condition last held
 
-    def observe(self, record: Record) -> list[Sign]:
-        """The signs that begin with this step; one that lasts, or comes back within ten steps, is told once."""
+    def observe(self, record: Record) -> list[HealthWarning]:
+        """Return the warnings that begin with this step.
+
+        A condition that lasts, or returns within ten steps, is reported once.
+        """
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:
             return []
-        found = {kind: rule(self._first, self._recent) for kind, rule in SIGNS.items()}
-        present = {kind: sign for kind, sign in found.items() if sign is not None}
-        begun = [Sign(kind, *sign) for kind, sign in present.items() if self._absent.get(kind, STEPS) >= STEPS]
+        found = {kind: rule(self._first, self._recent) for kind, rule in RULES.items()}
+        present = {kind: result for kind, result in found.items() if result is not None}
+        begun = [HealthWarning(kind, *result) for kind, result in present.items() if self._absent.get(kind, STEPS) >= STEPS]
         self._absent = {kind: steps + 1 for kind, steps in self._absent.items()} | dict.fromkeys(present, 0)
         return begun
 
@@ -41,18 +46,18 @@ def _mean(name: str, records: list[Record]) -> float:
 
 
 def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(record["reward_mean"] != 0 or record["frac_groups_dead"] < 1 for record in recent[-STEPS:]):
+    if any(record["reward_mean"] != 0 or record["frac_groups_zero_variance"] < 1 for record in recent[-STEPS:]):
         return None
     return 0.0, (
-        f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some responses, raise --rollouts, take "
+        f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some responses, raise --rollouts, use "
         "easier prompts or a longer warm start"
     )
 
 
 def _all_solved(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(record["pass_at_1"] < 1 or record["frac_groups_dead"] < 1 for record in recent[-STEPS:]):
+    if any(record["pass_at_1"] < 1 or record["frac_groups_zero_variance"] < 1 for record in recent[-STEPS:]):
         return None
-    return 1.0, f"every rollout of the last {STEPS} steps was solved, so nothing is learned: take harder prompts"
+    return 1.0, f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder prompts"
 
 
 def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
@@ -60,18 +65,18 @@ def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] |
     if truncated <= 0.5:
         return None
     return truncated, (
-        f"{truncated:.0%} of the responses of the last {STEPS} steps were cut at --max-new-tokens: raise it, or shorten what "
-        "the prompts ask for"
+        f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at --max-new-tokens: raise it, or use "
+        "prompts with shorter solutions"
     )
 
 
-def _dead_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    dead, reward = _mean("frac_groups_dead", recent[-STEPS:]), _mean("reward_mean", recent[-STEPS:])
-    if dead <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
+def _zero_variance_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
+    fraction, reward = _mean("frac_groups_zero_variance", recent[-STEPS:]), _mean("reward_mean", recent[-STEPS:])
+    if fraction <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
         return None
-    return dead, (
-        f"{dead:.0%} of the prompts of the last {STEPS} steps had rollouts of equal reward and taught nothing (mean reward "
-        f"{reward:.3f}): raise --rollouts, or take prompts of the policy's level"
+    return fraction, (
+        f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero advantage (mean reward "
+        f"{reward:.3f}): raise --rollouts, or use prompts that are neither too easy nor too hard for the policy"
     )
 
 
@@ -80,8 +85,8 @@ def _entropy(first: list[Record], recent: list[Record]) -> tuple[float, str] | N
     if entropy >= 0.1 * start:
         return None
     return entropy, (
-        f"the entropy fell to {entropy:.3g} nats a token from {start:.3g} in the first steps, so rollouts hardly differ: lower "
-        "--lr, or set --entropy-coef or --kl-coef"
+        f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first steps, so rollouts hardly differ: "
+        "lower --lr, or set --entropy-coef or --kl-coef"
     )
 
 
@@ -90,7 +95,7 @@ def _mismatch(first: list[Record], recent: list[Record]) -> tuple[float, str] | 
     if mismatch <= max(0.02, 3 * start):
         return None
     return mismatch, (
-        f"log-probs of rollout and training differ by {mismatch:.3g} nats a token, {start:.3g} in the first steps: set "
+        f"log-probs of rollout and training differ by {mismatch:.3g} nats per token, {start:.3g} in the first steps: set "
         "--importance-cap 2, or --dtype float32"
     )
 
@@ -101,16 +106,16 @@ def _grad_norm(first: list[Record], recent: list[Record]) -> tuple[float, str] |
     if not norm > 10 * usual > 0:
         return None
     return norm, (
-        f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the median of the {len(before)} steps before; it is "
-        "clipped, but if this comes often, lower --lr"
+        f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the {len(before)} steps before; it is "
+        "clipped, but if this happens often, lower --lr"
     )
 
 
-SIGNS: dict[str, Callable[[list[Record], list[Record]], tuple[float, str] | None]] = {
+RULES: dict[str, Callable[[list[Record], list[Record]], tuple[float, str] | None]] = {
     "no_reward": _no_reward,
     "all_solved": _all_solved,
     "truncated": _truncated,
-    "dead_groups": _dead_groups,
+    "zero_variance_groups": _zero_variance_groups,
     "entropy": _entropy,
     "mismatch": _mismatch,
     "grad_norm": _grad_norm,

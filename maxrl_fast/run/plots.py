@@ -1,4 +1,4 @@
-"""Pictures: the curves of a run, and the weights of estimators."""
+"""Plots of a run's curves and of estimators' weights."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Draw the records of metrics.jsonl and eval.jsonl."""
+    """Plot the records of metrics.jsonl and eval.jsonl."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +52,11 @@ def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
-    """W_N(p) by estimator, each a pair of pass rates and weights, beside 1/p of maximum likelihood (MaxRL, Figure 1)."""
+    """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1).
+
+    Args:
+        curves: pass rates p and weights W_N(p), by estimator.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""How far a run has come, between two steps."""
+"""The progress of a run between two steps."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,34 +10,34 @@ Phase = Literal["warm start", "training"]
 
 @dataclass
 class Progress:
-    """Where a run is, between two steps."""
+    """The progress of a run between two steps; a checkpoint stores it."""
 
     phase: Phase = "warm start"
-    step: int = 0  # of the phase, done
-    next_prompt: int = 0  # index of the first training prompt not used
+    step: int = 0  # number of steps done in this phase
+    next_prompt: int = 0  # index of the first unused training prompt
     tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})  # so far, by stage
     seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
 
     @property
     def name(self) -> str:
-        """Of the checkpoint."""
+        """The name of the checkpoint at this point."""
         return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
 
     def __str__(self) -> str:
         return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
 
     def begin_training(self, next_prompt: int) -> None:
-        """The warm start is over."""
+        """Switch from the warm start to training."""
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
-        """Whether no evaluation before that of `step` had as good a pass@1."""
+        """Return whether the evaluation at `step` has a higher pass@1 than every earlier one."""
         score = self.evaluations[step].pass_at_k[1]
         return all(score > evaluation.pass_at_k[1] for at, evaluation in self.evaluations.items() if at < step)
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":
-        """From what dataclasses.asdict made and JSON kept."""
+        """Return the progress from its fields as dataclasses.asdict and JSON stored them."""
         evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
         return cls(**{**fields, "evaluations": evaluations})

@@ -1,4 +1,4 @@
-"""What a run goes on from: its newest whole checkpoint, and whether its options are still the same."""
+"""Resuming: find the newest whole checkpoint of a run, and check that the run's options have not changed."""
 
 import json
 import shutil
@@ -18,20 +18,20 @@ from maxrl_fast.run.progress import Progress
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint to go on from."""
+    """A whole checkpoint to resume from."""
 
     directory: Path
     progress: Progress
     decoder: DecoderConfig
-    logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when it was written
+    logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
-    data: str  # what identifies the task's prompts
-    machine: dict[str, Any]  # versions, and number of processes
+    data: str  # fingerprint of the task's prompts
+    machine: dict[str, Any]  # of machine_of
 
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
-        """From progress.json."""
+        """Return the checkpoint in `directory` from the content of its progress.json."""
         sizes = dict(fields["decoder"])
         if sizes["rope_scaling"] is not None:
             sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
@@ -45,29 +45,29 @@ def _order(directory: Path) -> tuple[bool, int]:
 
 
 def checkpoints_of(out: Path) -> list[Path]:
-    """The checkpoints in a run's folder, oldest first, whole or damaged."""
+    """Return the checkpoints in a run's folder, oldest first, whole or damaged."""
     folder = out / "checkpoints"
     names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
     return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=_order)
 
 
-def set_aside_after(directory: Path) -> None:
-    """Checkpoints newer than the one that a run goes on from, which are damaged, take another name: damaged-step-..."""
+def rename_damaged_after(directory: Path) -> None:
+    """Rename the checkpoints that are newer than `directory`, from which the run resumes, to damaged-step-..."""
     for newer in checkpoints_of(directory.parent.parent):
         if _order(newer) > _order(directory):
-            aside = newer.with_name(f"damaged-{newer.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            newer.rename(aside)
+            damaged = newer.with_name(f"damaged-{newer.name}")
+            shutil.rmtree(damaged, ignore_errors=True)
+            newer.rename(damaged)
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
-    """The newest whole checkpoint of a run, the same on all ranks; None where none was written yet.
+    """Return the newest whole checkpoint of a run, the same on all ranks; None if none was written yet.
 
     Args:
-        warn: is told of damaged ones, by file.
+        warn: is called with a message for each damaged checkpoint.
 
     Raises:
-        InputError: where there are some, but all are damaged.
+        InputError: if every checkpoint is damaged, or the run has metrics but no checkpoints.
     """
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
@@ -79,17 +79,17 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
             whole = [str(directory), fields]
             break
         except DamagedError as error:
-            warn(f"the checkpoint {directory} is damaged: {error}; the one before it is taken")
+            warn(f"the checkpoint {directory} is damaged: {error}; using the one before it")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warn(f"{directory} is no checkpoint of this version: {type(error).__name__}: {error}; the one before it is taken")
+            warn(f"{directory} is not a checkpoint of this version: {type(error).__name__}: {error}; using the one before it")
     if found and whole is None:
         raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above")
     whole = json.loads(ranks.text_from_first(json.dumps(whole)))
     if whole is None:
         log = out / "metrics.jsonl"
         if ranks.is_first and log.exists() and log.stat().st_size:
-            raise InputError(f"{out} has metrics but no checkpoints: put {out / 'checkpoints'} back, or begin in another --out")
-        warn(f"{out} has no checkpoint yet: the run starts anew")
+            raise InputError(f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose another --out")
+        warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
         return None
     return Saved.of_json(Path(whole[0]), whole[1])
 
@@ -97,39 +97,41 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
 def check_same(
     saved: Saved, options: dict[str, Any], data: str, ranks: Ranks, warn: Callable[[str], None], allow_changes: bool = False
 ) -> None:
-    """Compare the options of a resumed run, and the task's prompts, with those of the run before.
+    """Compare the options and prompts of a resumed run with those of its checkpoint.
 
     Args:
-        options: resolved, by name.
+        options: the resolved options, by name.
         data: the task's fingerprint.
-        warn: is told what keeps the numbers from being bitwise identical.
+        warn: is called with the differences that keep the numbers from being bitwise identical.
 
     Raises:
-        InputError: naming the options that change the mathematics, unless they are allowed to.
+        InputError: if options that change the mathematics differ and `allow_changes` is false; it names them.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.mathematics], [*changed.rounding]
     if changed.policy:
         shape = "; ".join(changed.policy)
-        raise InputError(f"the policy in {saved.directory} is of another shape ({shape}), which a resume cannot change")
+        raise InputError(f"the policy in {saved.directory} has another shape ({shape}), which cannot change on resuming")
     if saved.data != data:
-        mathematics.append("the prompts of the files are others")
+        mathematics.append("the prompts of the files differ")
     if mathematics and not allow_changes:
         differing = "; ".join(mathematics)
-        raise InputError(f"{saved.directory} was trained with other options ({differing}); --allow-changes goes on with these")
+        raise InputError(
+            f"{saved.directory} was trained with other options ({differing}); --allow-changes resumes with the new ones"
+        )
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"
         for name, value in machine_of(ranks).items()
         if saved.machine.get(name) != value
     ]
     if mathematics:
-        warn(f"the run goes on with other options ({'; '.join(mathematics)})")
+        warn(f"the run resumes with other options ({'; '.join(mathematics)})")
     if rounding:
-        warn(f"the run goes on, but not to the last bit as it would have ({'; '.join(rounding)})")
+        warn(f"the run resumes, but its numbers will not be bitwise identical ({'; '.join(rounding)})")
     if options["steps"] < saved.progress.step and saved.progress.phase == "training":
-        raise InputError(f"--steps must be at least those done, {saved.progress.step}, got {options['steps']}")
+        raise InputError(f"--steps must be at least {saved.progress.step}, the number of steps done, got {options['steps']}")
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """What the last bits of the numbers depend on, beside the options."""
+    """Return what the rounding of numbers depends on besides the options: the versions, and the number of processes."""
     return {**versions(), "processes": ranks.size}

@@ -1,5 +1,5 @@
 """The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard events, curves.png and
-timings.json; and the same numbers to wandb or trackio."""
+timings.json. The same numbers go to wandb or trackio."""
 
 import hashlib
 import json
@@ -23,17 +23,18 @@ DRAWN = ("metrics", "eval")
 
 
 class RunFiles:
-    """Writes the files of one run into its folder; each JSON line is on disk once it is written.
+    """Writes the files of one run into its folder; every JSON line is flushed when it is written.
 
     Args:
-        options: of the run, by name, for config.json.
-        log_to: "wandb" or "trackio", beside TensorBoard.
-        is_writer: one rank writes; on the others nothing is written.
-        is_resumed: whether the folder may hold a run already.
-        saved: the checkpoint that a resumed run starts from; None: from the beginning. The logs are cut to what they held then.
+        options: the options of the run by name, for config.json.
+        log_to: "wandb" or "trackio", in addition to TensorBoard.
+        is_writer: whether this rank writes; one does, and the methods of the others do nothing.
+        is_resumed: whether the folder may already hold a run.
+        saved: the checkpoint from which a resumed run starts, or None to start from the beginning. The logs are cut to their
+            length at that checkpoint.
 
     Raises:
-        InputError: where the folder cannot be written to.
+        InputError: if the folder cannot be written to, or holds another run.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class RunFiles:
         if not is_writer:
             return
         try:
-            if not is_resumed and (self.out / "config.json").exists():  # two were started at once, and one has ended
+            if not is_resumed and (self.out / "config.json").exists():  # two runs were started at once, and one has ended
                 raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
             if saved is None:
                 self.write_config()
-            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # of a killed process
+            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # left by a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
             self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
@@ -64,18 +65,21 @@ class RunFiles:
             raise InputError(f"cannot write to --out {self.out}: {error}") from error
 
     def write_config(self) -> None:
-        """config.json: options, versions, command."""
+        """Write config.json: options, versions, command."""
         if self._is_writer:
             write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
 
     def _open(self, log: str, size: int, sha256: str | None) -> Any:
-        """A log to append to, cut back to the `size` bytes that had this SHA-256; what they hold is in `history`. One that was
-        moved away begins anew."""
+        """Open a log for appending, after cutting it to its first `size` bytes, and read these records into `history`.
+
+        The bytes must have this SHA-256. A log that does not exist is created.
+        """
         path = self.out / f"{log}.jsonl"
         kept = path.read_bytes()[:size] if path.exists() else b""
         if kept and sha256 not in (None, hashlib.sha256(kept).hexdigest()):
-            wanted = f"begin with the {size:,} bytes that it had at the checkpoint; moved away, it begins anew"
-            raise InputError(f"{path} must {wanted}, got {path.stat().st_size:,} bytes that do not")
+            wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
+            got = f"got {path.stat().st_size:,} bytes that begin differently"
+            raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
         file = open(path, "a", buffering=1)  # noqa: SIM115
         file.truncate(len(kept))
         if log in DRAWN:
@@ -83,10 +87,10 @@ class RunFiles:
         return file
 
     def write(self, log: str, record: dict[str, Any]) -> None:
-        """Append to a log, and to the TensorBoard events.
+        """Append a record to a log, and to the TensorBoard events.
 
         Raises:
-            StorageError: where the disk does not take it.
+            StorageError: if writing fails.
         """
         if not self._is_writer:
             return
@@ -111,7 +115,7 @@ class RunFiles:
             self._tracker.log(numbers, record["step"])
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Bytes and SHA-256 of every log, all of them on the disk."""
+        """Flush every log to the disk, and return the size in bytes and the SHA-256 of each."""
         self._board.flush()
         marks = {}
         for log, file in self._logs.items():
@@ -121,7 +125,7 @@ class RunFiles:
         return marks
 
     def listing(self) -> dict[str, str]:
-        """Where to find what."""
+        """Return the paths of the run's results by name, for the closing listing."""
         newest, best = self.out / "latest", self.out / "best"
         return {
             "checkpoint": str(self.out / os.readlink(newest)) if newest.exists() else "none was written",
@@ -133,7 +137,7 @@ class RunFiles:
         }
 
     def close(self, seconds: dict[str, float]) -> None:
-        """Draw the curves, write the seconds of each stage and finish the files."""
+        """Plot the curves, write the seconds of each stage, and close the files."""
         if not self._is_writer:
             return
         try:

@@ -1,4 +1,4 @@
-"""What a run shows: a live progress line on a terminal, plain lines elsewhere, a table at the end."""
+"""The output of a run: a live progress line on a terminal, plain lines elsewhere, and tables at the end."""
 
 import sys
 import time
@@ -10,10 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from maxrl_fast.evaluation.evaluator import Evaluation
+from maxrl_fast.evaluation.tables import new_table
 
 
 class Stage:
-    """Progress of one stage, with the time left, `done` of whose `total` were done before."""
+    """Shows the progress of one stage and the time left. `done` of its `total` items were done before, in a resumed run."""
 
     def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
@@ -32,7 +33,7 @@ class Stage:
         self._task = self._bar.add_task(name, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
-        """`done` of the total are done; the note stands behind the bar."""
+        """Show that `done` of the total are done, with a note behind the bar."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
@@ -50,26 +51,26 @@ class Stage:
 
 
 class Screen:
-    """Standard output, or nothing where another rank speaks."""
+    """Prints to standard output and standard error; with `is_quiet` it prints nothing, because another rank prints."""
 
     def __init__(self, console: Console | None = None, is_quiet: bool = False):
         self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
 
     def say(self, text: str) -> None:
-        """One plain line."""
+        """Print a plain line."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
-        """A context manager that gives a Stage; off a terminal it prints about `lines` lines, by default one a step."""
+        """Return a context manager that gives a Stage; off a terminal it prints about `lines` lines, default one per step."""
         return Stage(self.console, name, total, lines or max(total, 1), done).running()
 
     def complain(self, sentence: str) -> None:
-        """One line on standard error."""
+        """Print an error as a line on standard error."""
         if not self._is_quiet:
             print(f"error: {sentence}", file=sys.stderr, flush=True)
 
     def warn(self, sentence: str) -> None:
-        """One line on standard error, where nothing has ended."""
+        """Print a warning as a line on standard error."""
         if not self._is_quiet:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
@@ -80,10 +81,10 @@ class Screen:
         tokens: dict[str, int],
         files: dict[str, str],
     ) -> None:
-        """The first evaluation against the last, time by stage with tokens/s, and where the files are."""
+        """Print the first and the last evaluation, the time of each stage with tokens/s, and the paths of the files."""
         if len(evaluations) > 1:
             self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
-        table = _table("stage", "seconds", "share", "tokens/s")
+        table = new_table("stage", "seconds", "share", "tokens/s")
         total = sum(seconds.values())
         for stage, value in seconds.items():
             speed = f"{tokens[stage] / value:,.0f}" if tokens.get(stage) else ""
@@ -94,15 +95,8 @@ class Screen:
             self.say(f"{name:<12}{path}")
 
 
-def _table(*columns: str) -> Table:
-    table = Table()
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
-
-
 def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
-    table = _table("held-out prompts", "before", "after", "change")
+    table = new_table("held-out prompts", "before", "after", "change")
     rows = {f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f") for k in before.pass_at_k if k in after.pass_at_k}
     rows["response length, tokens"] = (before.response_length_mean, after.response_length_mean, ".1f")
     rows["truncated"] = (before.truncated, after.truncated, ".3f")

@@ -1,4 +1,4 @@
-"""Random states and the learner's tensors: with them a resumed run is bitwise identical to one that never stopped."""
+"""Random states and the learner's tensors, from which a resumed run is bitwise identical to one that never stopped."""
 
 import base64
 import random
@@ -15,11 +15,11 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.training.learner import Learner
 
-FILE_BYTES = 2 * 10**9  # of a file of tensors, which is put together in memory
+FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
 def random_states() -> dict[str, Any]:
-    """Of the global generators. The trainer draws from none of them, but a task's or reward's code may."""
+    """Return the states of the global generators. The trainer does not use them, but the code of a task or reward may."""
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -30,7 +30,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Those of `random_states`, after JSON."""
+    """Set the global generators to the states that `random_states` returned, after a round trip through JSON."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     numbers = states["numpy"]["state"]
@@ -49,8 +49,10 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """The policy's weights, Adam's moments and the reference policy by name: the tensors themselves, a rank's parts of them
-    where ranks share them."""
+    """Return the policy's weights, Adam's moments and the reference policy by name.
+
+    These are the learner's own tensors, not copies; where ranks shard the weights, this rank's shards.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in learner.model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
@@ -59,17 +61,17 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     if learner.reference is not None:
         trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
         for name, parameter in learner.reference.named_parameters():
-            if name in trained:  # the others are the policy's own
+            if name in trained:  # the reference shares the others with the policy
                 tensors[f"reference.{name}"] = parameter.detach()
     return tensors
 
 
 def save_learner(folder: Path, learner: Learner) -> None:
-    """Write its tensors as safetensors; where ranks share weights every rank its own parts, all calling together."""
+    """Write the learner's tensors as safetensors. Where ranks shard the weights, all must call this, each for its shards."""
     tensors = learner_tensors(learner)
     parts = _parts(tensors)
     if learner.shares_weights:
-        from torch.distributed.checkpoint.api import CheckpointException  # here: they take two seconds to import
+        from torch.distributed.checkpoint.api import CheckpointException  # imported here: it takes two seconds
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -77,7 +79,7 @@ def save_learner(folder: Path, learner: Learner) -> None:
         writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=where, save_distributed=True)
         try:
             save(tensors, storage_writer=writer)
-        except CheckpointException as error:  # not an Exception; what each rank met
+        except CheckpointException as error:  # a BaseException; it holds the error of each rank
             raise OSError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())) from error
         return
     folder.mkdir(exist_ok=True)
@@ -87,7 +89,7 @@ def save_learner(folder: Path, learner: Learner) -> None:
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Names by file, of at most about FILE_BYTES each."""
+    """Divide the names into files of at most FILE_BYTES each; a larger tensor has a file of its own."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -100,10 +102,12 @@ def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
-    """Read its tensors, whatever number of ranks wrote them. Where ranks share weights all read; else the first, for all.
+    """Read the learner's tensors, whatever number of ranks wrote them.
+
+    Where ranks shard the weights, every rank reads; otherwise the first rank reads and broadcasts.
 
     Raises:
-        InputError: where the tensors are not those of this learner.
+        InputError: if names or shapes differ from those of this learner.
     """
     names = _names(folder) if ranks.is_first else set()
     if ranks.text_from_first(str(any(name.startswith("optimizer.") for name in names))) == "True":
@@ -114,7 +118,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     if ranks.is_first and names != tensors.keys():
         name = min(names ^ tensors.keys())
         raise InputError(
-            f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it is of another model or optimizer"
+            f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with another model or optimizer"
         )
     if learner.shares_weights:
         _load_parts(folder, tensors, no_dist=False)
@@ -129,7 +133,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Give the reference policy the weights that are never trained, of which sharding has made it a copy of its own."""
+    """Copy the frozen weights from the policy to the reference, which has its own copy of them after sharding."""
     if learner.reference is not None:
         weights = dict(learner.model.named_parameters())
         with torch.no_grad():
@@ -147,7 +151,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None:
-    """Of files that ranks wrote together, into whole tensors or parts."""
+    """Read files that ranks wrote together into whole or sharded tensors."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -155,7 +159,7 @@ def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None
 
 
 def _load_whole(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Of files of whole tensors."""
+    """Read files of whole tensors."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

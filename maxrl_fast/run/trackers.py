@@ -1,4 +1,4 @@
-"""Experiment trackers beside TensorBoard: wandb and trackio, which share one way of being called."""
+"""Experiment trackers in addition to TensorBoard: wandb and trackio, which have the same interface."""
 
 import importlib
 import importlib.util
@@ -8,41 +8,40 @@ from typing import Any
 
 from maxrl_fast.errors import InputError
 
-PROJECT = "maxrl_fast"  # a run has the name of its folder there
+PROJECT = "maxrl_fast"
 
 
 class Tracker:
     """A run of wandb or trackio.
 
-    A run that is resumed goes on under its old name; steps that are done again are what the tracker makes of them (wandb leaves
-    out what goes back).
+    A resumed run keeps its name. How repeated steps are shown depends on the tracker (wandb ignores steps that go backwards).
 
     Args:
         name: "wandb" or "trackio".
-        out: the run's folder, whose name is the run's; wandb keeps its files in it.
-        options: of the run, as its configuration.
+        out: the run's folder, whose name is the name of the run; wandb writes its files into it.
+        options: the run's configuration.
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any]):
         self._module = importlib.import_module(name)
-        # Runs of one name in different folders are different ones.
+        # Folders of the same name in different places are different runs.
         identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
         own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
         try:
             self._module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
-        except Exception as error:  # of keys, of the network, of its settings' parsers
-            raise InputError(f"--log-to {name} does not begin: {type(error).__name__}: {error}") from error
+        except Exception as error:  # no API key, no network, bad settings
+            raise InputError(f"--log-to {name} could not be started: {type(error).__name__}: {error}") from error
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Numbers by name, of a training step."""
+        """Log the numbers of a step by name."""
         self._module.log(numbers, step=step)
 
     def finish(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all numbers are sent."""
         self._module.finish()
 
 
 def check_tracker(name: str | None) -> None:
-    """InputError where it is not installed."""
+    """Raise InputError if the tracker is not installed."""
     if name is not None and importlib.util.find_spec(name) is None:
-        raise InputError(f"--log-to {name} needs it to be installed: pip install 'maxrl_fast[{name}]'")
+        raise InputError(f"--log-to {name} is not installed: pip install 'maxrl_fast[{name}]'")

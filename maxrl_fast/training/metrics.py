@@ -38,7 +38,7 @@ def step_metrics(
         "reward_mean": float(known.mean()),
         "pass_at_1": float((known > 0.5).float().mean()),
         "frac_prompts_solved": float(solved.any(1).float().mean()),
-        "frac_groups_dead": float((advantages == 0).all(1).float().mean()),
+        "frac_groups_zero_variance": float((advantages == 0).all(1).float().mean()),
         # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.
         "entropy": float(-rollouts.logprobs.mean()),
         "response_length_mean": float(rollouts.lengths.float().mean()),

@@ -1,4 +1,4 @@
-"""Folders of runs as a trainer would leave them, with numbers that need all their digits, and hostile texts."""
+"""Folders of runs like those that the trainer writes, with numbers of many digits and hostile texts."""
 
 import json
 import random
@@ -11,10 +11,19 @@ HOSTILE = (
 )
 CONFIG = {
     **{"objective": "maxpo", "k": 4, "order": None, "rollouts": 16, "prompts": 32, "task": "maze", "model": None},
-    **{"lr": 3e-4, "steps": 30, "seed": 0, "estimator_options": "", "scale_by_k": False, "out": "somewhere", "maze_size": 9},
+    **{"lr": 3e-4, "steps": 30, "seed": 0, "eps": None, "out": "somewhere", "maze_size": 9},
     **{"versions": {"python": "3"}, "command": ["train"]},
 }
-KEYS = ("reward_mean", "frac_prompts_solved", "frac_groups_dead", "entropy", "grad_norm", "kl", "tokens_per_second", "loss")
+KEYS = (
+    "reward_mean",
+    "frac_prompts_solved",
+    "frac_groups_zero_variance",
+    "entropy",
+    "grad_norm",
+    "kl",
+    "tokens_per_second",
+    "loss",
+)
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -22,7 +31,7 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def write_run(folder: Path, *, steps: int = 30, seed: int = 0, **options: Any) -> list[dict[str, Any]]:
-    """A run with every file; returns the records of metrics.jsonl."""
+    """Write a run with every file, and return the records of metrics.jsonl."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"seed": seed} | options))
@@ -52,7 +61,7 @@ def sample(rng: random.Random, step: int, i: int) -> dict[str, Any]:
 
 
 def write_evaluation(out: Path) -> dict[str, Any]:
-    """The folder of `python -m maxrl_fast.evaluate`; returns eval.json."""
+    """Write a folder of `python -m maxrl_fast.evaluate`, and return the content of eval.json."""
     out.mkdir(parents=True)
     coverage = {str(k): {"mean": k / 20, "low": k / 20 - 0.05, "high": k / 20 + 0.04} for k in (1, 2, 4, 8, 16)}
     content = {"name": "step 90", "options": {"task": "maze", "samples": 16}, "coverage": coverage, "seconds": {"rollout": 2.5}}

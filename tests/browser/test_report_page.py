@@ -1,7 +1,7 @@
-"""The page of `python -m maxrl_fast.report` in a real browser: what is drawn and shown is what the files hold.
+"""The page of `python -m maxrl_fast.report` in a real browser: it draws and shows the contents of the files.
 
-Needs the `playwright` package and a Chromium: CHROMIUM, one on the PATH, or Playwright's own. With REPORT_SCREENSHOTS a folder,
-pictures of the page are left there.
+The tests need the `playwright` package and a Chromium: $CHROMIUM, one on the PATH, or Playwright's own. If REPORT_SCREENSHOTS
+names a folder, screenshots of the page are saved there.
 """
 
 import json
@@ -25,7 +25,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright  # here: without it these tests are only collected
+    from playwright.sync_api import sync_playwright  # imported here, so that the tests can be collected without it
 
     names = ("chromium", "chromium-browser", "google-chrome")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
@@ -37,7 +37,7 @@ def browser():
 
 @pytest.fixture
 def show(tmp_path, browser):
-    """Opens the page of runs. Whatever the browser complains of, or asks for beside the file, fails the test at its end."""
+    """Opens the page of some runs. Any browser message, and any request but that for the file, fails the test at its end."""
     complaints, requests, contexts = [], [], []
 
     def open_page(*runs, **options):
@@ -79,7 +79,7 @@ def card(page, key):
 
 
 def axis(chart, name):
-    """Pixels to numbers, from what the ticks say, not from what drew them."""
+    """Return the map from pixels to numbers, read from the labels of the ticks and not from the drawing code."""
     ticks = chart.locator(f".tick.{name}").evaluate_all(
         "ticks => ticks.map(tick => [tick.getAttribute('transform').match(/[-0-9.]+/g).map(Number), tick.textContent])"
     )
@@ -98,7 +98,7 @@ def number(text):
 
 
 def drawn(chart, run, kind="line"):
-    """The points of each piece of a run's path, in pixels."""
+    """Return the points of each piece of a run's path, in pixels."""
     path = chart.locator(f"path.{kind}.run-{run}").get_attribute("d")
     return [
         [tuple(map(float, point.split(","))) for point in re.sub("h0|Z", "", piece).split("L")]
@@ -107,7 +107,7 @@ def drawn(chart, run, kind="line"):
     ]
 
 
-def test_values_at_the_step_are_those_of_the_file(show, tmp_path, two):
+def test_values_at_the_step_equal_those_of_the_file(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     for step in (30, 1, 7, 20, 21):
         move_to(page, step)
@@ -151,10 +151,10 @@ def test_gaps_many_steps_and_smoothing(show, tmp_path):
     to_step, to_value = axis(chart, "x"), axis(chart, "y")
     assert to_step(pieces[0][-1][0]) == pytest.approx(76, abs=5)
     points = [point for piece in pieces for point in piece]
-    assert len(points) < 2500  # not all are drawn,
-    highest = min(points, key=lambda point: point[1])  # but none that stands out is lost,
+    assert len(points) < 2500  # not all points are drawn,
+    highest = min(points, key=lambda point: point[1])  # but extreme points are kept,
     assert (to_step(highest[0]), to_value(highest[1])) == (pytest.approx(1234, abs=5), pytest.approx(9, abs=0.05))
-    for step in (1234, 77, 3999):  # and all are told
+    for step in (1234, 77, 3999):  # and the readout has all of them
         move_to(page, step)
         shown = card(page, "reward_mean").locator(".readout [data-run]").get_attribute("data-value")
         assert (None if shown == "–" else float(shown)) == values[step]
@@ -167,7 +167,7 @@ def test_gaps_many_steps_and_smoothing(show, tmp_path):
     assert card(page, "reward_mean").locator(".readout [data-run]").get_attribute("data-value") == "9"
 
 
-def test_hovering_tells_all_digits_and_a_click_moves_the_step(show, tmp_path, two):
+def test_hovering_shows_all_digits_and_a_click_moves_the_step(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     chart = card(page, "entropy").locator("svg")
     chart.scroll_into_view_if_needed()
@@ -184,7 +184,7 @@ def test_hovering_tells_all_digits_and_a_click_moves_the_step(show, tmp_path, tw
     assert tooltip.is_hidden()
 
 
-def test_runs_and_numbers_are_switched(show, tmp_path, two):
+def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     assert card(page, "loss").locator("path.line").count() == 2
     page.get_by_role("button", name="two").first.click()
@@ -202,7 +202,7 @@ def test_runs_and_numbers_are_switched(show, tmp_path, two):
     assert card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed") == "true"
 
 
-def test_panels_beside_the_curves(show, tmp_path, two):
+def test_the_other_panels(show, tmp_path, two):
     evaluation = write_evaluation(tmp_path / "evaluation")
     page = show(tmp_path / "one", tmp_path / "two", tmp_path / "evaluation")
     records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
@@ -242,7 +242,7 @@ def test_panels_beside_the_curves(show, tmp_path, two):
     assert page.locator("#warnings li").count() == 2
 
 
-def test_samples_are_filtered_and_turned(show, tmp_path, two):
+def test_samples_are_filtered_and_paged(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     samples = page.locator("#samples")
     assert samples.locator(".count").inner_text() == "52 of 52"
@@ -292,10 +292,10 @@ def test_long_and_hostile_texts(show, tmp_path, two):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 380])
-def test_it_fits_and_looks(show, tmp_path, two, scheme, width):
+def test_the_page_fits_the_window(show, tmp_path, two, scheme, width):
     page = show(tmp_path / "one", tmp_path / "two", color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
-    page.wait_for_timeout(300)  # until the charts have been drawn for this width
+    page.wait_for_timeout(300)  # until the charts are drawn for this width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("svg.chart").first.bounding_box()["width"] <= width
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")

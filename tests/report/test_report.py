@@ -1,4 +1,4 @@
-"""`python -m maxrl_fast.report`: what is embedded is what the files hold, whatever they hold. What is drawn: tests/browser."""
+"""`python -m maxrl_fast.report` embeds what the files contain, whatever it is. tests/browser tests the drawing."""
 
 import base64
 import hashlib
@@ -70,7 +70,7 @@ def refusal(capsys, *arguments):
     return error
 
 
-def test_embedded_numbers_are_those_of_the_files(tmp_path, report):
+def test_embedded_numbers_equal_those_of_the_files(tmp_path, report):
     records = {name: write_run(tmp_path / name, seed=i, steps=30 + i) for i, name in enumerate(("one", "two"))}
     for run in report(tmp_path / "one", tmp_path / "two").data["runs"]:
         written, folder = records[run["name"]], tmp_path / run["name"]
@@ -96,7 +96,7 @@ def test_embedded_numbers_are_those_of_the_files(tmp_path, report):
         assert run["notes"] == []
 
 
-def test_options_shown_are_the_key_ones_and_those_that_differ(tmp_path, report):
+def test_key_options_and_differing_options_are_shown(tmp_path, report):
     write_run(tmp_path / "one")
     write_run(tmp_path / "two", maze_size=11, objective="maxrl", k=None, order=15, out="elsewhere", resume="x", data="y" * 1000)
     data = report(tmp_path / "one", tmp_path / "two").data
@@ -138,7 +138,7 @@ def test_weights_are_exact_at_the_runs_size(tmp_path, report, options, estimator
         ({"objective": "grpo", "k": None, "eps": "x"}, "eps must be a finite number"),
     ],
 )
-def test_where_there_is_no_weight_it_is_said(tmp_path, report, options, reason):
+def test_a_missing_weight_has_a_reason(tmp_path, report, options, reason):
     write_run(tmp_path / "run", **options)
     assert reason in report(tmp_path / "run").data["runs"][0]["weight"]["reason"]
 
@@ -155,7 +155,7 @@ def test_hostile_text_stays_in_the_data(tmp_path, report):
     assert page.data["runs"][0]["samples"][3]["response"] == f"needle {HOSTILE}"
 
 
-def test_the_page_asks_nothing_of_a_network(tmp_path, report):
+def test_the_page_makes_no_network_requests(tmp_path, report):
     write_run(tmp_path / "run")
     page = report(tmp_path / "run")
     (policy,) = [
@@ -190,14 +190,14 @@ def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     assert run["seconds_from"] == "metrics.jsonl"
     assert run["coverage"] == run["samples"] == run["warnings"] == []
     assert run["weight"]["reason"] == "the objective is not known"
-    torn = "the last line of metrics.jsonl is torn and left out: the run was still writing, or was killed"
+    torn = "the last line of metrics.jsonl is incomplete and was skipped: the run was still writing, or was killed"
     assert run["notes"] == ["config.json is missing", torn]
     assert f"warning: run: {torn}" in capsys.readouterr().err
-    (tmp_path / "run" / "metrics.jsonl").write_bytes(whole[:-1])  # only the line's end is missing
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(whole[:-1])  # only the line break is missing
     assert report(tmp_path / "run").data["runs"][0]["steps"] == list(range(1, 31))
 
 
-def test_what_is_no_number_is_a_gap(tmp_path, report):
+def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
     out = tmp_path / "run"
     write_run(out)
     text = (
@@ -218,8 +218,8 @@ def test_what_is_no_number_is_a_gap(tmp_path, report):
         "new": [None, 5, None, None],
     }
     assert run["notes"] == [
-        "3 lines, the first of them 4, of metrics.jsonl cannot be read and are left out",
-        "2 lines of metrics.jsonl have no step and are left out",
+        "3 lines, the first of them 4, of metrics.jsonl cannot be read and were skipped",
+        "2 lines of metrics.jsonl have no step and were skipped",
     ]
 
 
@@ -239,7 +239,7 @@ def test_an_evaluation(tmp_path, report):
     ]
 
 
-def test_much_is_thinned_and_said(tmp_path, report, monkeypatch):
+def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
     monkeypatch.setattr(reading, "SAMPLE_BYTES", 10_000)
     monkeypatch.setattr(reading, "MOST_POINTS", 10)
     monkeypatch.setattr(reading, "LINE_BYTES", 5_000)
@@ -255,31 +255,31 @@ def test_much_is_thinned_and_said(tmp_path, report, monkeypatch):
     assert run["points"]["step"] == [0] * 4 + [4] * 4
     assert run["points"]["id"] == [None] * 8
     assert run["notes"] == [
-        "one of 4 lines of diagnostics.jsonl is shown, as there are many",
-        "line 51 of samples.jsonl cannot be read and is left out",
-        "one of 4 lines of samples.jsonl is shown, as there are many",
+        "one of 4 lines of diagnostics.jsonl is shown, because there are many",
+        "line 51 of samples.jsonl cannot be read and was skipped",
+        "one of 4 lines of samples.jsonl is shown, because there are many",
     ]
 
 
-def test_folders_of_one_name_are_told_apart(tmp_path, report):
+def test_folders_of_the_same_name_get_unique_names(tmp_path, report):
     for name in ("a/run", "b/run", "c"):
         write_run(tmp_path / name)
     folders = [tmp_path / name for name in ("a/run", "b/run", "b/run", "c")]
     assert [run["name"] for run in report(*folders).data["runs"]] == ["a/run", "b/run (2)", "b/run (3)", "c"]
 
 
-def test_what_cannot_be_is_refused_with_a_sentence(tmp_path, capsys):
+def test_bad_input_is_refused_with_a_sentence(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "report.html"
     write_run(run)
     assert "RUN must be 1 to 24 folders, got 0" in refusal(capsys)
     assert "got 25" in refusal(capsys, *[run] * 25)
-    assert "is no folder" in refusal(capsys, tmp_path / "absent", "--out", out)
-    assert "is no folder" in refusal(capsys, run / "config.json", "--out", out)
+    assert "is not a folder" in refusal(capsys, tmp_path / "absent", "--out", out)
+    assert "is not a folder" in refusal(capsys, run / "config.json", "--out", out)
     assert "has neither" in refusal(capsys, tmp_path, "--out", out)
     assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refusal(capsys, run, "--out", tmp_path / "folder.html")
-    assert "a folder that is there" in refusal(capsys, run, "--out", tmp_path / "absent" / "report.html")
+    assert "an existing folder" in refusal(capsys, run, "--out", tmp_path / "absent" / "report.html")
     (run / "metrics.jsonl").write_text("")
     assert "at least one step" in refusal(capsys, run, "--out", out)
     (run / "metrics.jsonl").unlink()
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_a_page_that_is_there_is_replaced_whole_or_kept(tmp_path, capsys, monkeypatch):
+def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "run")
     out = tmp_path / "report.html"
     out.write_text("the page before")

@@ -49,7 +49,7 @@ def test_diagnoses_are_of_every_prompt_of_the_step(finished):
         known = metrics[record["step"]]
         assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
-        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_dead"]
+        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # the triangle
 
 
@@ -143,11 +143,11 @@ def test_a_tracker_that_does_not_begin_is_said(tmp_path, monkeypatch, capsys):
     module.init = no_key
     monkeypatch.setitem(sys.modules, "wandb", module)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb does not begin: RuntimeError: no API key" in capsys.readouterr().err
+    assert "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb needs it to be installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
+    assert "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

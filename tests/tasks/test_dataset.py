@@ -188,7 +188,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert_same(tmp_path / "whole", tmp_path / "stopped")
     written(tmp_path / "sums.jsonl", SUMS[1:])
     assert train.main(["--resume", "../stopped"]) == 2
-    assert "trained with other options (the prompts of the files are others)" in capsys.readouterr().err
+    assert "trained with other options (the prompts of the files differ)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_training_with_it_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records
-    assert all(record["frac_groups_dead"] <= 1 - record["frac_prompts_alive"] for record in records)
+    assert all(record["frac_groups_zero_variance"] <= 1 - record["frac_prompts_alive"] for record in records)
     stop_at(monkeypatch, "step 3")
     assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()

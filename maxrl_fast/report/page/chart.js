@@ -1,9 +1,9 @@
-// One chart: axes, marks, a cursor and a tooltip. The caller says what is drawn and what a pointer finds.
+// One chart: axes, marks, a cursor and a tooltip. The caller defines the marks and the tooltip's content.
 
 /**
- * Draws into `host`, again whenever its width changes.
+ * Draws a chart into `host`, and draws it again whenever the width of `host` changes.
  * spec: label, height, x and y ({kind, low, high, title, whole, ticks}), marks, cursor (an x, or null),
- * find(x, y, px, py) -> {x, y, title, rows: [{run, text}]} or null, choose(x) when clicked.
+ * find(x, y, {px, py, toX, toY}) -> {x, y, title, rows: [{run, name, text}]} or null; choose(x) is called on a click.
  * Marks: {type: 'line'|'dots'|'band', run, xs, ys, highs, role}.
  * Returns {moveCursor}.
  */
@@ -93,7 +93,7 @@ function axisTicks(axis, wanted) {
 }
 
 function drawMark(mark, toX, toY, spec, box) {
-  // On a logarithm's axis what is not above 0 has no place: a gap, as a number that is missing.
+  // A logarithmic axis cannot show values up to 0: they are gaps, like missing numbers.
   const holds = (value) => value !== null && (spec.y.kind === 'linear' || value > 0);
   const common = { class: `${mark.type} ${mark.role ?? ''} run-${mark.run}`, 'data-run': mark.run };
   const width = Math.round(box.right - box.left);

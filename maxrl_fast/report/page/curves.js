@@ -1,36 +1,36 @@
-// Curves by step: a chart for every chosen number of metrics.jsonl and eval.jsonl, one line a run.
+// Curves by step: a chart for every chosen metric of metrics.jsonl and eval.jsonl, with one line per run.
 
 const EVALUATED = 'eval ';
 const DEFAULT_CURVES = [
-  'reward_mean', 'frac_prompts_solved', 'frac_groups_dead', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
+  'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
   'grad_norm', 'loss', 'kl', 'mismatch', 'tokens_per_second',
 ];
 const MEANINGS = {
   reward_mean: 'mean reward of the rollouts',
-  pass_at_1: 'fraction of rollouts that are right',
-  frac_prompts_solved: 'prompts with at least one right rollout',
-  frac_groups_dead: 'prompts whose advantages are all 0',
-  entropy: 'nats a token, at the sampling temperature',
-  response_length_mean: 'tokens, the stop token included',
-  truncated: 'fraction of responses cut by the limit',
-  loss: 'of the whole batch',
-  grad_norm: 'before clipping',
-  moment_variance: 'proxy of the gradient’s variance',
-  ratio: 'mean probability ratio to the sampled one',
-  clipped_low: 'fraction of tokens clipped below',
-  clipped_high: 'fraction of tokens clipped above',
-  kl: 'divergence from the reference, nats a token',
-  mismatch: 'rollout against training log-probs, nats',
-  importance_weight: 'mean weight of a sampled token',
+  pass_at_1: 'fraction of correct rollouts',
+  frac_prompts_solved: 'fraction of prompts with at least one correct rollout',
+  frac_groups_zero_variance: 'fraction of prompts whose advantages are all 0',
+  entropy: 'nats per token, at the sampling temperature',
+  response_length_mean: 'tokens, including the stop token',
+  truncated: 'fraction of responses cut off at the length limit',
+  loss: 'loss of the whole batch',
+  grad_norm: 'gradient norm before clipping',
+  moment_variance: 'proxy for the variance of the gradient',
+  ratio: 'mean probability ratio to the sampling policy',
+  clipped_low: 'fraction of tokens clipped at the lower bound',
+  clipped_high: 'fraction of tokens clipped at the upper bound',
+  kl: 'KL divergence from the reference policy, nats per token',
+  mismatch: 'difference of rollout and training log-probs, nats',
+  importance_weight: 'mean importance weight of a sampled token',
   lr: 'learning rate',
-  num_sequences_trained: 'rollouts that went through the update',
-  num_tokens: 'response tokens sampled',
-  tokens_per_second: 'sampled, over rollout and training time',
-  rollout_seconds: 'seconds of sampling',
-  train_seconds: 'seconds of advantages and updates',
+  num_sequences_trained: 'rollouts used in the update',
+  num_tokens: 'sampled response tokens',
+  tokens_per_second: 'sampled tokens per second of rollout and training',
+  rollout_seconds: 'seconds of rollout',
+  train_seconds: 'seconds of computing advantages and updates',
 };
 
-/** Every curve that a run has: key -> {xs, ys}. */
+/** Returns every curve of a run: key -> {xs, ys}. */
 function curvesOf(run) {
   const curves = new Map();
   for (const [key, ys] of Object.entries(run.metrics)) curves.set(key, { xs: run.steps, ys });
@@ -44,7 +44,7 @@ function curvesOf(run) {
   return curves;
 }
 
-/** A run's number at a step: of a training step that very one, of evaluations the last one until then. */
+/** Returns a curve's value at a step: for training metrics at exactly that step, for evaluations the last one up to it. */
 function valueAt({ xs, ys, sparse }, step) {
   const i = lastUpTo(xs, step);
   return i >= 0 && (sparse || xs[i] === step) ? ys[i] : null;
@@ -58,7 +58,7 @@ function makeCurves(body, app) {
   const logs = new Set();
   const count = el('span', {});
   const grid = el('div', { class: 'cards' });
-  const choice = el('fieldset', { class: 'choices' }, el('legend', { class: 'hidden' }, 'Numbers to draw'), keys.map((key) =>
+  const choice = el('fieldset', { class: 'choices' }, el('legend', { class: 'hidden' }, 'Metrics to draw'), keys.map((key) =>
     el('label', {}, el('input', { type: 'checkbox', value: key, checked: chosen.has(key), onchange: ({ target }) => choose(key, target.checked) }), key),
   ));
   let cards = [];
@@ -82,7 +82,7 @@ function makeCurves(body, app) {
     app.smoothing = Number(smoothing.value);
     render();
   } }, windows.map((window) => el('option', { value: window }, window ? `mean of ${window} steps` : 'off')));
-  body.append(el('div', { class: 'controls' }, el('details', { class: 'chooser' }, el('summary', {}, 'Numbers ', count), choice),
+  body.append(el('div', { class: 'controls' }, el('details', { class: 'chooser' }, el('summary', {}, 'Metrics ', count), choice),
     el('label', { class: 'smoothing' }, 'smoothing', smoothing)), grid);
   return { render, moveStep: () => cards.forEach((card) => card.moveStep()) };
 }
@@ -93,7 +93,7 @@ function makeCard(key, app, logs, render) {
   const readout = el('p', { class: 'readout', 'aria-label': `${key} at the step` });
   const isLog = logs.has(key);
   const toggle = el('button', {
-    class: 'mini', 'aria-pressed': String(isLog), title: 'Logarithmic axis; numbers up to 0 are gaps',
+    class: 'mini', 'aria-pressed': String(isLog), title: 'Logarithmic axis; values up to 0 are gaps',
     onclick: () => {
       if (isLog) logs.delete(key);
       else logs.add(key);
@@ -152,7 +152,7 @@ function logRange(low, high) {
   return low > high ? [0.1, 1] : low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
 }
 
-/** The step nearest to a pointer, and every run's number there, with all its digits. */
+/** Returns the step nearest to the pointer, and every run's value there with all its digits. */
 function findStep(runs, key, x, py, toY) {
   let step = null;
   for (const run of runs) {

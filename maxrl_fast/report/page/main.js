@@ -1,4 +1,4 @@
-// The page's state (which runs, which step, how smooth), its toolbar, and the sections that follow it.
+// The page's state (visible runs, step, smoothing), its toolbar and its sections.
 
 const SECTIONS = [
   ['runs', 'Runs', makeRuns, () => true],
@@ -11,9 +11,9 @@ const SECTIONS = [
   ['samples', 'Samples', makeSamples, (app) => app.runs.some((run) => run.samples.length)],
 ];
 const ABOUT = {
-  coverage: 'How often at least one of k samples is right, on held-out prompts.',
-  weights: 'By how much the objective scales a prompt’s gradient, by the policy’s chance to solve it.',
-  norms: 'The norm of each prompt’s own gradient, which shows what an update really learns from.',
+  coverage: 'How often at least one of k samples is correct, on held-out prompts.',
+  weights: 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.',
+  norms: 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.',
   timings: 'Seconds by stage, and their share of the total.',
 };
 

@@ -1,6 +1,6 @@
-// The panels beside the curves: runs, coverage, weights, gradient norms, timings, warnings.
+// The other panels: runs, coverage, weights, gradient norms, timings, warnings.
 
-/** The start of a run's row: its colour and name. */
+/** Returns the label of a run: its colour and name. */
 function runLabel(run, ...more) {
   return el('span', { class: `run-name run-${run.index}` }, el('i', { class: 'swatch' }), el('span', {}, run.name), ...more);
 }
@@ -10,7 +10,7 @@ function table(headers, rows, attributes = {}) {
     el('table', { class: attributes.class }, el('thead', {}, el('tr', {}, headers.map((header) => el('th', { scope: 'col' }, header)))), el('tbody', {}, rows)));
 }
 
-/** Buttons of which one is pressed. */
+/** Returns a group of buttons of which exactly one is pressed. */
 function segmented(label, choices, current, choose) {
   const buttons = choices.map(([value, text]) =>
     el('button', { 'aria-pressed': String(value === current), 'data-choice': value, onclick: () => {
@@ -32,7 +32,7 @@ function makeRuns(body, app) {
     el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', {}, progressOf(run)),
       shown.map((key) => el('td', { class: varies.has(key) ? 'differs' : null }, key === 'model' && run.kind === 'run' && run.options.model === null ? 'new' : written(run.options[key])))));
   body.append(table(['run', 'progress', ...shown.map((key) => names[key] ?? key)], rows, { class: 'runs', label: 'Runs and their options' }));
-  if (varies.size) body.append(el('p', { class: 'caption' }, 'Bold: options in which the runs differ.'));
+  if (varies.size) body.append(el('p', { class: 'caption' }, 'Bold: options that differ between the runs.'));
   const notes = app.runs.flatMap((run) => run.notes.map((note) => el('li', {}, runLabel(run), ' ', note)));
   if (notes.length) body.append(el('ul', { class: 'notes' }, notes));
   return {};
@@ -71,7 +71,7 @@ function makeCoverage(body, app) {
     if (!shown.length) {
       host.replaceChildren();
       observeWidth(host, () => {});
-      numbers.replaceChildren(empty('No evaluation of the runs that are shown, up to this step.'));
+      numbers.replaceChildren(empty('The visible runs have no evaluation up to this step.'));
       return;
     }
     const marks = shown.flatMap(({ run, evaluation: { rows }, role }) => {
@@ -83,7 +83,7 @@ function makeCoverage(body, app) {
     const [, high] = niceRange(0, Math.max(...values, 0));
     drawChart(host, {
       label: 'pass@k by k', height: 300, marks,
-      x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples a prompt', ticks: ks },
+      x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples per prompt', ticks: ks },
       y: { kind: 'linear', low: Math.min(0, ...values), high: Math.min(high, Math.max(1, ...values)), title: 'pass@k' },
       find: (x) => {
         const k = ks[nearest(ks.map(Math.log2), Math.log2(x))];
@@ -113,7 +113,7 @@ function makeWeights(body, app) {
   const host = el('div', { class: 'plot' });
   const reasons = el('ul', { class: 'reasons' });
   const rates = app.data.pass_rates;
-  body.append(host, el('p', { class: 'caption' }, 'Dashed: 1/p, the weight of maximum likelihood. Exact for the run’s N and k.'), reasons);
+  body.append(host, el('p', { class: 'caption' }, 'Dashed: 1/p, the weight of maximum likelihood. The weights are exact for each run’s N and k.'), reasons);
   function render() {
     const runs = app.visible().filter((run) => run.kind === 'run');
     const known = runs.filter((run) => run.weight.values);
@@ -136,7 +136,7 @@ function makeWeights(body, app) {
   return { render };
 }
 
-const MOST_DRAWN = 20000; // points of a run; all are found by the pointer
+const MOST_DRAWN = 20000; // points drawn per run; the pointer finds all points
 
 function makeNorms(body, app) {
   let mode = 'all';
@@ -162,16 +162,16 @@ function makeNorms(body, app) {
       ];
     });
     drawChart(host, {
-      label: 'Gradient norm of single prompts by their pass rate', height: 300, marks,
+      label: 'Gradient norm of each prompt by its pass rate', height: 300, marks,
       x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
       y: { kind: 'linear', low: 0, high: niceRange(0, most)[1], title: 'gradient norm' },
       find: (x, y, pointer) => findPoint(sets, pointer),
     });
-    const when = sets.map(({ run, step, indices }) => `${run.name}: ${indices.length.toLocaleString('en')} prompts${step === null ? '' : ` of step ${step}`}`);
-    caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'None of the runs that are shown has diagnosed prompts.';
+    const when = sets.map(({ run, step, indices }) => `${run.name}: ${indices.length.toLocaleString('en')} prompts${step === null ? '' : ` at step ${step}`}`);
+    caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
   }
 
-  /** Of all diagnosed steps, or of the last one until the slider's. */
+  /** Returns the points of all diagnosed steps, or those of the last diagnosed step up to the slider. */
   function chosenPoints(run) {
     const steps = run.points.step;
     const all = steps.map((_, i) => i);
@@ -182,7 +182,7 @@ function makeNorms(body, app) {
   return { render, moveStep: () => mode === 'step' && render() };
 }
 
-/** Mean norm at each pass rate, or in twentieths where there are many rates. */
+/** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */
 function meansByRate({ pass_rate: rates, grad_norm: norms }, indices) {
   const isMany = new Set(indices.map((i) => rates[i])).size > 65;
   const sums = new Map();
@@ -221,8 +221,8 @@ function makeTimings(body, app) {
     observeWidth(host, draw);
     const partial = runs.filter((run) => run.seconds_from === 'metrics.jsonl').map((run) => run.name);
     const totals = runs.map((run) => `${run.name} ${short(totalOf(run))} s`);
-    caption.textContent = !runs.length ? 'No timings of the runs that are shown.' :
-      `Total: ${totals.join('; ')}.${partial.length ? ` Without timings.json, so sums of metrics.jsonl alone: ${partial.join(', ')}.` : ''}`;
+    caption.textContent = !runs.length ? 'The visible runs have no timings.' :
+      `Total: ${totals.join('; ')}.${partial.length ? ` Sums of metrics.jsonl only, because timings.json is missing: ${partial.join(', ')}.` : ''}`;
   }
   return { render };
 }

@@ -1,12 +1,12 @@
-// Responses with their rewards, a page at a time.
+// Samples with their rewards, one page at a time.
 
 const PAGE = 10;
-const LONG = 900; // characters, or LINES lines; much longer texts are cut until they are asked for
+const LONG = 900; // characters, or LINES lines; much longer texts are shortened until the reader expands them
 const LINES = 12;
 const isRight = (sample) => sample.reward !== null && sample.reward > 0.5;
 const OUTCOMES = {
   all: ['all', () => true],
-  right: ['right', isRight],
+  right: ['correct', isRight],
   wrong: ['wrong', (sample) => sample.reward !== null && !isRight(sample)],
   unscored: ['not scored', (sample) => sample.reward === null],
   truncated: ['truncated', (sample) => sample.truncated],
@@ -33,7 +33,7 @@ function makeSamples(body, app) {
     el('label', {}, label, el('select', { name, onchange: set(name) }, choices.map(([value, text]) => el('option', { value }, text))));
   body.append(
     el('div', { class: 'filters' },
-      select('run', 'run', [['', 'all shown'], ...runs.map((run) => [run.index, run.name])]),
+      select('run', 'run', [['', 'all visible'], ...runs.map((run) => [run.index, run.name])]),
       select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...steps.map((step) => [step, step.toLocaleString('en')])]),
       select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text])),
       el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: set('text') })),
@@ -59,7 +59,7 @@ function makeSamples(body, app) {
     place.textContent = `page ${page + 1} of ${pages.toLocaleString('en')}`;
     previous.disabled = page === 0;
     next.disabled = page === pages - 1;
-    list.replaceChildren(...(found.length ? found.slice(page * PAGE, (page + 1) * PAGE).map(sampleRow) : [empty('No sample is so.')]));
+    list.replaceChildren(...(found.length ? found.slice(page * PAGE, (page + 1) * PAGE).map(sampleRow) : [empty('No sample matches.')]));
   }
 
   function turn(by) {
@@ -80,7 +80,7 @@ function sampleRow(sample) {
     textCell('prompt', sample.prompt), textCell('response', sample.response));
 }
 
-/** A text as it is, spaces and line breaks included; a long one is cut until it is asked for. */
+/** Shows a text unchanged, with its spaces and line breaks; a long one is shortened until the reader expands it. */
 function textCell(name, text) {
   const lines = text.split('\n');
   const isLong = text.length > 1.5 * LONG || lines.length > 1.5 * LINES;

@@ -1,13 +1,13 @@
-// Elements, numbers, scales and paths: what every chart is made of. Text of a run becomes text nodes and nothing else.
+// Elements, numbers, scales and paths for the charts. Text of a run only ever becomes text nodes.
 
-const SVG = 'http://www.w3.org/2000/svg'; // a name of the namespace, not an address that is fetched
+const SVG = 'http://www.w3.org/2000/svg'; // a namespace name; it is not fetched
 
-/** An HTML element; children are nodes or text. Attributes that are null, undefined or false are left out. */
+/** Returns an HTML element; children are nodes or text. Attributes that are null, undefined or false are left out. */
 function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same of SVG. */
+/** Returns an SVG element, likewise. */
 function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -22,7 +22,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-/** A number for reading: four digits, thousands apart. */
+/** Formats a number with four digits and thousands separators. */
 function short(value) {
   if (value === null || value === undefined) return '–';
   if (value === 0 || Number.isInteger(value)) return Math.abs(value) < 1e15 ? value.toLocaleString('en') : value.toExponential(3);
@@ -32,12 +32,12 @@ function short(value) {
   return value.toLocaleString('en', { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** A number with all its digits. */
+/** Formats a number with all its digits. */
 function exact(value) {
   return value === null || value === undefined ? '–' : String(value);
 }
 
-/** A tick's label: as many digits as the distance between ticks needs. */
+/** Formats a tick's label with as many digits as the distance between ticks needs. */
 function tickLabel(value, gap) {
   const size = Math.max(Math.abs(value), gap);
   if (value === 0) return '0';
@@ -54,7 +54,7 @@ function tickLabel(value, gap) {
   return value.toFixed(Number.isInteger(Number((gap * 10 ** digits).toPrecision(6))) ? digits : digits + 1);
 }
 
-/** Round numbers about as many as wanted that lie in [low, high]: 1, 2 or 5 times a power of ten apart. */
+/** Returns about `wanted` round numbers in [low, high], 1, 2 or 5 times a power of ten apart. */
 function niceTicks(low, high, wanted, whole = false) {
   const raw = (high - low) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -65,7 +65,7 @@ function niceTicks(low, high, wanted, whole = false) {
   return { ticks, gap };
 }
 
-/** Powers of ten in [low, high], with 2 and 5 times them where there is room. */
+/** Returns the powers of ten in [low, high], and 2 and 5 times them if there is room. */
 function decadeTicks(low, high, wanted) {
   const first = Math.floor(Math.log10(low) + 1e-9);
   const last = Math.ceil(Math.log10(high) - 1e-9);
@@ -78,7 +78,7 @@ function decadeTicks(low, high, wanted) {
   return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
-/** Numbers to pixels. kind: linear, log (base ten) or binary (base two). */
+/** Returns the map from numbers to pixels. kind: linear, log (base ten) or binary (base two). */
 function makeScale(kind, low, high, from, to) {
   const map = kind === 'linear' ? (x) => x : kind === 'log' ? Math.log10 : Math.log2;
   const back = kind === 'linear' ? (x) => x : kind === 'log' ? (x) => 10 ** x : (x) => 2 ** x;
@@ -88,7 +88,7 @@ function makeScale(kind, low, high, from, to) {
   return scale;
 }
 
-/** The range of an axis around finite numbers: from 0 where they reach down near it, with a margin elsewhere. */
+/** Returns the range of an axis for finite numbers: from 0 if they come close to it, else with a margin. */
 function niceRange(low, high) {
   if (low > high) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : low > 0 ? [0, low * 1.25] : [low * 1.25, 0];
@@ -98,7 +98,7 @@ function niceRange(low, high) {
   return [from, to];
 }
 
-/** Pieces of a line without gaps: lists of indices whose value is a number. */
+/** Splits a line at its gaps: returns lists of consecutive indices whose value is a number. */
 function pieces(values, holds = (value) => value !== null) {
   const found = [];
   let piece = null;
@@ -110,7 +110,7 @@ function pieces(values, holds = (value) => value !== null) {
   return found;
 }
 
-/** Of more points than pixels, the first, lowest, highest and last in each pixel column: nothing that could be seen is lost. */
+/** Keeps the first, lowest, highest and last point of each pixel column if there are many: the picture stays the same. */
 function thin(indices, xs, values, width) {
   if (indices.length <= 4 * width) return indices;
   const low = xs[indices[0]];
@@ -134,7 +134,7 @@ function thin(indices, xs, values, width) {
   return kept;
 }
 
-/** A path through the points; one that stands alone between gaps becomes a dot by its round ends. */
+/** Returns a path through the points; the round line ends show a single point between gaps as a dot. */
 function linePath(xs, values, toX, toY, width, holds) {
   const parts = [];
   for (const piece of pieces(values, holds)) {
@@ -144,7 +144,7 @@ function linePath(xs, values, toX, toY, width, holds) {
   return parts.join('');
 }
 
-/** Mean of up to `window` numbers up to each place; gaps stay gaps. */
+/** Returns the moving mean of the last `window` numbers at each position; gaps stay gaps. */
 function smoothed(values, window) {
   const sums = [];
   const recent = [];
@@ -160,7 +160,7 @@ function smoothed(values, window) {
   return sums;
 }
 
-/** The place of the largest number that is at most x in an ascending list; -1 where there is none. */
+/** Returns the index of the last number that is at most x in an ascending list; -1 if there is none. */
 function lastUpTo(numbers, x) {
   let low = -1;
   let high = numbers.length - 1;
@@ -172,7 +172,7 @@ function lastUpTo(numbers, x) {
   return low;
 }
 
-/** The place of the number nearest to x. */
+/** Returns the index of the number nearest to x in an ascending list; -1 if it is empty. */
 function nearest(numbers, x) {
   const below = lastUpTo(numbers, x);
   if (below < 0) return numbers.length ? 0 : -1;

@@ -105,7 +105,7 @@ def test_long_prompts_are_left_out_and_said(tmp_path, policy):
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
     with pytest.raises(
-        InputError, match="must leave some prompts of at most 3 tokens to train with, got none of 1 and 0 lines"
+        InputError, match="must have prompts of at most 3 tokens for the train split, got none in 1 training lines and 0 "
     ):
         task_of(written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3)
 
@@ -120,17 +120,17 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b"[]", r"line 2: it must be a JSON object, got \[\]"),
         (b'{"prompt": "\xff"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "\\ud800"}', "line 2: it must be a JSON object in UTF-8"),
-        (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key comes twice"),
-        (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is no JSON"),
+        (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
+        (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is not valid JSON"),
         (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
         (DEEP.encode(), "line 2: it is nested too deeply"),
         (b'{"prompt": "' + b"x" * lines.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
         (b'{"question": "1"}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
         (b'{"prompt": 7}', "line 2: prompt must be text"),
-        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages of a role and a content"),
-        (b'{"prompt": [{"role": "root", "content": "1"}]}', "line 2: prompt must have roles of system, user"),
-        (b'{"prompt": [{"role": "user", "content": ["1"]}]}', "line 2: prompt must have roles .* and contents of text"),
+        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages with a role and a content"),
+        (b'{"prompt": [{"role": "root", "content": "1"}]}', "line 2: prompt must have a role in system, user"),
+        (b'{"prompt": [{"role": "user", "content": ["1"]}]}', "line 2: prompt must have a role .* and text as content"),
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )

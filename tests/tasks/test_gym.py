@@ -48,7 +48,7 @@ def scored(task, prompts, responses):
 def test_every_data_set(name, policy, monkeypatch):
     """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
     if name in HASHED:
-        with pytest.raises(InputError, match=f"reasoning-gym's {name} asks other questions in every process.*PYTHONHASHSEED=0"):
+        with pytest.raises(InputError, match=f"reasoning-gym's {name} generates other questions in every .*PYTHONHASHSEED=0"):
             task_of(name, policy)
         monkeypatch.setenv("PYTHONHASHSEED", "0")  # as this process would have been started with
     task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
@@ -119,15 +119,15 @@ def test_no_question_is_on_both_sides_of_the_split(policy):
 
 def test_what_reasoning_gym_does_not_make_is_refused(policy):
     for name, options, message in (
-        ("sums", {}, r"reasoning-gym makes no data set 'sums' with --gym-config '\{\}': ValueError"),
-        ("gcd", {"gym_config": '{"min_value": -1}'}, r"makes no data set 'gcd' with --gym-config '.*': AssertionError"),
-        ("gcd", {"gym_config": '{"colour": 1}'}, "makes no data set 'gcd' with .*: TypeError"),
-        ("composite", {}, "makes no data set 'composite' with .*: AssertionError: Must specify"),
+        ("sums", {}, r"reasoning-gym cannot create 'sums' with --gym-config '\{\}': ValueError"),
+        ("gcd", {"gym_config": '{"min_value": -1}'}, r"cannot create 'gcd' with --gym-config '.*': AssertionError"),
+        ("gcd", {"gym_config": '{"colour": 1}'}, "cannot create 'gcd' with .*: TypeError"),
+        ("composite", {}, "cannot create 'composite' with .*: AssertionError: Must specify"),
     ):
         with pytest.raises(InputError, match=message):
             task_of(name, policy, **options)
     short = task_of("lcm", policy, max_prompt_tokens=3)
-    with pytest.raises(InputError, match="must have questions of at most 3 tokens to train with, got none in 200 draws"):
+    with pytest.raises(InputError, match="must have questions of at most 3 tokens for the train split, got none in 200 draws"):
         short.prompts("train", 0, 1)
 
 

@@ -263,7 +263,9 @@ def test_what_the_hub_does_not_give_is_said(policy, monkeypatch):
         raise ConnectionError(f"cannot reach {name} {config} {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(InputError, match=r"cannot load train of openai/gsm8k:main from the hub: ConnectionError: .*; --data "):
+    with pytest.raises(
+        InputError, match=r"cannot load train data of openai/gsm8k:main from the hub: ConnectionError: .*; --data "
+    ):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 
 

@@ -197,7 +197,7 @@ def test_a_crash_is_that_of_its_call(patient, action):
 def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
     failure = fails(hasty, "write_to_all", text=text, repeat=repeat)
     assert failure.kind == "crash"
-    assert failure.message.startswith("wrote to the connection between worker and trainer: ")
+    assert failure.message.startswith("the reward code wrote to the connection between worker and trainer: ")
     assert len(failure.message) < 200
     assert capfd.readouterr() == ("", "")
 
@@ -247,7 +247,7 @@ def test_children_end_with_a_crash_that_they_hide(tmp_path, leave_group):
     path = tmp_path / "child"
     with pool("act", workers=1, time_limit=1.0) as one:
         failure = fails(one, "leave_child_and_exit", path=str(path), leave_group=leave_group)
-    assert (failure.kind, failure.message) == ("crash", "exited with code 3")
+    assert (failure.kind, failure.message) == ("crash", "the worker process exited with code 3")
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
@@ -299,17 +299,17 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
 @pytest.mark.parametrize(
     ("action", "arguments", "message"),
     [
-        ("number", {"text": "nan"}, "returned nan"),
-        ("number", {"text": "inf"}, "returned inf"),
-        ("number", {"text": "-inf"}, "returned -inf"),
-        ("number", {"text": "1e39"}, "returned 1e+39, not a finite number of float32"),
-        ("", {"x": "text"}, "returned 'text' of type str, not a number"),
-        ("", {"x": None}, "returned None of type NoneType, not a number"),
-        ("", {"x": [1.0]}, "returned [1.0] of type list, not a number"),
-        ("", {"x": "x" * 1_000_000}, "of type str, not a number"),
-        ("array", {"values": [0.25, 0.5]}, "of type Array, not a number"),
-        ("array", {"values": ["text"]}, "of type Array, not a number"),
-        ("large_integer", {}, "returned an integer that is too large"),
+        ("number", {"text": "nan"}, "must return a finite number of float32, got nan"),
+        ("number", {"text": "inf"}, "must return a finite number of float32, got inf"),
+        ("number", {"text": "-inf"}, "must return a finite number of float32, got -inf"),
+        ("number", {"text": "1e39"}, "must return a finite number of float32, got 1e+39"),
+        ("", {"x": "text"}, "must return a number, got 'text' of type str"),
+        ("", {"x": None}, "must return a number, got None of type NoneType"),
+        ("", {"x": [1.0]}, "must return a number, got [1.0] of type list"),
+        ("", {"x": "x" * 1_000_000}, "of type str"),
+        ("array", {"values": [0.25, 0.5]}, "of type Array"),
+        ("array", {"values": ["text"]}, "of type Array"),
+        ("large_integer", {}, "got an integer that is too large"),
     ],
 )
 def test_other_results_are_invalid(patient, action, arguments, message):
@@ -337,7 +337,7 @@ def test_an_exception_says_where(patient):
         ("exit_python", "SystemExit: 3 "),
         ("raise_long", "ValueError: long long"),
         ("raise_strange", "ValueError:  [31m red     "),
-        ("raise_unprintable", "Unprintable: (it has no message"),
+        ("raise_unprintable", "Unprintable: (its message"),
         ("recurse", "RecursionError: "),
         ("no_such_action", "KeyError: 'no_such_action'"),
     ],
@@ -390,7 +390,7 @@ def test_large_requests(patient):
     text = "é\n" * 2_500_000
     start = time.monotonic()
     failure = fails(patient, "", x=text)
-    assert failure.message.startswith(r"returned 'é\né\n")
+    assert failure.message.startswith(r"the function must return a number, got 'é\né\n")
     assert time.monotonic() - start < 30
 
 
@@ -483,9 +483,9 @@ def test_a_file_that_cannot_be_loaded(tmp_path, text):
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("tests.rewards.functions:no_such_name", "tests.rewards.functions has no no_such_name"),
         ("tests.rewards.functions:WAITS", "is not a function"),
-        ("functions.py", 'not "functions.py"'),
-        (":f", 'not ":f"'),
-        ("functions.py:", 'not "functions.py:"'),
+        ("functions.py", 'got "functions.py"'),
+        (":f", 'got ":f"'),
+        ("functions.py:", 'got "functions.py:"'),
     ],
 )
 def test_a_name_that_leads_nowhere(function, message):
@@ -531,8 +531,8 @@ def test_stacks_are_shown(capfd):
         assert [failure.kind for failure in scores.failures] == ["timeout"] * 2
         shown = capfd.readouterr().err
         assert shown.count("reward worker ") == 2
-        assert "has call 0\n" in shown
-        assert "has call 1\n" in shown
+        assert "runs call 0\n" in shown
+        assert "runs call 1\n" in shown
         assert "in backtrack\n" in shown
         assert "in sleep\n" in shown
 

@@ -80,7 +80,7 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
         counts, sentence = scorer.failures(Ranks(), "step 7")
     assert counts == {"exception": 2, "timeout": 1, "crash": 1, "memory": 0, "invalid": 1}
     assert sentence.startswith(
-        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), such as: ValueError"
+        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), for example: ValueError"
     )
     assert "up is not allowed" in sentence
 
@@ -173,7 +173,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     # Of the 24 it gave up after three; the other worker may have had one more.
-    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), such as: KeyError", error)
+    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     assert error.endswith("then --resume goes on.\n")
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
@@ -187,7 +187,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     [
         ("nowhere.py:score", "there is no file"),
         ("{}:missing", "has no missing"),
-        ("score", 'a reward function is given as "path/to/file.py:name"'),
+        ("score", 'a reward function must be "path/to/file.py:name"'),
     ],
 )
 def test_a_function_that_is_not_there_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
@@ -206,7 +206,7 @@ def test_a_function_that_cannot_be_started_again_stops_the_run(rewards, tmp_path
     rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    assert "cannot be started any more" in error
+    assert "cannot be restarted" in error
     assert "once only" in error
 
 

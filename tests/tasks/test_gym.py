@@ -136,7 +136,7 @@ def test_another_question_than_before_is_a_failure_not_a_reward(policy):
     prompts = task.prompts("train", 0, 2)
     columns = ({**prompts.columns[0], "question": "What?"}, prompts.columns[1])
     other = type(prompts)(prompts.tokens, prompts.cu_seqlens, prompts.ids, columns)
-    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm makes another question than before of seed"):
+    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm must repeat its question for seed"):
         scored(task, other, ["1", "1"])
 
 

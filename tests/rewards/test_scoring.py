@@ -1,4 +1,4 @@
-"""Rewards of a Python function in the trainer: what fails is left out of its group, counted by kind, and can stop a run."""
+"""Reward functions in the trainer: failed rewards are excluded from their group, counted by kind, and can stop a run."""
 
 import json
 import re
@@ -98,7 +98,7 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 
 @pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
 def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys, objective):
-    """The advantages are those of the groups without the rollouts whose reward failed, which learn nothing."""
+    """Rollouts whose reward failed have zero advantage, and the others' advantages are computed without them."""
     task, seen, update = MazeTask(5), [], Learner.update
 
     def spy(self, prompts, rollouts, advantages, sequences, *, when, lr):
@@ -172,7 +172,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    # Of the 24 it gave up after three; the other worker may have had one more.
+    # It stops after the third failure of 24 calls.
     assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     assert error.endswith("then --resume goes on.\n")

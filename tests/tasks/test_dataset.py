@@ -1,4 +1,4 @@
-"""Prompts of a file: read by a real tokenizer, split and shuffled repeatably, lines of ill will refused."""
+"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines that must be rejected."""
 
 import json
 import os
@@ -28,7 +28,7 @@ CHAT = (
 
 
 def save_byte_level_policy(directory, positions=256):
-    """A tiny policy with a token for every byte, and Qwen's chat tokens."""
+    """Save a tiny policy with a token for every byte and Qwen's chat tokens; return its directory."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -74,7 +74,7 @@ def test_every_epoch_has_every_training_prompt_once_in_another_order(tmp_path, p
     assert first != second
     assert texts(task, "train", size - 3, 6) == first[-3:] + second[:3]
     again = task_of(tmp_path / "sums.jsonl", policy)
-    assert texts(again, "train", 7, 5) == first[7:12]  # whatever was asked for before
+    assert texts(again, "train", 7, 5) == first[7:12]  # independent of earlier requests
     assert texts(task_of(tmp_path / "sums.jsonl", policy, seed=1), "train", 0, size) != first
     assert task.prompts("train", size, 4).ids.tolist() == list(range(size, size + 4))
     assert task.name == f"sums.jsonl: {size} prompts and {len(held_out)} held out"
@@ -181,7 +181,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out
     assert any(record["reward_mean"] > 0 for record in read(tmp_path / "whole" / "metrics.jsonl"))
-    stop_at(monkeypatch, "step 7")  # 56 prompts, of 60 with those held out
+    stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path / "whole")

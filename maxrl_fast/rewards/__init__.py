@@ -1,3 +1,3 @@
-"""Rewards that are computed outside the trainer."""
+"""Score responses: by the task, or by a Python function in worker processes."""
 
-# Every reward worker imports this package when it starts: nothing heavy here.
+# Every reward worker imports this package at its start, so nothing slow may be imported here.

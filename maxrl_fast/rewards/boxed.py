@@ -1,12 +1,12 @@
-"""The answer that a solution gives in a box."""
+"""Find the boxed answer of a solution."""
 
 OPEN = "\\boxed{"
 
 
 def boxed(text: str) -> str:
-    """What the last \\boxed{...} holds, its braces balanced, stripped; "" where there is none, or it is not closed.
+    """Return the content of the last \\boxed{...}, stripped; "" if there is no box, or the last one is not closed.
 
-    A box inside another is part of the outer one's content; an escaped brace is a character like any other.
+    Braces in the content are balanced, and escaped braces are not counted. A box inside another box is part of its content.
     """
     found, start = "", text.find(OPEN)
     while start >= 0:

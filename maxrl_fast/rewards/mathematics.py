@@ -1,4 +1,4 @@
-"""Whether a response's boxed answer is the right one, by math-verify. It runs in worker processes (rewards/pool.py)."""
+"""Compare boxed answers with math-verify. This runs in worker processes (rewards/pool.py)."""
 
 from functools import lru_cache
 from typing import Any
@@ -9,19 +9,19 @@ from maxrl_fast.rewards.boxed import boxed
 
 
 def score(prompt: Any, response: str, answer: str, **line: Any) -> float:
-    """1 where the last \\boxed{} of the response equals the answer, as text or as mathematics; else 0.
+    """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically; else 0.
 
-    The pool limits the time of a call, and counts one that takes longer apart from wrong answers.
+    The pool limits the time of a call and counts timeouts separately from wrong answers.
     """
     given = boxed(response)
     if not given:
         return 0.0
     if given == answer:
         return 1.0
-    # The order matters: the first is the truth. Their own time limits are signals, which the pool's make needless.
+    # The correct answer comes first: verify is not symmetric. math-verify's own time limits use signals; the pool has its own.
     return float(verify(_parsed(answer), _parsed(given), timeout_seconds=None))
 
 
-@lru_cache(4096)  # a group's rollouts share the right answer, and often the wrong ones
+@lru_cache(4096)  # the rollouts of a group share the correct answer, and often wrong ones
 def _parsed(answer: str) -> list[Any]:
     return parse(f"\\boxed{{{answer}}}", parsing_timeout=None)

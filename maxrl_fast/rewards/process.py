@@ -1,4 +1,4 @@
-"""A worker process of the reward pool, seen from the trainer."""
+"""The trainer's side of a worker process of the reward pool."""
 
 import contextlib
 import json
@@ -17,36 +17,40 @@ from typing import Any
 
 from maxrl_fast.rewards.worker import MESSAGE_LENGTH, kill_tree
 
-# Not `python -m`: with the trainer's sys.path a module is found, or hidden, here as it is there.
-START = "import sys; sys.path[:] = sys.argv[7:]; from maxrl_fast.rewards.worker import main; main()"
+# Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
+BOOTSTRAP = "import sys; sys.path[:] = sys.argv[7:]; from maxrl_fast.rewards.worker import main; main()"
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-MARK = "MAXRL_FAST_REWARD_WORKER"  # in the environment of a worker, and so of what it starts
-STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds in which a worker writes its stack, and of silence after it
+WORKER_ID = "MAXRL_FAST_REWARD_WORKER"  # environment variable of a worker, inherited by the processes that it starts
+STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds to wait for a worker's stack, and of silence that end it
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def kill_marked(mark: bytes) -> None:
-    """Kill the processes whose environment has this: those that a worker started, and that left its session and its family."""
+def kill_by_environment(entry: bytes) -> None:
+    """Kill every process whose environment has `entry`: also processes that are no longer descendants of their worker."""
     for pid in os.listdir("/proc"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if pid.isdecimal() and mark in Path(f"/proc/{pid}/environ").read_bytes():
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if pid.isdecimal() and entry in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
 
 
 class Worker:
-    """A process that computes rewards, and what it is doing: starting (until `is_ready`), waiting, or the call `index`."""
+    """A process that computes rewards. It is starting (until `is_ready`), idle (`index` is None), or running call `index`."""
 
     def __init__(self, function: str, time_limit: float, memory_limit: int) -> None:
-        """Start it; OSError if the system has no process or descriptor left."""
-        self.connection, theirs = socket.socketpair()
-        self.is_ready, self.mark = False, uuid.uuid4().hex
-        self.file = ""  # of the function
-        self.index: int | None = None  # in the batch
-        self.number = 0  # of the call, never used twice
-        self.deadline = math.inf  # on the clock time.monotonic
+        """Start the process.
+
+        Raises:
+            OSError: if the system has no process or file descriptor left.
+        """
+        self.connection, child_end = socket.socketpair()
+        self.is_ready, self.id = False, uuid.uuid4().hex
+        self.file = ""  # the file of the function
+        self.index: int | None = None  # of its call in the batch
+        self.number = 0  # of its call, unique in the pool
+        self.deadline = math.inf  # by time.monotonic()
         self.outgoing = memoryview(b"")
         self.incoming = b""
-        with contextlib.ExitStack() as on_error, theirs:
+        with contextlib.ExitStack() as on_error, child_end:
             on_error.callback(self.connection.close)
             self.connection.setblocking(False)
             read, write = os.pipe()
@@ -54,29 +58,29 @@ class Worker:
             with open(write, "wb", buffering=0):
                 for fd in (read, write):
                     os.set_blocking(fd, False)
-                fds = (theirs.fileno(), write)
-                words = [*fds, os.getpid(), function, time_limit, memory_limit, *sys.path]
+                fds = (child_end.fileno(), write)
+                arguments = [*fds, os.getpid(), function, time_limit, memory_limit, *sys.path]
                 self.process = subprocess.Popen(
-                    [sys.executable, "-c", START, *map(str, words)],
+                    [sys.executable, "-c", BOOTSTRAP, *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=os.environ | ONE_THREAD | {MARK: self.mark},
+                    env=os.environ | ONE_THREAD | {WORKER_ID: self.id},
                     pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C is not for it, and it leads a group that can be killed
+                    start_new_session=True,  # Ctrl-C does not reach it, and its process group can be killed
                 )
             on_error.pop_all()
 
     def kill(self) -> None:
-        """End it and what it has started. Its process is still to be waited for."""
-        if self.process.returncode is None:  # else the number may be another process's by now
+        """Kill the process and all processes that it started. The caller must still wait for it."""
+        if self.process.returncode is None:  # otherwise the pid may already belong to another process
             kill_tree(self.process.pid)
-        kill_marked(f"{MARK}={self.mark}".encode())
+        kill_by_environment(f"{WORKER_ID}={self.id}".encode())
         self.connection.close()
         self.stacks.close()
 
     def return_code(self, limit: float) -> int | None:
-        """The process's return code as that of Popen, if it ends within `limit` seconds. Its number stays its own."""
+        """Return the return code as Popen does, None if the process does not end within `limit` seconds. It is not reaped."""
         end = time.monotonic() + limit
         while True:
             status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -87,10 +91,10 @@ class Worker:
             time.sleep(0.002)
 
     def stack(self) -> str:
-        """Where its main thread is, innermost first; empty if it does not say."""
+        """Return the stack of its main thread, innermost frame first; "" if the worker does not answer."""
         text, end = b"", time.monotonic() + STACK_LIMIT
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or another thread has just replaced it
-            self.stacks.read(1 << 16)  # what came before
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, or another thread has just replaced it
+            self.stacks.read(1 << 16)  # discard an earlier stack
             os.kill(self.process.pid, signal.SIGUSR1)
             while select.select([self.stacks], [], [], STACK_PAUSE if text else STACK_LIMIT)[0] and time.monotonic() < end:
                 part = self.stacks.read(1 << 16)
@@ -99,32 +103,32 @@ class Worker:
                 text += part
         return text.decode(errors="replace")
 
-    def place(self) -> str:
-        """The innermost line in the function's file, or anywhere, that it is at; empty if it does not say."""
+    def location(self) -> str:
+        """Return the innermost line that it executes in the function's file, else in any file; "" if it does not answer."""
         frames = FRAME.findall(self.stack())
         frame = next((frame for frame in frames if frame[0] == self.file), frames[0] if frames else None)
         return f", in {frame[2]} ({os.path.basename(frame[0])}, line {frame[1]})" if frame else ""
 
 
-def understood(line: bytes, worker: Worker) -> dict[str, Any] | None:
-    """What a worker says, unless it cannot have said so in its place."""
+def parse_message(line: bytes, worker: Worker) -> dict[str, Any] | None:
+    """Return the message of a worker; None if it is not a valid message in the worker's present state."""
     try:
         message = json.loads(line)
         if not worker.is_ready:
-            is_right = [type(text) for key, text in message.items() if key in ("ready", "failed")] == [str]
+            is_valid = [type(text) for key, text in message.items() if key in ("ready", "failed")] == [str]
         elif worker.index is None or message["call"] != worker.number:
-            is_right = False
+            is_valid = False
         elif "reward" in message:
-            is_right = isinstance(message["reward"], float) and math.isfinite(message["reward"])
+            is_valid = isinstance(message["reward"], float) and math.isfinite(message["reward"])
         else:
-            is_right = message["kind"] in ("exception", "memory", "invalid") and isinstance(message["message"], str)
+            is_valid = message["kind"] in ("exception", "memory", "invalid") and isinstance(message["message"], str)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: [[[[...
         return None
-    return message if is_right else None
+    return message if is_valid else None
 
 
-def ended(code: int) -> str:
-    """How a process with this return code of Popen ended."""
+def describe_exit(code: int) -> str:
+    """Return how a process with this Popen return code ended."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -132,12 +136,12 @@ def ended(code: int) -> str:
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
     reasons = {
-        "SIGKILL": " (by the kernel, if the machine has run out of memory)",
-        "SIGXCPU": " (it used more than twice the time limit of processor time)",
+        "SIGKILL": " (by the kernel if the machine ran out of memory)",
+        "SIGXCPU": " (it used more than twice the time limit in processor time)",
     }
     return f"was killed by {name}{reasons.get(name, '')}"
 
 
 def printable(message: str) -> str:
-    """One line that can be shown and written anywhere: what a function says may hold escape sequences and surrogates."""
+    """Return a message as one printable line: a function's message may contain escape sequences and surrogates."""
     return "".join(c if c.isprintable() else " " for c in message[: 2 * MESSAGE_LENGTH])

@@ -1,4 +1,4 @@
-"""How responses are scored: by the task itself, or by a Python function in worker processes."""
+"""Score responses by the task itself, or by a Python function in worker processes."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from maxrl_fast.errors import RewardError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.pool import Failure, RewardPool
 
-KINDS = ("exception", "timeout", "crash", "memory", "invalid")
+FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 
 
 class ScoredTask(Protocol):
-    """What scoring asks of a task."""
+    """The part of a task that scoring uses."""
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Return rewards [S] float32."""
@@ -32,12 +32,14 @@ class Scorer:
     """Gives every response its reward.
 
     Args:
-        pool: runs the function that scores in place of the task; None: the task does.
-        threshold: rewards above it become 1, others 0; None: they stay as they are.
-        answer_limit: characters of an answer; responses with longer ones, or with none, are wrong without a call. None: all
-            responses are scored.
-        max_error_rate: largest fraction of the rewards of a call of `score`, or between two of `failures`, that may fail.
-        beat: is called whenever a response has been scored.
+        pool: runs the reward function; None: the task scores.
+        max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two calls of `failures`.
+        threshold: rewards above it become 1, others 0; None: rewards are unchanged.
+        answer_limit: the longest answer in characters; responses with a longer answer or without one get reward 0 without a
+            call. None: all responses are scored.
+
+    Attributes:
+        beat: called while responses are scored, for a watchdog.
     """
 
     def __init__(
@@ -52,40 +54,43 @@ class Scorer:
         self._answer_limit = answer_limit
         self.beat: Callable[[], None] = lambda: None
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
-        self._broken, self._gave_up = "", False
+        self._pool_error, self._gave_up = "", False
         self._answers = Counter[str]()  # since the last call of `take_answers`
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
-        rewards = self._task.score(prompts, rollouts) if self._pool is None else self._of_pool(self._pool, prompts, rollouts)
+        """Return rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
+        if self._pool is None:
+            rewards = self._task.score(prompts, rollouts)
+        else:
+            rewards = self._call_function(self._pool, prompts, rollouts)
         if self._threshold is None:
             return rewards
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
 
-    def _of_pool(self, pool: RewardPool, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+    def _call_function(self, pool: RewardPool, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in _split(prompts.tokens, prompts.lengths)]
         responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
         rewards = torch.zeros(len(responses))
-        looked_at = [s for s, response in enumerate(responses) if self._is_worth_a_look(response)]
-        calls = [{**columns[s // num_rollouts], "response": responses[s]} for s in looked_at]
-        known = torch.full((len(calls),), float("nan"))
+        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the calls
+        calls = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
+        scored = torch.full((len(calls),), float("nan"))
         try:
-            scores = pool.score(calls, most_failures=int(self._max_error_rate * len(responses)), beat=self.beat)
-        except RewardError as error:  # the other ranks must hear of it: `failures` raises it on all
-            self._broken = str(error)
+            scores = pool.score(calls, max_failures=int(self._max_error_rate * len(responses)), on_progress=self.beat)
+        except RewardError as error:  # `failures` raises it on all ranks
+            self._pool_error = str(error)
         else:
             self._num_scored += len(responses) - scores.num_left
             self._failures += scores.failures
             self._gave_up |= scores.num_left > 0
             if not scores.num_left:
-                known = torch.tensor(scores.rewards, dtype=torch.float32)
-                known[[failure.index for failure in scores.failures]] = float("nan")
-        rewards[looked_at] = known
+                scored = torch.tensor(scores.rewards, dtype=torch.float32)
+                scored[[failure.index for failure in scores.failures]] = float("nan")
+        rewards[indices] = scored
         return rewards.to(rollouts.tokens.device)
 
-    def _is_worth_a_look(self, response: str) -> bool:
-        """Whether the function is to see a response; without an answer, or with one that is too long, it is wrong."""
+    def _needs_scoring(self, response: str) -> bool:
+        """Return whether to call the function: with an answer limit, not for an answer that is missing or too long."""
         if self._answer_limit is None:
             return True
         length = len(self._task.answer(response))
@@ -93,47 +98,50 @@ class Scorer:
         return 0 < length <= self._answer_limit
 
     def take_answers(self) -> Counter[str]:
-        """How many responses there were on this rank since the last call: "all", and those whose answer was "missing" or
-        "too_long"; empty where there is no limit."""
+        """Return counts of this rank's responses since the last call: "all", and answers that were "missing" or "too_long".
+
+        The counter is empty without an answer limit.
+        """
         counts, self._answers = self._answers, Counter()
         return counts
 
     def answer_rates(self, counts: Counter[str], ranks: Ranks) -> dict[str, float]:
-        """The fractions of all ranks' responses that their counts come to, by metric; none where there is no limit."""
+        """Return the fractions of missing and too long answers over all ranks, by metric; none without an answer limit."""
         if self._answer_limit is None:
             return {}
         total, *kinds = ranks.sum(torch.tensor([counts[kind] for kind in ("all", "missing", "too_long")])).tolist()
         return {f"answers_{kind}": count / max(total, 1) for kind, count in zip(("missing", "too_long"), kinds, strict=True)}
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
-        """How many rewards failed on all ranks since the last call, by kind, and a sentence on it with an example, empty where
-        none did.
+        """Return the number of failed rewards on all ranks since the last call, by kind, and a warning with an example.
+
+        The warning is empty if no reward failed.
 
         Raises:
-            RewardError: where they are more than max_error_rate of all, or the function cannot be run any more.
+            RewardError: if more than max_error_rate of the rewards failed, or the function can no longer be called.
         """
         if self._pool is None:
             return {}, ""
         num_scored, failures = self._num_scored, self._failures
         self._num_scored, self._failures = 0, []
-        found = Counter(failure.kind for failure in failures)
-        counts = [num_scored, bool(self._broken), self._gave_up, *(found[kind] for kind in KINDS)]
-        num_scored, is_broken, gave_up, *by_kind = ranks.sum(torch.tensor(counts)).tolist()
-        counted = dict(zip(KINDS, by_kind, strict=True))
-        num_failed = sum(by_kind)
-        if is_broken:
-            raise RewardError(f"{when}: {ranks.texts(self._broken)[0]}")
+        own = Counter(failure.kind for failure in failures)
+        counts = [num_scored, bool(self._pool_error), self._gave_up, *(own[kind] for kind in FAILURE_KINDS)]
+        num_scored, has_pool_error, gave_up, *totals = ranks.sum(torch.tensor(counts)).tolist()
+        by_kind = dict(zip(FAILURE_KINDS, totals, strict=True))
+        num_failed = sum(totals)
+        if has_pool_error:
+            raise RewardError(f"{when}: {ranks.texts(self._pool_error)[0]}")
         if not num_failed:
-            return counted, ""
+            return by_kind, ""
         examples = ranks.texts(failures[0].message if failures else "")
-        kinds = ", ".join(f"{kind} {count}" for kind, count in counted.items() if count)
-        sentence = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), such as: {examples[0]}"
+        kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
+        warning = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: {examples[0]}"
         if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
-            raise RewardError(f"{sentence}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
-        return counted, sentence
+            raise RewardError(f"{warning}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
+        return by_kind, warning
 
     def dump_stacks(self) -> None:
-        """Let the worker processes write where they are to standard error."""
+        """Write the stacks of the worker processes to standard error."""
         if self._pool is not None:
             self._pool.stacks()
 
@@ -144,5 +152,5 @@ class Scorer:
 
 
 def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Packed sequences as lists."""
+    """Return packed sequences as lists."""
     return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]

@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and what a response is worth."""
+"""Tasks produce prompts and score the responses to them."""
 
 from typing import Any, Protocol
 
@@ -8,33 +8,33 @@ from maxrl_fast.records import Prompts, Rollouts
 
 
 class Task(Protocol):
-    """What the trainer asks of a task."""
+    """The interface between a task and the trainer."""
 
-    name: str  # for the report at the start of a run
-    fingerprint: str  # of what the prompts come from beside the options, such as files
+    name: str  # shown at the start of a run
+    fingerprint: str  # hash of the sources of the prompts that the options do not determine, such as files
     vocab_size: int
-    stop_ids: tuple[int, ...]  # a response ends with the first of these
+    stop_ids: tuple[int, ...]  # the first of these tokens ends a response
     prompt_length: int  # the longest prompt, in tokens
     max_new_tokens: int  # the default limit of a response, in tokens
-    num_test_prompts: int | None  # held out; None: as many as one wants
+    num_test_prompts: int | None  # number of held-out prompts; None: unlimited
     has_demonstrations: bool
-    reward: str | None  # PACKAGE.MODULE:FUNCTION that scores responses in worker processes; None: `score` does
-    answer_limit: int | None  # characters of an answer; longer ones are wrong without being looked at
+    reward: str | None  # PACKAGE.MODULE:FUNCTION, scores responses in worker processes; None: `score` scores them
+    answer_limit: int | None  # in characters; longer answers get reward 0 without being scored; None: no limit
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Prompts by index; split is "train" or "test"."""
+        """Return prompts `start` to `start + count - 1` of `split`, "train" or "test"."""
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Training prompts by index and one right response to each, for supervised learning."""
+        """Return training prompts by index and one correct response to each, for supervised learning."""
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Rewards [S] float32 of N responses to each prompt."""
+        """Return rewards [S] float32 of N responses to each prompt."""
 
     def answer(self, response: str) -> str:
-        """What a response answers, for votes, where equal answers are equal text; "" where it does not."""
+        """Return the answer in a response, "" if it has none. Majority voting compares answers as text."""
 
     def decode(self, tokens: list[int]) -> str:
-        """A prompt or a response as text."""
+        """Return a prompt or a response as text."""
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """JSON contents by file name, for checkpoints that `transformers` can load."""
+        """Return JSON contents by file name, for checkpoints that `transformers` can load."""

@@ -1,4 +1,4 @@
-"""The data sets that the trainer knows: where they are, how they are asked, and what is an answer to them."""
+"""The built-in data sets: where they are, how their lines become prompts, and how a response is answered and scored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,30 +7,31 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.boxed import boxed
 
-Gold = Callable[[dict[str, Any], str | None], str]
+GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answer-key)
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What the lines of a data set are.
+    """The format of a data set: its prompts, its correct answers, and how responses are scored.
 
     Args:
-        prompt_key: of the question, where --prompt-key names none.
-        asks: whether text is a question, for the user's message of a chat template; otherwise it is a prompt as it is.
-        suffix: is added to prompts that are text.
-        hub, test_hub: data sets of the Hugging Face hub, as NAME or NAME:CONFIG, where no file is given.
-        gold: the right answer of a line, by the key of --answer-key; None: there is none, but for the user's own function.
-        reward: the function that scores responses in worker processes; None: the user names one.
-        answer: what a response answers; "" where it does not.
-        answer_limit: characters of an answer, longer ones are wrong without being looked at; None: no limit.
+        prompt_key: the default of --prompt-key.
+        is_question: text is a question that becomes the user message of a chat template; otherwise it is the whole prompt.
+        suffix: text added to prompts that are text.
+        hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
+        gold: returns the correct answer of a line; None: only the user's reward function reads answers.
+        reward: the function that scores responses in worker processes; None: the user must name one.
+        answer: returns the answer in a response, "" if it has none.
+        answer_limit: the longest answer in characters; longer ones get reward 0 without being scored. None: no limit.
+        max_new_tokens: the default limit of a response, in tokens.
     """
 
     prompt_key: str = "prompt"
-    asks: bool = False
+    is_question: bool = False
     suffix: str = ""
     hub: str | None = None
     test_hub: str | None = None
-    gold: Gold | None = None
+    gold: GoldAnswer | None = None
     reward: str | None = None
     answer: Callable[[str], str] = str.strip
     answer_limit: int | None = None
@@ -38,7 +39,7 @@ class DatasetSpec:
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """The value of a key, or of a path of keys as reward_model.ground_truth; None where there is none."""
+    """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if the line has none."""
     if key in line:
         return line[key]
     value: Any = line
@@ -47,7 +48,7 @@ def look_up(line: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _text_of(line: dict[str, Any], key: str) -> str:
+def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
         raise InputError(f"each line must have an answer in {key!r}, got {value!r:.80} in {line!r:.200}")
@@ -55,17 +56,17 @@ def _text_of(line: dict[str, Any], key: str) -> str:
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """The number after #### of a solution as GSM8K writes it, or the whole where there is no ####."""
-    return _text_of(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
+    """Return the number after the last #### of a GSM8K solution, or the whole text if it has no ####."""
+    return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
-    """The answer, or, where a line has only a solution, what its last box holds."""
+    """Return the answer of a line, or the last boxed answer of its solution if the line has no answer."""
     if key is None and look_up(line, "answer") is None and isinstance(solution := line.get("solution"), str):
         if answer := boxed(solution):
             return answer
         raise InputError(f"a solution must have its answer in \\boxed{{}}, got {solution!r:.200}")
-    return _text_of(line, key or "answer")
+    return _answer_text(line, key or "answer")
 
 
 DATASETS = {
@@ -73,7 +74,7 @@ DATASETS = {
     # MaxRL, appendix on GSM8K: SmolLM2, evaluated on GSM8K-Platinum.
     "gsm8k": DatasetSpec(
         prompt_key="question",
-        asks=True,
+        is_question=True,
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
         hub="openai/gsm8k:main",
         test_hub="madrylab/gsm8k-platinum:main",
@@ -85,7 +86,7 @@ DATASETS = {
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
     "math": DatasetSpec(
         prompt_key="problem",
-        asks=True,
+        is_question=True,
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
         hub="nlile/hendrycks-MATH-benchmark",
         test_hub="HuggingFaceH4/MATH-500",

@@ -1,4 +1,4 @@
-"""The procedural data sets of reasoning-gym, as gym:NAME: questions without end, each with a checker, and no download."""
+"""The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with a verifier, no download."""
 
 import importlib.metadata
 import json
@@ -14,31 +14,32 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
-TEST_SHARE = 5  # one question in about this many is held out
-TRIES = 200  # draws for a question on its side of the split: of 10 million test questions one would find none
-SEEDS = 2**31  # those that the data sets take
-# Of version 0.1.25, all run under two seeds of hashing: these take words or terms in the order of a set.
+TEST_SHARE = 5  # about one question in this many is held out
+TRIES = 200  # draws for a question of its split; all 200 miss the test split with probability 0.8^200 = 4e-20
+SEEDS = 2**31  # data sets accept seeds below this
+# These iterate over a set of words or terms: in version 0.1.25 their questions differ between two values of PYTHONHASHSEED.
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 class GymTask:
-    """Questions by index, made as they are asked for.
+    """Questions by index, generated on demand.
 
-    The split is decided by a question's content, so that no test question can be met in training. Question i is the first of
-    its own stream of draws that falls on its side; the t-th draw is question i mod n of the t-th data set for these n, each
-    with a seed of its own, where n is the size that the data set has by default: some make all of it at once.
+    A CRC of a question decides its split, so that no test question appears in training. Question i is the first draw of its own
+    random stream that belongs to its split. Draw t is entry i mod n of a data set whose seed is a CRC of the run's seed, the
+    split, i // n and t. n is the data set's default size: n questions share one data set, because some generate all entries at
+    once.
 
     Args:
-        name: of the data set.
-        seed: of the questions.
+        name: name of the data set.
+        seed: seed of the questions.
         model: the checkpoint directory with the tokenizer.
         config: options of the data set, a JSON object as text.
-        prompt_suffix: added to every question.
-        plain_prompts: questions are prompts as they are, even where the tokenizer has a chat template.
-        max_prompt_tokens: longer questions are left out.
+        prompt_suffix: text added to every question.
+        plain_prompts: do not apply the chat template.
+        max_prompt_tokens: longer questions are skipped.
 
     Raises:
-        InputError: where reasoning-gym is missing, or does not take the name or the options.
+        InputError: if reasoning-gym is missing, or rejects the name or the options.
     """
 
     num_test_prompts: int | None = None
@@ -61,19 +62,19 @@ class GymTask:
             from maxrl_fast.rewards import gym_score as gym
         except ImportError as error:
             raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
-        hashed = [known for known in HASHED if known == name or (name == "composite" and f'"{known}"' in config)]
+        hashed = [part for part in HASHED if part == name or (name == "composite" and f'"{part}"' in config)]
         if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise InputError(
-                f"reasoning-gym's {hashed[0]} asks other questions in every process, unless Python's hashes are the same: "
-                "start with PYTHONHASHSEED=0 in the environment"
+                f"reasoning-gym's {hashed[0]} generates other questions in every process unless Python's hash seed is fixed: "
+                "set PYTHONHASHSEED=0 in the environment"
             )
         self._gym, self._dataset, self._config, self._seed = gym, name, config or "{}", seed
         try:
             first = gym.dataset(name, self._config, 0)
             sample = gym.entry(name, self._config, 0, 0)
-        except Exception as error:  # whatever its checks raise, assertions among them
-            what = f"{type(error).__name__}: {error}"
-            raise InputError(f"reasoning-gym makes no data set {name!r} with --gym-config {self._config!r}: {what}") from error
+        except Exception as error:  # its checks raise any exception, AssertionError too
+            cause = f"{type(error).__name__}: {error}"
+            raise InputError(f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}") from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
         self._text = TextCodec(model, max_prompt_tokens, plain_prompts)
@@ -86,7 +87,7 @@ class GymTask:
         self._question = lru_cache(4096)(self._find)
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
-        """Token ids of a question that is not too long, and what the reward function is told."""
+        """Return the token ids of question i of a split, and its arguments for the reward function."""
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
             question = self._gym.entry(self._dataset, self._config, seed, i % self._size)["question"]
@@ -97,47 +98,47 @@ class GymTask:
                     origin = {"name": self._dataset, "config": self._config, "seed": seed, "index": i % self._size}
                     return tokens, {"prompt": prompt, "question": question, **origin}
         raise InputError(
-            f"{self.name} must have questions of at most {self.prompt_length} tokens to {split} with, got none in {TRIES} "
-            "draws; it needs longer ones (--max-prompt-tokens) or has too few different questions"
+            f"{self.name} must have questions of at most {self.prompt_length} tokens for the {split} split, got none in "
+            f"{TRIES} draws: its questions are longer (raise --max-prompt-tokens) or too few of them are distinct"
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Prompts `start` to `start + count - 1` of `split`; each carries where its question comes from."""
+        """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed and index of its question."""
         found = [self._question(split, i) for i in range(start, start + count)]
         return prompts_of([tokens for tokens, _ in found], range(start, start + count), [line for _, line in found])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Training prompts and, as the one rollout of each, the data set's answer."""
+        """Return training prompts and one rollout of each, the data set's answer."""
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
         entries = [self._gym.entry(self._dataset, self._config, line["seed"], line["index"]) for line in prompts.columns]
-        answers = [made["answer"] for made in entries]
+        answers = [entry["answer"] for entry in entries]
         if None in answers:
-            raise InputError(f"{self.name} has questions without an answer to learn from; --sft-steps must be 0")
+            raise InputError(f"--sft-steps must be 0, as {self.name} has questions without an answer")
         return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """None here: `reward` does, in worker processes."""
-        raise InputError(f"{self.name} is scored by {self.reward}")
+        """Raise InputError: `reward` scores responses in worker processes."""
+        raise InputError(f"{self.name} is scored in worker processes, by {self.reward}")
 
     def answer(self, response: str) -> str:
-        """What stands in its answer tags or its box, else all of it."""
+        """Return the content of the last answer tags or the last box, or the whole response if it has neither."""
         return self._gym.answer(response)
 
     def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens."""
+        """Return text without special tokens."""
         return self._text.decode(tokens)
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Those of the checkpoint that the run started from."""
+        """Return the tokenizer files of the checkpoint that the run started from."""
         return self._text.files()
 
 
 def check_config(text: str) -> None:
-    """InputError where --gym-config is no JSON object."""
+    """Raise InputError unless --gym-config is a JSON object."""
     try:
         is_object = isinstance(json.loads(text or "{}"), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise InputError(f'--gym-config must be a JSON object, as {{"min_terms": 2}}, got {text!r:.80}')
+        raise InputError(f'--gym-config must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}')

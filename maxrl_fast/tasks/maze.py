@@ -1,4 +1,4 @@
-"""The maze task of the MaxRL paper (appendix E.1): read a maze as tokens, answer with the moves from start to goal."""
+"""The maze task of the MaxRL paper (appendix E.1): the prompt is a maze, the response the moves from start to goal."""
 
 import random
 import zlib
@@ -12,7 +12,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
-# One token a word; ids 17..31 are reserved, as in the paper's configuration.
+# One token per word; ids 17..31 are reserved, as in the paper's configuration.
 WORDS = (
     *("<pad>", "<bos>", "<eos>", "<unk>", "GRID_START", "GRID_END", "PATH_START", "DONE"),
     *("PATH", "WALL", "GOAL", "START", "NEWLINE", "UP", "DOWN", "LEFT", "RIGHT"),
@@ -22,17 +22,17 @@ PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
 PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 MIN_SIZE, MAX_SIZE = 5, 31
-TEST_SHARE = 5  # one maze content in about this many is held out; every size from 5 on has some on both sides
+TEST_SHARE = 5  # about one in this many distinct mazes is held out; at every size both splits have some
 
 Cell = tuple[int, int]
 Grid = list[list[bool]]  # [n][n], True where the cell is open
 
 
 def generate_maze(size: int, rng: random.Random) -> Grid:
-    """A spanning tree of the rooms at odd coordinates by Prim's algorithm; start (1, 1), goal (size-2, size-2)."""
+    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm; start (1, 1), goal (size-2, size-2)."""
 
     def pop_random(items: list[Cell]) -> Cell:
-        # random() is the only draw whose stream Python promises to keep from version to version.
+        # Python guarantees the same stream in every version only for random().
         i = int(rng.random() * len(items))
         items[i], items[-1] = items[-1], items[i]
         return items.pop()
@@ -41,22 +41,22 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
     is_open = [[False] * size for _ in range(size)]
     is_open[1][1] = True
     frontier = list(rooms_around[1, 1])
-    listed = {(1, 1), *frontier}
+    seen = {(1, 1), *frontier}
     while frontier:
         room = pop_random(frontier)
         row, column = room
         near_row, near_column = pop_random([near for near in rooms_around[room] if is_open[near[0]][near[1]]])
         is_open[row][column] = is_open[(row + near_row) // 2][(column + near_column) // 2] = True
         for near in rooms_around[room]:
-            if near not in listed:
-                listed.add(near)
+            if near not in seen:
+                seen.add(near)
                 frontier.append(near)
     return is_open
 
 
 @cache
 def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
-    """The neighbours of each room, up, down, left and right of it."""
+    """Return the neighbours of each room in the order up, down, left, right."""
     rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
     moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
     within = set(rooms)
@@ -64,27 +64,27 @@ def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
 
 
 def shortest_path(is_open: Grid) -> list[int]:
-    """The move tokens from start to goal; a generated maze is a tree, so this simple path is the only one."""
+    """Return the move tokens from start to goal. A generated maze is a tree, so its simple path is unique."""
     goal = len(is_open) - 2
-    came_by: dict[Cell, int] = {(1, 1): UP}
+    moves_into: dict[Cell, int] = {(1, 1): UP}  # the move that reaches each cell
     stack = [(1, 1)]
-    while (goal, goal) not in came_by:
+    while (goal, goal) not in moves_into:
         row, column = stack.pop()
         for move, (dr, dc) in MOVES.items():
             cell = (row + dr, column + dc)
-            if is_open[cell[0]][cell[1]] and cell not in came_by:
-                came_by[cell] = move
+            if is_open[cell[0]][cell[1]] and cell not in moves_into:
+                moves_into[cell] = move
                 stack.append(cell)
     path, cell = [], (goal, goal)
     while cell != (1, 1):
-        move = came_by[cell]
+        move = moves_into[cell]
         path.append(move)
         cell = (cell[0] - MOVES[move][0], cell[1] - MOVES[move][1])
     return path[::-1]
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """Prompt tokens: <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START; size * (size + 1) + 4 of them."""
+    """Return the size * (size + 1) + 4 prompt tokens: <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:
@@ -96,14 +96,14 @@ def encode_maze(is_open: Grid) -> list[int]:
 
 
 def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False) -> Tensor:
-    """Reward [S] float32 of each response: 1 for a walk to the goal, else 0.
+    """Return the reward [S] float32 of each response: 1 for a walk to the goal, else 0.
 
     Every token before DONE must be a move, no move up to the goal may enter a wall or leave the grid, and the goal must be
-    reached; without DONE the reward is 0. Moves after the goal are ignored, unless `strict`: then every move counts and
-    the last must end on the goal. All sequences are judged at once: their positions are running sums of their moves.
+    reached; without DONE the reward is 0. Moves after the goal are ignored. With `strict` they must be legal too, and the last
+    move must end on the goal. All sequences are judged in one batch: positions are cumulative sums of moves.
     """
     device = rollouts.tokens.device
-    # [G, size * size], True where a walk may go
+    # [G, size * size]
     cells = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)[:, :, :size].flatten(1)
     is_open = (cells != WALL).repeat_interleave(len(rollouts.lengths) // len(prompts), 0)  # [S, size * size]
 
@@ -112,7 +112,7 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
     before_done = is_done.cumsum(1) == 0
     steps = torch.zeros(VOCAB_SIZE, 2, dtype=torch.int64, device=device)
     steps[list(MOVES)] = torch.tensor(list(MOVES.values()), device=device)
-    position = 1 + steps[tokens].cumsum(1)  # [S, L, 2] row and column after each token
+    position = 1 + steps[tokens].cumsum(1)  # [S, L, 2], row and column after each token
     inside = ((position >= 0) & (position < size)).all(-1)
     row, column = position.clamp(0, size - 1).unbind(-1)
     is_legal = inside & is_open.gather(1, row * size + column)
@@ -128,18 +128,18 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
 
 
 class MazeTask:
-    """Mazes by index. Maze i of a seed is the same on every machine and in any order.
+    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests.
 
-    The split is decided by a maze's content (a CRC of its tokens), so that no test maze can be met in training, whatever
-    the seeds; maze i is the first of its own stream of draws that falls on its side of the split.
+    A CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the seeds. Maze i is the
+    first draw of its own random stream that belongs to its split.
 
     Args:
         size: cells along one side, odd, 5 to 31.
         seed: seed of the generator.
-        strict: a rollout must end on the goal; otherwise what comes after the goal is ignored.
+        strict: a response must end on the goal; otherwise moves after the goal are ignored.
 
     Raises:
-        InputError: on any other size.
+        InputError: if the size is not odd or not from 5 to 31.
     """
 
     vocab_size = VOCAB_SIZE
@@ -156,11 +156,11 @@ class MazeTask:
         self.size, self.seed, self.strict = size, seed, strict
         self.name = f"maze {size}x{size}"
         self.prompt_length = size * (size + 1) + 4
-        longest = 2 * ((size - 1) // 2) ** 2  # of any simple path with DONE; 128 at 17x17, where the paper allows 180
+        longest = 2 * ((size - 1) // 2) ** 2  # any simple path and DONE; 128 at 17x17, where the paper allows 180
         self.max_new_tokens = longest if size < 17 else max(longest, 180)
 
     def maze(self, split: str, index: int) -> Grid:
-        """Maze `index` of `split` ("train" or "test") as an open/closed grid."""
+        """Return maze `index` of `split`, "train" or "test"."""
         rng = random.Random(f"maze {self.size} {split} {self.seed} {index}")
         while True:
             is_open = generate_maze(self.size, rng)
@@ -168,20 +168,20 @@ class MazeTask:
                 return is_open
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Prompts `start` to `start + count - 1` of `split`."""
+        """Return prompts `start` to `start + count - 1` of `split`."""
         return self._encode(start, [self.maze(split, i) for i in range(start, start + count)])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Training prompts and, as the one rollout of each, the solution: its moves, DONE, <eos>."""
+        """Return training prompts and one rollout of each, the solution: its moves, DONE, <eos>."""
         mazes = [self.maze("train", i) for i in range(start, start + count)]
         return self._encode(start, mazes), Rollouts.given([[*shortest_path(maze), DONE, EOS] for maze in mazes])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Rewards [S] float32, 0 or 1."""
+        """Return rewards [S] float32, 0 or 1."""
         return judge(prompts, rollouts, self.size, self.strict)
 
     def decode(self, tokens: list[int]) -> str:
-        """The words of these tokens."""
+        """Return the words of these tokens."""
         return decode_words(WORDS, tokens)
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
@@ -189,9 +189,9 @@ class MazeTask:
         return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))
 
     def answer(self, response: str) -> str:
-        """The walk up to DONE."""
+        """Return the moves before DONE as text."""
         return response.partition("DONE")[0].strip()
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """A tokenizer with one token a word."""
+        """Return a tokenizer with one token per word."""
         return word_tokenizer_files(WORDS, VOCAB_SIZE)

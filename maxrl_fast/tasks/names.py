@@ -14,17 +14,17 @@ def is_file(name: str) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Return whether there is a task of this name."""
+    """Return whether a task has this name."""
     return name in TASKS or name.startswith(GYM) or is_file(name)
 
 
 def dataset_spec(name: str) -> DatasetSpec | None:
-    """Return what the lines of a task's data set are; None for tasks that read none."""
+    """Return the format of a task's data set; None for tasks that read no data set."""
     return DatasetSpec(reward=name) if is_file(name) else DATASETS.get(name)
 
 
 def unknown_task(name: str) -> str:
-    """Return the sentence for a name that no task has."""
+    """Return the error message for a name that no task has."""
     close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"--task must be {', '.join(TASKS)}, gym:NAME or FILE.py:FUNCTION, got {name!r}{hint}"

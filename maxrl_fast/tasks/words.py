@@ -1,23 +1,23 @@
-"""Tokenizers with one token a word."""
+"""Tokenizers with one token per word."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
-    """Token ids as words with spaces between."""
+    """Return the words of token ids, separated by spaces."""
     return " ".join(words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens)
 
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
-    """The JSON files of a Hugging Face tokenizer, by file name: one token a word, spaces ignored.
+    """Return the JSON files of a Hugging Face tokenizer, by file name. It has one token per word and ignores spaces.
 
-    Every word is an added token, since transformers 5 reads a qwen2 checkpoint's tokenizer as Qwen2's, whatever its
-    class, and so with a byte-level model in which a word-level vocabulary would mean nothing. It decodes without spaces.
+    Every word is an added token: transformers 5 loads the tokenizer of a qwen2 checkpoint as Qwen2's byte-level tokenizer,
+    whatever its class, and a byte-level tokenizer ignores a word-level vocabulary. It decodes without spaces.
 
     Args:
-        words: by token id; they begin with <pad>, <bos>, <eos> and <unk>.
-        vocab_size: ids from len(words) on are reserved.
+        words: the word of each token id; the first are <pad>, <bos>, <eos> and <unk>.
+        vocab_size: ids from len(words) to vocab_size - 1 are reserved.
     """
     all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}

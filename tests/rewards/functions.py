@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, each in its way."""
+"""Reward functions that misbehave in different ways."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ def lasting(seconds):
 
 
 def act(action, x=0.0, **arguments):
-    """One of the functions below, so that a pool can serve them in turn; without an action x comes back."""
+    """Call one of the functions below, so that one pool can test them all; without an action return x."""
     return globals()[action](**arguments) if action else x
 
 
@@ -58,7 +58,7 @@ def catch_everything():
 
 
 def backtrack():
-    """Holds the interpreter lock all the time."""
+    """Never release the interpreter lock."""
     import re
 
     return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
@@ -95,7 +95,7 @@ def kill_self():
 
 
 def fork_and_return():
-    """Comes back in both processes."""
+    """Return in both processes."""
     return 1.0 if os.fork() else 2.0
 
 
@@ -106,7 +106,7 @@ def fork_and_raise():
 
 
 def leave_child(path, leave_group=False):
-    """The child lives on, and keeps the connection open."""
+    """Leave a child that keeps running and keeps the connection open."""
     child = os.fork()
     if child == 0:
         if leave_group:
@@ -128,7 +128,7 @@ def leave_child_and_exit(path, leave_group):
 
 
 def leave_orphan(path):
-    """As a daemon does: its parent ends at once, and it leads a session of its own."""
+    """Leave a daemon: its parent ends at once, and it leads its own session."""
     middle = os.fork()
     if middle == 0:
         leave_child(path, leave_group=True)
@@ -138,7 +138,7 @@ def leave_orphan(path):
 
 
 def leave_children(number):
-    """They have ended, but nobody waited for them."""
+    """Leave zombies: children that have ended and were not waited for."""
     for _ in range(number):
         if os.fork() == 0:
             os._exit(0)
@@ -159,7 +159,7 @@ def number(text):
 
 
 class Array:
-    """Like a number of numpy or a tensor."""
+    """An array with `item`, as in numpy and torch."""
 
     def __init__(self, *values):
         self.values = values
@@ -228,7 +228,7 @@ def sockets():
 
 
 def answer_twice():
-    """As if for the next call as well."""
+    """Send an answer to the next call too."""
     for connection in sockets():
         connection.sendall(b'{"call": 2, "reward": 7.0}\n')
     return 1.0
@@ -264,7 +264,7 @@ def set_alarm():
 
 
 def change_surroundings(path):
-    """All that the next call could stumble over."""
+    """Change everything that could break the next call."""
     os.chdir(path)
     os.rmdir(path)
     json.dumps = json.loads = json.JSONEncoder.default = None
@@ -278,7 +278,7 @@ def change_surroundings(path):
 
 
 def damage():
-    """The worker cannot go on after this call, and its end would wait for a thread."""
+    """Break the worker, which then cannot exit normally: it would wait for a thread."""
     os.chdir = None
     threading.Thread(target=time.sleep, args=(1000,)).start()
     return 1.0
@@ -294,7 +294,7 @@ def limits():
 
 
 def burn(threads):
-    """Uses more processor time than wall time: hashing is done without the interpreter lock."""
+    """Use more processor time than wall time: hashing releases the interpreter lock."""
     import hashlib
 
     for _ in range(threads):

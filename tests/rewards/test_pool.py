@@ -1,4 +1,4 @@
-"""The reward pool, with real processes and functions that misbehave."""
+"""The reward pool with real processes and misbehaving functions."""
 
 import ast
 import math
@@ -29,20 +29,20 @@ def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, fi
 
 @pytest.fixture(scope="module")
 def patient():
-    """One worker, whose calls need not time out."""
+    """A pool of one worker with a long time limit."""
     with pool("act", workers=1, time_limit=30.0, memory_limit=GB // 4) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def hasty():
-    """Two workers, whose calls soon time out."""
+    """A pool of two workers with a short time limit."""
     with pool("act", time_limit=1.0) as one:
         yield one
 
 
 def fails(pool, action, **arguments):
-    """The failure of one call, which must leave a call before and one after it alone."""
+    """Return the failure of one call, after checking that the calls before and after it succeed."""
     start = time.monotonic()
     scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
     assert time.monotonic() - start < 30
@@ -52,7 +52,7 @@ def fails(pool, action, **arguments):
 
 
 def succeeds(pool, action, **arguments):
-    """The reward of one call, which must leave a call before and one after it alone."""
+    """Return the reward of one call, after checking that the calls before and after it succeed."""
     scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
     assert scores.failures == []
     assert scores.rewards[::2] == [1.5, 2.5]
@@ -60,7 +60,7 @@ def succeeds(pool, action, **arguments):
 
 
 def is_alive(pid):
-    """Whether the process exists and is not merely waiting to be reaped."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -77,7 +77,7 @@ def eventually(condition, limit=10.0):
 
 
 def stop(pid):
-    """Let the process do nothing more, and wait until this is so."""
+    """Stop the process with SIGSTOP and wait until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
     assert eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
@@ -109,7 +109,7 @@ def test_limits_are_in_force(patient):
 
 
 def test_a_function_of_a_package(tmp_path):
-    """It is found as the trainer would find it."""
+    """The worker finds the module as the trainer would."""
     with RewardPool("tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB) as one:
         assert one.score([{"x": 3}]).rewards == [3.0]
 
@@ -142,7 +142,7 @@ def test_endless_calls_take_their_limits_together():
 
 
 def test_the_others_go_on_while_one_hangs():
-    """A worker is left, and has done all other calls before the limit."""
+    """The other worker makes all other calls before the time limit."""
     with pool("act", time_limit=3.0) as two:
         before = pids(two)
         scores = two.score([{"action": "sleep"}] + [{"action": "pid"}] * 50)
@@ -153,7 +153,7 @@ def test_the_others_go_on_while_one_hangs():
 
 def test_time_is_counted_from_the_start_of_a_call():
     with pool("lasting", time_limit=2.0) as two:
-        scores = two.score([{"seconds": 1.2}] * 4)  # the last ends after 2.4 s
+        scores = two.score([{"seconds": 1.2}] * 4)  # the last call ends after 2.4 s
     assert scores.failures == []
     assert scores.rewards == [1.2] * 4
 
@@ -197,7 +197,7 @@ def test_a_crash_is_that_of_its_call(patient, action):
 def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
     failure = fails(hasty, "write_to_all", text=text, repeat=repeat)
     assert failure.kind == "crash"
-    assert failure.message.startswith("wrote to the connection between worker and trainer: ")
+    assert failure.message.startswith("the reward code wrote to the connection between worker and trainer: ")
     assert len(failure.message) < 200
     assert capfd.readouterr() == ("", "")
 
@@ -210,9 +210,9 @@ def test_a_forged_reward_is_no_number():
 
 
 def test_processor_time_is_limited(hasty):
-    """Where wall time is not: the limit of two threads comes before a wall time of many seconds."""
+    """With a long limit of wall time, two busy threads reach the limit of processor time first."""
     with pool("act", workers=1, time_limit=1.0) as one:
-        one._time_limit = 60.0  # of the trainer
+        one._time_limit = 60.0  # in the trainer; the worker keeps its own of 1 s
         failure = fails(one, "burn", threads=2)
     assert failure.kind == "crash"
     assert "SIGXCPU" in failure.message
@@ -227,7 +227,7 @@ def test_a_forked_child_does_not_answer(patient, action):
 
 
 def test_processes_left_behind_are_few(patient):
-    """Those of many calls cannot add up."""
+    """Processes left behind by many calls do not accumulate."""
     worker = succeeds(patient, "leave_children", number=10)
     assert succeeds(patient, "pid") == worker
     worker = succeeds(patient, "leave_children", number=40)
@@ -243,11 +243,11 @@ def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
 
 @pytest.mark.parametrize("leave_group", [False, True])
 def test_children_end_with_a_crash_that_they_hide(tmp_path, leave_group):
-    """A child keeps the connection of the dead worker open."""
+    """A child keeps the connection open after the worker has died."""
     path = tmp_path / "child"
     with pool("act", workers=1, time_limit=1.0) as one:
         failure = fails(one, "leave_child_and_exit", path=str(path), leave_group=leave_group)
-    assert (failure.kind, failure.message) == ("crash", "exited with code 3")
+    assert (failure.kind, failure.message) == ("crash", "the worker process exited with code 3")
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
@@ -289,7 +289,7 @@ def test_prints_go_nowhere(patient, capfd):
     ],
 )
 def test_numbers_are_rewards(patient, action, arguments, reward):
-    # `act` gives x to itself, and so not to echo.
+    # `act` takes x itself and cannot pass it to echo, so this calls `act` without an action.
     result = patient.score([{"action": "", **arguments} if action == "echo" else {"action": action, **arguments}])
     assert result.failures == []
     assert result.rewards == [reward]
@@ -299,17 +299,17 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
 @pytest.mark.parametrize(
     ("action", "arguments", "message"),
     [
-        ("number", {"text": "nan"}, "returned nan"),
-        ("number", {"text": "inf"}, "returned inf"),
-        ("number", {"text": "-inf"}, "returned -inf"),
-        ("number", {"text": "1e39"}, "returned 1e+39, not a finite number of float32"),
-        ("", {"x": "text"}, "returned 'text' of type str, not a number"),
-        ("", {"x": None}, "returned None of type NoneType, not a number"),
-        ("", {"x": [1.0]}, "returned [1.0] of type list, not a number"),
-        ("", {"x": "x" * 1_000_000}, "of type str, not a number"),
-        ("array", {"values": [0.25, 0.5]}, "of type Array, not a number"),
-        ("array", {"values": ["text"]}, "of type Array, not a number"),
-        ("large_integer", {}, "returned an integer that is too large"),
+        ("number", {"text": "nan"}, "must return a finite number of float32, got nan"),
+        ("number", {"text": "inf"}, "must return a finite number of float32, got inf"),
+        ("number", {"text": "-inf"}, "must return a finite number of float32, got -inf"),
+        ("number", {"text": "1e39"}, "must return a finite number of float32, got 1e+39"),
+        ("", {"x": "text"}, "must return a number, got 'text' of type str"),
+        ("", {"x": None}, "must return a number, got None of type NoneType"),
+        ("", {"x": [1.0]}, "must return a number, got [1.0] of type list"),
+        ("", {"x": "x" * 1_000_000}, "of type str"),
+        ("array", {"values": [0.25, 0.5]}, "of type Array"),
+        ("array", {"values": ["text"]}, "of type Array"),
+        ("large_integer", {}, "got an integer that is too large"),
     ],
 )
 def test_other_results_are_invalid(patient, action, arguments, message):
@@ -337,7 +337,7 @@ def test_an_exception_says_where(patient):
         ("exit_python", "SystemExit: 3 "),
         ("raise_long", "ValueError: long long"),
         ("raise_strange", "ValueError:  [31m red     "),
-        ("raise_unprintable", "Unprintable: (it has no message"),
+        ("raise_unprintable", "Unprintable: (its message"),
         ("recurse", "RecursionError: "),
         ("no_such_action", "KeyError: 'no_such_action'"),
     ],
@@ -380,7 +380,7 @@ def test_an_alarm_does_not_ring_in_the_next_call(patient):
 
 
 def test_what_makes_a_worker_unfit_is_not_put_on_the_next_call(patient):
-    for _ in range(5):  # it may die before, while or after the next one is sent
+    for _ in range(5):  # it may die before, during or after the sending of the next call
         before = pids(patient)
         assert succeeds(patient, "damage") == 1.0
         assert pids(patient) != before
@@ -390,7 +390,7 @@ def test_large_requests(patient):
     text = "é\n" * 2_500_000
     start = time.monotonic()
     failure = fails(patient, "", x=text)
-    assert failure.message.startswith(r"returned 'é\né\n")
+    assert failure.message.startswith(r"the function must return a number, got 'é\né\n")
     assert time.monotonic() - start < 30
 
 
@@ -407,7 +407,7 @@ def test_a_worker_that_dies_between_calls_costs_nothing(hasty):
 
 
 def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
-    while not all(worker.is_ready for worker in hasty._workers):  # one that still starts would die
+    while not all(worker.is_ready for worker in hasty._workers):  # the signals would kill a worker that is still starting
         assert succeeds(hasty, "") == 0.0
     before = pids(hasty)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -418,7 +418,7 @@ def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
 
 
 def test_a_worker_that_dies_before_it_reads_its_call_costs_nothing(tmp_path):
-    """Stopped, they cannot read; then each dies with the call in its socket. The call is made once."""
+    """Stopped workers cannot read, so each dies with the call unread in its socket. The call is made exactly once."""
     path = tmp_path / "calls"
     with pool("append_line", workers=2) as two:
         for number, pid in enumerate(pids(two), 1):
@@ -483,9 +483,9 @@ def test_a_file_that_cannot_be_loaded(tmp_path, text):
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("tests.rewards.functions:no_such_name", "tests.rewards.functions has no no_such_name"),
         ("tests.rewards.functions:WAITS", "is not a function"),
-        ("functions.py", 'not "functions.py"'),
-        (":f", 'not ":f"'),
-        ("functions.py:", 'not "functions.py:"'),
+        ("functions.py", 'got "functions.py"'),
+        (":f", 'got ":f"'),
+        ("functions.py:", 'got "functions.py:"'),
     ],
 )
 def test_a_name_that_leads_nowhere(function, message):
@@ -519,7 +519,7 @@ def test_workers_that_cannot_start_any_more(tmp_path):
         with pytest.raises(RewardError, match="the disk is gone"):
             two.score([{"x": 0}] * 10)
         path.write_text("def f(x): return x + 1")
-        assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # it was not for ever
+        assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # the failed start is not permanent
 
 
 def test_stacks_are_shown(capfd):
@@ -531,15 +531,15 @@ def test_stacks_are_shown(capfd):
         assert [failure.kind for failure in scores.failures] == ["timeout"] * 2
         shown = capfd.readouterr().err
         assert shown.count("reward worker ") == 2
-        assert "has call 0\n" in shown
-        assert "has call 1\n" in shown
+        assert "runs call 0\n" in shown
+        assert "runs call 1\n" in shown
         assert "in backtrack\n" in shown
         assert "in sleep\n" in shown
 
 
 @pytest.fixture
 def interruptible():
-    """A process in the background may have been started with interrupts ignored."""
+    """Handle SIGINT as Python does by default: a background process may have been started with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -555,7 +555,7 @@ def test_an_interrupt_leaves_no_process():
             two.score([{"action": "ignore_signals"}] * 10)
         start = time.monotonic()
         assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
-        assert time.monotonic() - start < 30  # what was interrupted does not run on
+        assert time.monotonic() - start < 30  # the interrupted calls no longer run
     assert own_children() == before
     with pytest.raises(RuntimeError, match="closed"):
         two.score([])
@@ -563,7 +563,7 @@ def test_an_interrupt_leaves_no_process():
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_workers():
-    """It goes to the process group in front, which is the trainer's."""
+    """Ctrl-C goes to the foreground process group, and workers are in another one."""
     with pool("pid", workers=1) as one:
         (pid,) = pids(one)
         assert os.getpgid(pid) == pid != os.getpgrp()
@@ -612,7 +612,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 
 
 def test_a_loop_in_c_ends_with_the_trainer_when_its_time_is_used(tmp_path):
-    """It lets no thread and no handler of a signal run."""
+    """The loop holds the interpreter lock, so no thread and no signal handler can end it; the processor time limit does."""
     start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._time_limit = 60.0")
     trainer = subprocess.Popen(
         [sys.executable, "-c", start + "pool.score([{'action': 'backtrack'}])", FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
@@ -633,7 +633,7 @@ def test_ten_thousand_calls_leak_nothing():
             calls[i] = {"action": actions[i // 500 % len(actions)]}
 
         def are_clean():
-            """No process, nor one to be waited for, but the workers."""
+            """Return whether the workers are the only children, zombies included."""
             two.score([])
             return set(children(os.getpid())) - before == set(pids(two))
 
@@ -645,7 +645,7 @@ def test_ten_thousand_calls_leak_nothing():
         failed = {failure.index for failure in scores.failures}
         assert failed == set(range(500, 10_000, 500))
         assert scores.rewards == [0.0 if i in failed else float(i) for i in range(10_000)]
-        # Replacements may be starting, but there is one for each that has gone.
+        # Replacements may still be starting, but each killed worker has one.
         assert eventually(are_clean)
         assert len(os.listdir("/proc/self/fd")) == fds
 

@@ -1,4 +1,4 @@
-"""Rewards of a Python function in the trainer: what fails is left out of its group, counted by kind, and can stop a run."""
+"""Reward functions in the trainer: failed rewards are excluded from their group, counted by kind, and can stop a run."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
         counts, sentence = scorer.failures(Ranks(), "step 7")
     assert counts == {"exception": 2, "timeout": 1, "crash": 1, "memory": 0, "invalid": 1}
     assert sentence.startswith(
-        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), such as: ValueError"
+        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), for example: ValueError"
     )
     assert "up is not allowed" in sentence
 
@@ -98,7 +98,7 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 
 @pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
 def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys, objective):
-    """The advantages are those of the groups without the rollouts whose reward failed, which learn nothing."""
+    """Rollouts whose reward failed have zero advantage, and the others' advantages are computed without them."""
     task, seen, update = MazeTask(5), [], Learner.update
 
     def spy(self, samples, advantages, sequences, *, when, lr):
@@ -172,8 +172,8 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    # Of the 24 it gave up after three; the other worker may have had one more.
-    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), such as: KeyError", error)
+    # It stops after the third failure of 24 calls.
+    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     assert error.endswith("then --resume goes on.\n")
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
@@ -187,7 +187,7 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
     [
         ("nowhere.py:score", "there is no file"),
         ("{}:missing", "has no missing"),
-        ("score", 'a reward function is given as "path/to/file.py:name"'),
+        ("score", 'a reward function must be "path/to/file.py:name"'),
     ],
 )
 def test_a_function_that_is_not_there_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
@@ -206,7 +206,7 @@ def test_a_function_that_cannot_be_started_again_stops_the_run(rewards, tmp_path
     rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    assert "cannot be started any more" in error
+    assert "cannot be restarted" in error
     assert "once only" in error
 
 

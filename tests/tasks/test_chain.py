@@ -1,4 +1,4 @@
-"""The chain: one way through, judged as a walker would walk it."""
+"""The chain task against a step-by-step simulation."""
 
 import random
 
@@ -13,7 +13,7 @@ from tests.test_train import read
 
 
 def walked(task, tokens):
-    """The reward, a step at a time."""
+    """Return the number of rewarded steps by simulating one step at a time."""
     steps = 0
     for state, token in enumerate(tokens):
         if token == task.actions[state]:

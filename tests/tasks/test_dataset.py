@@ -1,4 +1,4 @@
-"""Prompts of a file: read by a real tokenizer, split and shuffled repeatably, lines of ill will refused."""
+"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines that must be rejected."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CHAT = (
 
 
 def save_byte_level_policy(directory, positions=256):
-    """A tiny policy with a token for every byte, and Qwen's chat tokens."""
+    """Save a tiny policy with a token for every byte and Qwen's chat tokens; return its directory."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -73,7 +73,7 @@ def test_every_epoch_has_every_training_prompt_once_in_another_order(tmp_path, p
     assert first != second
     assert texts(task, "train", size - 3, 6) == first[-3:] + second[:3]
     again = task_of(tmp_path / "sums.jsonl", policy)
-    assert texts(again, "train", 7, 5) == first[7:12]  # whatever was asked for before
+    assert texts(again, "train", 7, 5) == first[7:12]  # independent of earlier requests
     assert texts(task_of(tmp_path / "sums.jsonl", policy, seed=1), "train", 0, size) != first
     assert task.prompts("train", size, 4).ids.tolist() == list(range(size, size + 4))
     assert task.name == f"sums.jsonl: {size} prompts and {len(held_out)} held out"
@@ -104,7 +104,7 @@ def test_long_prompts_are_left_out_and_said(tmp_path, policy):
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
     with pytest.raises(
-        InputError, match="must leave some prompts of at most 3 tokens to train with, got none of 1 and 0 lines"
+        InputError, match="must have prompts of at most 3 tokens for the train split, got none in 1 training lines and 0 "
     ):
         task_of(written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3)
 
@@ -119,17 +119,17 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b"[]", r"line 2: it must be a JSON object, got \[\]"),
         (b'{"prompt": "\xff"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "\\ud800"}', "line 2: it must be a JSON object in UTF-8"),
-        (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key comes twice"),
-        (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is no JSON"),
+        (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
+        (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is not valid JSON"),
         (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
         (DEEP.encode(), "line 2: it is nested too deeply"),
         (b'{"prompt": "' + b"x" * lines.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
         (b'{"question": "1"}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
         (b'{"prompt": 7}', "line 2: prompt must be text"),
-        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages of a role and a content"),
-        (b'{"prompt": [{"role": "root", "content": "1"}]}', "line 2: prompt must have roles of system, user"),
-        (b'{"prompt": [{"role": "user", "content": ["1"]}]}', "line 2: prompt must have roles .* and contents of text"),
+        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages with a role and a content"),
+        (b'{"prompt": [{"role": "root", "content": "1"}]}', "line 2: prompt must have a role in system, user"),
+        (b'{"prompt": [{"role": "user", "content": ["1"]}]}', "line 2: prompt must have a role .* and text as content"),
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )
@@ -180,7 +180,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out
     assert any(record["reward_mean"] > 0 for record in read(tmp_path / "whole" / "metrics.jsonl"))
-    stop_at(monkeypatch, "step 7")  # 56 prompts, of 60 with those held out
+    stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path / "whole")

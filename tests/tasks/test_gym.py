@@ -1,4 +1,4 @@
-"""reasoning-gym: every data set makes questions by index, split by content, scored by its own checker."""
+"""reasoning-gym: questions by index, a split by content, and scores by each data set's own verifier."""
 
 import os
 import subprocess
@@ -45,11 +45,11 @@ def scored(task, prompts, responses):
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy, monkeypatch):
-    """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
+    """Every data set has a question at an index. If it gives the answer as text, that answer gets reward 1."""
     if name in HASHED:
-        with pytest.raises(InputError, match=f"reasoning-gym's {name} asks other questions in every process.*PYTHONHASHSEED=0"):
+        with pytest.raises(InputError, match=f"reasoning-gym's {name} generates other questions in every .*PYTHONHASHSEED=0"):
             task_of(name, policy)
-        monkeypatch.setenv("PYTHONHASHSEED", "0")  # as this process would have been started with
+        monkeypatch.setenv("PYTHONHASHSEED", "0")  # as if this process had been started with it
     task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns
@@ -71,7 +71,7 @@ for name in sorted(set(DATASETS) - {"composite"}):
 
 
 def test_the_same_questions_whatever_pythons_hashes():
-    """Between ranks, and between the trainer and its reward workers; but for the data sets of which that is known."""
+    """Ranks, the trainer and its reward workers see the same questions, except for the data sets in HASHED."""
     command = [sys.executable, "-c", QUESTIONS]
     printed = [
         subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
@@ -91,7 +91,7 @@ def test_rewards_come_from_the_checker(policy):
     responses = [f"I add: <answer>{first}</answer>", f"\\boxed{{{second}}}", f"<answer>1</answer><answer>{third}</answer>"]
     assert scored(task, prompts, responses)[0].tolist() == [1, 1, 1]
     responses = ["<answer>x</answer>", f"{second}, I think, or else {third}", "\\boxed{}"]
-    assert scored(task, prompts, responses)[0].max() < 0.5  # the checker gives something for trying
+    assert scored(task, prompts, responses)[0].max() < 0.5  # the verifier gives a small reward for an answer of the right form
     assert task.answer("so <answer> 12 </answer>.") == task.answer("\\boxed{12}") == task.answer(" 12\n") == "12"
 
 
@@ -102,12 +102,12 @@ def test_questions_depend_on_seed_split_and_index_alone(policy):
     assert len({line["question"] for line in task.prompts("train", 0, 40).columns}) > 35
     other = task_of("lcm", policy, seed=1)
     assert other.prompts("train", 0, 7).columns != task.prompts("train", 0, 7).columns
-    far = task.prompts("train", 10**6, 2)  # beyond any one data set
+    far = task.prompts("train", 10**6, 2)  # beyond the size of one data set
     assert far.ids.tolist() == [10**6, 10**6 + 1]
 
 
 def test_no_question_is_on_both_sides_of_the_split(policy):
-    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')  # few enough to come again
+    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')  # so few that questions repeat
     train_questions, test_questions = (
         {line["question"] for line in task.prompts(split, 0, 150).columns} for split in ("train", "test")
     )
@@ -118,15 +118,15 @@ def test_no_question_is_on_both_sides_of_the_split(policy):
 
 def test_what_reasoning_gym_does_not_make_is_refused(policy):
     for name, options, message in (
-        ("sums", {}, r"reasoning-gym makes no data set 'sums' with --gym-config '\{\}': ValueError"),
-        ("gcd", {"gym_config": '{"min_value": -1}'}, r"makes no data set 'gcd' with --gym-config '.*': AssertionError"),
-        ("gcd", {"gym_config": '{"colour": 1}'}, "makes no data set 'gcd' with .*: TypeError"),
-        ("composite", {}, "makes no data set 'composite' with .*: AssertionError: Must specify"),
+        ("sums", {}, r"reasoning-gym cannot create 'sums' with --gym-config '\{\}': ValueError"),
+        ("gcd", {"gym_config": '{"min_value": -1}'}, r"cannot create 'gcd' with --gym-config '.*': AssertionError"),
+        ("gcd", {"gym_config": '{"colour": 1}'}, "cannot create 'gcd' with .*: TypeError"),
+        ("composite", {}, "cannot create 'composite' with .*: AssertionError: Must specify"),
     ):
         with pytest.raises(InputError, match=message):
             task_of(name, policy, **options)
     short = task_of("lcm", policy, max_prompt_tokens=3)
-    with pytest.raises(InputError, match="must have questions of at most 3 tokens to train with, got none in 200 draws"):
+    with pytest.raises(InputError, match="must have questions of at most 3 tokens for the train split, got none in 200 draws"):
         short.prompts("train", 0, 1)
 
 
@@ -135,7 +135,7 @@ def test_another_question_than_before_is_a_failure_not_a_reward(policy):
     prompts = task.prompts("train", 0, 2)
     columns = ({**prompts.columns[0], "question": "What?"}, prompts.columns[1])
     other = type(prompts)(prompts.tokens, prompts.cu_seqlens, prompts.ids, columns)
-    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm makes another question than before of seed"):
+    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm must repeat its question for seed"):
         scored(task, other, ["1", "1"])
 
 

@@ -1,4 +1,4 @@
-"""GSM8K and mathematics: the papers' prompts, right answers, boxes, and rewards by math-verify in the pool."""
+"""GSM8K and MATH: the papers' prompts, correct answers, boxed answers, and rewards by math-verify in the pool."""
 
 import json
 
@@ -110,7 +110,7 @@ def test_prompts_are_those_of_the_papers(tmp_path, policy):
 
 
 def test_parquet_is_read_as_json_lines_are(tmp_path, policy):
-    """As verl writes it: messages, and the answer in a struct."""
+    """The rows have verl's format: chat messages, and the answer in a struct."""
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": f"{n}", "style": "rule"}}
         for n in range(40)
@@ -122,7 +122,7 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, policy):
     assert one.fingerprint == other.fingerprint
     assert one.prompts("train", 0, 5).columns == other.prompts("train", 0, 5).columns
     assert prompt_of(one) == prompt_of(other)
-    assert "\\boxed" not in prompt_of(one)  # messages stay as they are
+    assert "\\boxed" not in prompt_of(one)  # the suffix is not added to messages
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_one_failure_among_many_responses_without_a_box_is_no_reason_to_stop(tmp
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 1)
     scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
-    try:  # 9^9^9^9 is beyond what can be evaluated in a second
+    try:  # 9^9^9^9 cannot be evaluated within a second
         texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
         rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
         assert rewards.nan_to_num(0).sum() == 0
@@ -197,7 +197,7 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
 
 
 def test_answers_of_a_step_are_its_own(tmp_path, policy):
-    """Not those of the evaluation before it, nor of greedy responses; evaluations have theirs."""
+    """A step counts neither the answers of the evaluation before it nor greedy responses. An evaluation counts its own."""
     data = written(tmp_path / "gsm8k.jsonl", GSM8K)
     sizes = "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 --threads 1 --objective self"
     flags = [*sizes.split(), "--task", "gsm8k", "--data", str(data), "--model", str(policy), "--dtype", "float32"]
@@ -215,7 +215,7 @@ def test_answers_of_a_step_are_its_own(tmp_path, policy):
     assert scored == [8 * held_out, 8, 8 * held_out, 8, 8 * held_out]
     for log in ("metrics", "eval"):
         records = [json.loads(line) for line in (tmp_path / "run" / f"{log}.jsonl").read_text().splitlines()]
-        assert all(record["answers_missing"] == 1 for record in records)  # of a policy that was never taught
+        assert all(record["answers_missing"] == 1 for record in records)  # the policy is untrained
 
 
 def test_a_file_that_unpacks_to_much_more_is_refused(tmp_path):
@@ -264,7 +264,9 @@ def test_what_the_hub_does_not_give_is_said(policy, monkeypatch):
         raise ConnectionError(f"cannot reach {name} {config} {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(InputError, match=r"cannot load train of openai/gsm8k:main from the hub: ConnectionError: .*; --data "):
+    with pytest.raises(
+        InputError, match=r"cannot load train data of openai/gsm8k:main from the hub: ConnectionError: .*; --data "
+    ):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 
 
@@ -283,7 +285,7 @@ def test_data_sets_of_the_hub(policy, monkeypatch):
     assert task.name == "openai/gsm8k:main: 30 prompts and 10 held out"
     own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
     assert asked[2:] == [("me/mine", None, "train")]
-    assert own.num_test_prompts < 10  # split off
+    assert own.num_test_prompts < 10  # split off from the lines
 
 
 def test_rewards_and_columns_reach_all_of_a_group(tmp_path, policy):
@@ -292,7 +294,7 @@ def test_rewards_and_columns_reach_all_of_a_group(tmp_path, policy):
     right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
     scorer = build_scorer(RewardOptions(), task)
     try:
-        responses = [right[g - (n == g)] for g in range(3) for n in range(3)]  # sample g of prompt g answers another
+        responses = [right[g - (n == g)] for g in range(3) for n in range(3)]  # sample g of prompt g answers another one
         rewards = scorer.score(prompts, Rollouts.given(responses))
     finally:
         scorer.close()

@@ -1,4 +1,4 @@
-"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, obvious judge."""
+"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple judge."""
 
 import random
 from collections import deque
@@ -22,7 +22,7 @@ PAPER_PROMPT = [
     for word in line.split()
 ]
 PAPER_ANSWER = ["DOWN", "DOWN", "RIGHT", "RIGHT", "RIGHT", "RIGHT", "DOWN", "DOWN", "DONE", "<eos>"]
-GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits, as first generated
+GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits; the generator must not change
 ID = {word: i for i, word in enumerate(maze.WORDS)}
 
 
@@ -39,7 +39,7 @@ def test_the_papers_example():
 
 
 def walk_length(is_open):
-    """Shortest way from start to goal by breadth-first search."""
+    """Return the number of reachable cells and the length of the shortest path to the goal, by breadth-first search."""
     goal = (len(is_open) - 2,) * 2
     distance, queue = {(1, 1): 0}, deque([(1, 1)])
     while queue:
@@ -59,7 +59,7 @@ def test_mazes_are_spanning_trees_with_the_shortest_path(size):
         for i in range(3):
             is_open = task.maze(split, i)
             reached, length = walk_length(is_open)
-            assert reached == sum(map(sum, is_open)) == 2 * rooms - 1  # connected, and as many openings as a tree has
+            assert reached == sum(map(sum, is_open)) == 2 * rooms - 1  # connected, with the number of openings of a tree
             assert all(is_open[r][c] for r in range(1, size, 2) for c in range(1, size, 2))
             path = shortest_path(is_open)
             assert len(path) == length <= task.max_new_tokens - 1
@@ -89,7 +89,7 @@ def test_no_test_maze_is_ever_trained_on(size):
     assert train
     assert test
     assert not train & test
-    assert size != 5 or len(train | test) == 4  # every 5x5 maze there is
+    assert size != 5 or len(train | test) == 4  # all 5x5 mazes
 
 
 @pytest.mark.parametrize("size", [4, 3, 10, 33, -9])
@@ -118,7 +118,7 @@ def slow_judge(is_open, tokens, strict):
 
 
 def mutations(path, rng):
-    """Answers around a solution: right, wrong in one place, cut, prolonged, without or with two DONEs."""
+    """Yield variants of a solution: correct, wrong in some moves, truncated, extended, with no or two DONE."""
     yield [*path, maze.DONE]
     yield path
     yield [*path, maze.DONE, maze.EOS]
@@ -161,6 +161,6 @@ def test_demonstrations_earn_the_reward():
     task = MazeTask(9)
     prompts, solutions = task.demonstrations(0, 16)
     assert task.score(prompts, solutions).tolist() == [1.0] * 16
-    assert solutions.lengths.max() <= task.max_new_tokens + 1  # <eos> follows DONE here, and is never sampled
+    assert solutions.lengths.max() <= task.max_new_tokens + 1  # with an <eos> after DONE, which is never sampled
     shifted, _ = task.demonstrations(1, 16)
     assert task.score(shifted, solutions).mean() < 0.5

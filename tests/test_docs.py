@@ -17,7 +17,8 @@ from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import ESTIMATORS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "examples" / "papers" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/papers/README.md")
+PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)

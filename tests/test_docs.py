@@ -13,8 +13,8 @@ import torch
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options_page import groups, page
 from maxrl_fast.config.parse import parse
-from maxrl_fast.objectives import OBJECTIVES
 from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.training.objective_registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/papers/README.md")
@@ -26,9 +26,13 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL 
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\b")
 
 
-# Options that the pages use before they exist: a command with one of them is parsed once the options have it.
-UPCOMING = {"--eps", "--ddof", "--tau", "--quantile", "--penalty", "--correct-weight"}
-UPCOMING |= {"--false-positive-rate", "--false-negative-rate"}
+# Each shows options in --help that the others do not.
+CHOICES = (
+    *("", "--task chain", "--task gym:chain_sum --model DIR", "--task gsm8k --model DIR", "--resume DIR"),
+    *("--objective maxrl", "--objective pacs_paper", "--objective qae", "--objective noisy_verifier_backward"),
+    *("--objective w_reinforce", "--objective differential_smoothing", "--objective unlikeliness"),
+    *("--lora-rank 2", "--kl-coef 0.1"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -59,6 +63,16 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.is_relative_to(ROOT.resolve()), f"{name_of(path)} links to {link}, outside of the repository"
         if anchor:
             assert anchor in anchors(target.read_text()), f"{name_of(path)} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+def test_files_that_pages_name_exist(path: Path) -> None:
+    text = path.read_text()
+    named = re.findall(r"`((?:maxrl_fast|csrc|tests|bench|examples|docs)/[\w/.-]*)`", text)
+    for folder, row in re.findall(r"^\| `(maxrl_fast/\w+/)` \|(.*)", text, re.MULTILINE):  # the map of the code
+        named += [folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")]
+    for file in named:
+        assert (ROOT / file).exists(), f"{name_of(path)} names {file}, which does not exist"
 
 
 def test_the_index_has_every_page() -> None:
@@ -121,10 +135,9 @@ def commands() -> Iterator[tuple[str, str]]:
 def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     num_checked = 0
-    missing = UPCOMING - {row.flag.split("`")[1] for _, _, rows in groups() for row in rows}
     for where, line in commands():
         words = shlex.split(line, comments=True)
-        if PLACEHOLDER.search(" ".join(words)) or {"--resume", "--help", *missing} & set(words):
+        if PLACEHOLDER.search(" ".join(words)) or {"--resume", "--help"} & set(words):
             continue
         try:
             check(parse(words[words.index("maxrl_fast.train") + 1 :]))
@@ -139,10 +152,19 @@ def test_the_reference_of_the_options_is_current() -> None:
     assert is_current, "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
 
 
-def test_the_reference_is_in_the_order_of_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    shown = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+def test_the_reference_is_in_the_order_of_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").mkdir()
+    (tmp_path / "DIR" / "config.json").write_text("{}")
     listed = [row.flag.split("`")[1] for _, _, rows in groups() for row in rows]
-    assert shown == listed
-    assert "| `--k` | `k` | `INT` | 4 where the objective has one | Size of max@k" in page()
+    shown: set[str] = set()
+    for flags in CHOICES:
+        with pytest.raises(SystemExit):
+            parse([*flags.split(), "--help"])
+        found = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+        assert found == [flag for flag in listed if flag in found]
+        shown |= set(found)
+    assert shown == set(listed)
+    assert "| `--k` | `k` | `INT` | 4 | Size of max@k" in page()

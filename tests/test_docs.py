@@ -1,6 +1,7 @@
 """Tests of the documents: links resolve, examples print their output, commands parse, the options page is current."""
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -73,6 +74,14 @@ def test_files_that_pages_name_exist(path: Path) -> None:
         named += [folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")]
     for file in named:
         assert (ROOT / file).exists(), f"{name_of(path)} names {file}, which does not exist"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+def test_imports_work(path: Path) -> None:
+    for module, names in re.findall(r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE):
+        for name in names.split(", "):
+            where = importlib.import_module(module)
+            assert hasattr(where, name), f"{name_of(path)} imports {name} from {module}, which does not have it"
 
 
 def test_the_index_has_every_page() -> None:

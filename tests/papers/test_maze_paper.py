@@ -3,14 +3,15 @@
 import json
 
 from maxrl_fast import evaluate as command
+from maxrl_fast.build import build_policy
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse, resolve
-from maxrl_fast.model.policy import build_policy
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main as train
-from tests.papers.load import FOLDER
-from tests.test_train import read
+from tests.papers.load import FOLDER, load
 
+read = load("training_runs").records
 RECIPE = ("--config", str(FOLDER / "maze_paper.toml"))
 TINY = (
     *("--maze-size", "5", "--max-new-tokens", "8", "--hidden-size", "32", "--intermediate-size", "48", "--layers", "2"),

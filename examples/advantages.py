@@ -1,10 +1,10 @@
-"""The advantages alone, for a trainer of your own: `python examples/advantages.py`."""
+"""Advantages without the trainer, for a training loop of your own: `python examples/advantages.py`."""
 
 import torch
 
 from maxrl_fast import ops
 
-# Two prompts, six rollouts each: one prompt is rarely solved, the other nearly always.
+# Two prompts with six rollouts each. One prompt is rarely solved, the other nearly always.
 rewards = torch.tensor([[0, 0, 1, 0, 0, 0], [1, 1, 1, 0, 1, 1]])  # [G, N]
 
 for name, advantages in {
@@ -15,5 +15,5 @@ for name, advantages in {
 }.items():
     print(f"{name:<13}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
 
-# Continuous rewards: the best rollout and how far it stands out are what counts for max@k.
+# With continuous rewards and k = N - 1, only the best rollout gains, by its distance to the second.
 print("max@3 of continuous rewards:", ops.maxpo_advantage(torch.tensor([0.1, 0.7, 0.2, 0.9]), k=3).tolist())

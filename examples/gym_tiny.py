@@ -1,5 +1,7 @@
-"""Reinforcement learning on text without a download: a tokenizer and a Qwen2 of 0.7 million parameters, both made here, learn
-to spell reasoning-gym's short words backward; the rewards come from its own checker, in worker processes.
+"""Reinforcement learning on text without a download.
+
+The script makes a tokenizer and a Qwen2 model with 0.7 million parameters, which learns to spell short words of reasoning-gym
+backward. The rewards come from reasoning-gym's own checker, in worker processes.
 
     pip install 'maxrl_fast[hf,gym]'
     python examples/gym_tiny.py [OUT]
@@ -21,9 +23,9 @@ TASK, OPTIONS = "spell_backward", {"min_word_len": 3, "max_word_len": 4}
 
 
 def make_policy(directory: Path) -> None:
-    """A byte-level BPE tokenizer trained on the task's questions, and a new Qwen2 for it.
+    """Save a byte-level BPE tokenizer, trained on the task's questions, and a new Qwen2 for it.
 
-    So few merges are those of the words that all questions share: what is to be spelled stays letters.
+    The few merges all go to words that every question has, so the word to spell stays split into letters.
     """
     questions = [entry["question"] for entry in reasoning_gym.create_dataset(TASK, size=2000, seed=1, **OPTIONS)]
     tokenizer = Tokenizer(models.BPE())
@@ -51,7 +53,7 @@ def make_policy(directory: Path) -> None:
 
 
 def main(out: Path) -> int:
-    """Warm start on answers, until some are right; then reinforcement learning."""
+    """Train by supervised learning until some answers are correct, then by reinforcement learning."""
     logging.disable_progress_bar()
     model, run = out / "policy", out / "run"
     make_policy(model)
@@ -59,7 +61,7 @@ def main(out: Path) -> int:
         "objective": "maxrl",
         "task": f"gym:{TASK}",
         "gym-config": json.dumps(OPTIONS),
-        "reward-threshold": 0.99,  # the checker gives something for every letter in its place
+        "reward-threshold": 0.99,  # the checker gives part of the reward for each letter in its place
         "model": model,
         "max-prompt-tokens": 48,
         "max-new-tokens": 6,

@@ -1,7 +1,7 @@
-"""The losses alone, for a trainer of your own: `python examples/token_loss.py`.
+"""Losses without the trainer, for a training loop of your own: `python examples/token_loss.py`.
 
-A policy of one matrix answers eight prompts with one token each; one token of 64 is right. It learns by MaxRL with PPO's loss,
-then, from the start again, by PACS.
+A policy, which is one matrix, answers eight prompts with one token each; one token of 64 is correct. It is trained by MaxRL
+with the PPO loss, and then from scratch by PACS.
 """
 
 import torch
@@ -10,9 +10,9 @@ from maxrl_fast import ops
 
 G, N, H, V, STEPS = 8, 16, 32, 64, 200
 generator = torch.Generator().manual_seed(0)
-hidden = torch.randn(G, H, generator=generator)  # a model's last hidden states, [prompts, H]
+hidden = torch.randn(G, H, generator=generator)  # [G, H], the last hidden states of a model
 answers = torch.randint(V, (G,), generator=generator)
-cu_seqlens = torch.arange(G * N + 1)  # responses end to end, of one token each
+cu_seqlens = torch.arange(G * N + 1)  # packed responses with one token each
 
 
 def pass_rate(weight: torch.Tensor) -> float:
@@ -21,13 +21,13 @@ def pass_rate(weight: torch.Tensor) -> float:
 
 def by_maxrl(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
     advantages = ops.maxrl_advantage(rewards).flatten()  # [S]
-    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # no logits kept
+    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # stores no logits
     return loss
 
 
 def by_pacs(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
     logprobs, _ = ops.linear_token_logprobs(states, weight, tokens)
-    proxies = ops.log_ratio_reward(logprobs, logprobs.detach(), cu_seqlens)  # the policy that sampled is the reference
+    proxies = ops.log_ratio_reward(logprobs, logprobs.detach(), cu_seqlens)  # the sampling policy is the reference
     loss, _ = ops.pacs_loss(proxies, rewards.flatten(), N)
     return loss
 

@@ -1,6 +1,7 @@
-"""The documents: links lead somewhere, examples print what they say, commands parse, the options' reference is current."""
+"""Tests of the documents: links resolve, examples print their output, commands parse, the options page is current."""
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -13,17 +14,26 @@ import torch
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options_page import groups, page
 from maxrl_fast.config.parse import parse
-from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objective_registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "examples" / "papers" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/papers/README.md")
+PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Of commands that stand for others: names in capitals, and "..."; of the objective that docs/adding_an_objective.md adds.
+# Commands with a name in capitals, "...", or an objective or task that a guide adds are not parsed.
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\b")
+
+
+# Each shows options in --help that the others do not.
+CHOICES = (
+    *("", "--task chain", "--task gym:chain_sum --model DIR", "--task gsm8k --model DIR", "--resume DIR"),
+    *("--objective maxrl", "--objective pacs_paper", "--objective qae", "--objective noisy_verifier_backward"),
+    *("--objective w_reinforce", "--objective differential_smoothing", "--objective unlikeliness"),
+    *("--lora-rank 2", "--kl-coef 0.1"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -31,7 +41,7 @@ def name_of(path: Path) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub makes of the headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()).replace(" ", "-")
@@ -50,10 +60,28 @@ def test_links_lead_somewhere(path: Path) -> None:
     for link in links(path.read_text()):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
-        assert target.exists(), f"{name_of(path)} links to {link}, which is not there"
+        assert target.exists(), f"{name_of(path)} links to {link}, which does not exist"
         assert target.is_relative_to(ROOT.resolve()), f"{name_of(path)} links to {link}, outside of the repository"
         if anchor:
-            assert anchor in anchors(target.read_text()), f"{name_of(path)} links to {link}, where no heading is that"
+            assert anchor in anchors(target.read_text()), f"{name_of(path)} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+def test_files_that_pages_name_exist(path: Path) -> None:
+    text = path.read_text()
+    named = re.findall(r"`((?:maxrl_fast|csrc|tests|bench|examples|docs)/[\w/.-]*)`", text)
+    for folder, row in re.findall(r"^\| `(maxrl_fast/\w+/)` \|(.*)", text, re.MULTILINE):  # the map of the code
+        named += [folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")]
+    for file in named:
+        assert (ROOT / file).exists(), f"{name_of(path)} names {file}, which does not exist"
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+def test_imports_work(path: Path) -> None:
+    for module, names in re.findall(r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE):
+        for name in names.split(", "):
+            where = importlib.import_module(module)
+            assert hasattr(where, name), f"{name_of(path)} imports {name} from {module}, which does not have it"
 
 
 def test_the_index_has_every_page() -> None:
@@ -61,6 +89,15 @@ def test_the_index_has_every_page() -> None:
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())}
     assert {path.resolve() for path in (ROOT / "docs").glob("*.md")} - {index.resolve()} <= linked
     assert (OBJECTIVE_PAGES / "README.md").resolve() in linked
+
+
+def test_the_tests_that_reliability_cites_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    for path in re.findall(r"`(tests/[\w/.]*)`", text):
+        assert (ROOT / path).exists(), f"docs/reliability.md cites {path}, which does not exist"
+    defined = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in defined, f"docs/reliability.md cites {name}, which does not exist"
 
 
 def test_anchors_are_githubs() -> None:
@@ -79,7 +116,7 @@ def test_every_objective_has_a_page() -> None:
             f"{file} must show how to run {name}"
         )
     titles = " ".join(path.read_text().split("\n", 1)[0] for path in OBJECTIVE_PAGES.glob("*.md"))
-    assert set(ESTIMATORS) <= set(re.split(r"[#, ]+", titles))  # those that are no objectives too
+    assert set(ESTIMATORS) <= set(re.split(r"[#, ]+", titles))  # also estimators that are not objectives
     for path in set(OBJECTIVE_PAGES.glob("*.md")) - {OBJECTIVE_PAGES / "README.md"}:
         assert EXAMPLE.search(path.read_text()), f"{name_of(path)} must have an example"
 
@@ -97,7 +134,7 @@ def test_examples_print_what_they_say(path: Path) -> None:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every command that starts the trainer, whole or as one of several lines, with its page."""
+    """Yield (page, command) for every command that starts the trainer, with continued lines joined."""
     for path in PAGES:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             if re.match(r"(    )?(python|torchrun\b.*) -m maxrl_fast\.train\b", line):
@@ -121,15 +158,23 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reference_of_the_options_is_current() -> None:
     is_current = (ROOT / "docs" / "options.md").read_text() == page()
-    assert is_current, "docs/options.md is not what the options are: python -m maxrl_fast.config.options_page > docs/options.md"
+    assert is_current, "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
 
 
-def test_the_reference_is_in_the_order_of_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    shown = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
-    hidden = {"--" + name.replace("_", "-") for name in not_taken(Choices())}
+def test_the_reference_is_in_the_order_of_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").mkdir()
+    (tmp_path / "DIR" / "config.json").write_text("{}")
     listed = [row.flag.split("`")[1] for _, _, rows in groups() for row in rows]
-    assert shown == [flag for flag in listed if flag not in hidden]
-    assert len(shown) <= 60 + 1  # and --help
+    shown: set[str] = set()
+    for flags in CHOICES:
+        with pytest.raises(SystemExit):
+            parse([*flags.split(), "--help"])
+        found = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+        assert found == [flag for flag in listed if flag in found]
+        assert flags or len(found) <= 60  # of the default job
+        shown |= set(found)
+    assert shown == set(listed)
     assert "| `--k` | `k` | `INT` | 4 | Size of max@k" in page()

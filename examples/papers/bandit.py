@@ -1,13 +1,13 @@
 """Bias and variance of max@K gradients on bandits: MaxPO, section 5.1 and appendix G.1, Figures 1, 4 and 5.
 
-Each seed is a bandit of rewards ~ N(0, 1) and a softmax policy of logits ~ N(0, 1). Three estimators of one batch of N
-draws, ghat = (1/N) sum_i A_i grad log pi(a_i): EI, EI + L2O (which is MaxPO) and EI + L1O, all of (1/K) grad max@K.
+Each seed is a bandit with rewards ~ N(0, 1) and a softmax policy with logits ~ N(0, 1). Three estimators of (1/K) grad max@K
+are compared on batches of N draws, ghat = (1/N) sum_i A_i grad log pi(a_i): EI, EI + L2O (which is MaxPO) and EI + L1O.
 
-- Error: |mean of M batches - exact gradient| against M. It falls as M^-1/2 for the unbiased ones, and for EI + L1O to its
-  bias, which is computed exactly, also for other K and N.
-- Variance, the trace of ghat's covariance, of EI and of EI + L2O, against the number of actions and against K.
+- Error: |mean of M batches - exact gradient| against M. For the unbiased estimators it falls as M^-1/2. For EI + L1O it falls
+  to the bias, which is computed exactly, also for other K and N.
+- Variance (the trace of ghat's covariance) of EI and EI + L2O, against the number of actions and against K.
 
-The numbers of actions, K, N and M in the paper's panels are lost; those here are chosen, and swept.
+Our copy of the paper lacks the numbers of actions, K, N and M of its panels; we chose ours, and sweep them.
 """
 
 import sys
@@ -31,7 +31,7 @@ LABELS = {"expected_improvement": "EI", "maxpo": "EI + L2O (MaxPO)", "ei_l1o": "
 UNBIASED = ("expected_improvement", "maxpo")
 COLOURS = {"expected_improvement": "tab:orange", "maxpo": "tab:blue", "ei_l1o": "tab:red"}
 COLOURS_OF_N = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
-CHUNK = 1_000_000  # draws at a time
+CHUNK = 1_000_000  # draws that are processed at once
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,29 @@ class BanditSettings(Settings):
     """Bias and variance of EI, EI + L2O (MaxPO) and EI + L1O on bandits (MaxPO, Figures 1, 4, 5)."""
 
     seeds: int = 20
-    """Bandits; standard errors are over them."""
+    """Number of bandits; standard errors are over bandits."""
     num_actions: int = 100
-    """Actions, where they are not swept."""
+    """Number of actions when it is not swept."""
     num_rollouts: int = 16
-    """N of the error against the number of batches."""
+    """N for the error against the number of batches."""
     k: int = 4
-    """K, where it is not swept."""
+    """K when it is not swept."""
     bias_batches: int = 1_000_000
-    """The largest M of the error against the number of batches."""
+    """Largest M for the error against the number of batches."""
     variance_batches: int = 20_000
-    """Batches that a variance is estimated from."""
+    """Batches for each estimate of a variance."""
     rollouts_swept: tuple[int, ...] = (8, 16, 32)
-    """N of the variances; K goes from 2 to N - 1."""
+    """N for the variances; K goes from 2 to N - 1."""
     actions_swept: tuple[int, ...] = (2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
-    """Numbers of actions of the variances."""
+    """Numbers of actions for the variances."""
 
 
 @dataclass(frozen=True)
 class Bandits:
-    """One bandit a row; its actions are numbered by reward, which changes nothing else."""
+    """One bandit per row. Actions are sorted by reward, which changes nothing else."""
 
     rewards: Tensor  # [S, A] float64, ascending
-    probabilities: Tensor  # [S, A] of the policy
+    probabilities: Tensor  # [S, A] action probabilities of the policy
 
     @classmethod
     def draw(cls, seeds: int, num_actions: int, generator: torch.Generator) -> "Bandits":
@@ -73,27 +73,27 @@ class Bandits:
         return Batches(self, draws.view(-1, num_batches, n).sort(-1).values)
 
     def score_mean(self, weights: Tensor) -> Tensor:
-        """sum_a w_a grad log pi(a) of weights [..., S, A]: w - pi sum_a w_a."""
+        """Return sum_a w_a grad log pi(a) = w - pi sum_a w_a for weights [..., S, A]."""
         return weights - self.probabilities * weights.sum(-1, keepdim=True)
 
     def gaps(self) -> tuple[Tensor, Tensor]:
-        """The gaps d_j = r_(j+1) - r_(j) between neighbouring rewards and F_j, the probability of a reward below each."""
+        """Return the gaps d_j = r_(j+1) - r_(j) between sorted rewards, and F_j, the probability of a reward below gap j."""
         return self.rewards.diff(dim=-1), self.probabilities.cumsum(-1)[:, :-1]
 
     def exact_gradient(self, k: int) -> Tensor:
-        """(1/K) grad max@K, [S, A]: each action's score weighted by h(r) = E[(r - max of K-1 draws)_+].
+        """Return (1/K) grad max@K [S, A]: each action's score weighted by h(r) = E[(r - max of K-1 draws)_+].
 
-        That max is below gap j with probability F_j^(K-1), so h is the sum of d_j F_j^(K-1) over the gaps below r.
+        The max is below gap j with probability F_j^(K-1), so h is the sum of d_j F_j^(K-1) over the gaps below r.
         """
         gaps, below = self.gaps()
         improvement = pad((gaps * below ** (k - 1)).cumsum(-1), (1, 0))
         return self.score_mean(self.probabilities * improvement)
 
     def exact_bias(self, k: int, n: int) -> Tensor:
-        """E[ghat] - (1/K) grad max@K of EI + L1O, [S, A].
+        """Return the bias of EI + L1O, E[ghat] - (1/K) grad max@K, [S, A].
 
-        Of the subsets that EI_j compares with, those that hold rollout i, a share of (K-1)/(N-1), let the baseline depend on
-        it: there EI_j expects the sum of d_j (1 - F_j) F_j^(K-2) over the gaps above r_i.
+        A fraction (K-1)/(N-1) of the subsets in EI_j contains rollout i. Through them the baseline depends on i: the expected
+        EI_j over them is the sum of d_j (1 - F_j) F_j^(K-2) over the gaps above r_i.
         """
         gaps, below = self.gaps()
         terms = gaps * (1 - below) * below ** (k - 2)
@@ -106,7 +106,7 @@ class Batches:
     """M batches of N draws from each of S bandits."""
 
     bandits: Bandits
-    actions: Tensor  # [S, M, N], ascending in each batch: no estimator looks at their order
+    actions: Tensor  # [S, M, N], sorted in each batch: no estimator depends on the order
 
     @cached_property
     def rewards(self) -> Tensor:
@@ -118,19 +118,19 @@ class Batches:
 
     @cached_property
     def occurrences(self) -> Tensor:
-        """How often each draw's action occurs in its batch."""
+        """Count how often each draw's action occurs in its batch."""
         return torch.searchsorted(self.actions, self.actions, right=True) - torch.searchsorted(self.actions, self.actions)
 
     def mean_gradient(self, advantages: Tensor) -> Tensor:
-        """The mean of ghat over the M batches, [S, A]."""
+        """Return the mean of ghat over the M batches, [S, A]."""
         sums = torch.zeros_like(self.bandits.probabilities).scatter_add_(1, self.actions.flatten(1), advantages.flatten(1))
         return self.bandits.score_mean(sums / self.actions[0].numel())
 
     def squared_norms(self, advantages: Tensor) -> Tensor:
-        """|ghat|^2 of each batch, [S, M], in O(N) and not O(A).
+        """Return |ghat|^2 of each batch, [S, M], in O(N) instead of O(A).
 
-        ghat = v - c pi, where v_a = (1/N) sum of A_i over the draws of a, and c = sum_a v_a. Draws of one action have equal
-        advantages, so N^2 |v|^2 is the sum of A_i^2 times how often a_i occurs.
+        ghat = v - c pi, where v_a is (1/N) times the sum of A_i over the draws of a, and c = sum_a v_a. Draws of one action
+        have equal advantages, so N^2 |v|^2 is the sum of A_i^2 times the number of draws of a_i.
         """
         centre = advantages.mean(-1)
         own = (advantages.square() * self.occurrences).mean(-1) / advantages.shape[-1]
@@ -139,13 +139,13 @@ class Batches:
 
 
 def chunks(total: int, draws: int) -> list[int]:
-    """`total` batches, in parts of about CHUNK draws, where a batch of every bandit is `draws`."""
+    """Split `total` batches into parts of about CHUNK draws; one batch for every bandit has `draws` draws."""
     size = max(1, CHUNK // draws)
     return [min(size, total - start) for start in range(0, total, size)]
 
 
 def errors(bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generator: torch.Generator) -> Tensor:
-    """|mean of the first M batches - exact gradient| for each M of the checkpoints, [estimators, checkpoints, S]."""
+    """Return |mean of the first M batches - exact gradient| for each M in checkpoints, [estimators, checkpoints, S]."""
     exact = bandits.exact_gradient(k)
     sums = exact.new_zeros(len(LABELS), *exact.shape)
     found = []
@@ -159,7 +159,7 @@ def errors(bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generat
 
 
 def variances(bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, generator: torch.Generator) -> Tensor:
-    """Traces of ghat's sample covariance over the same batches: [EI and EI + L2O, ks, S]."""
+    """Return the traces of ghat's sample covariance, with the same batches for all: [EI and EI + L2O, ks, S]."""
     sums = bandits.rewards.new_zeros(len(UNBIASED), len(ks), *bandits.rewards.shape)
     squares = sums[..., 0].clone()
     for size in chunks(num_batches, n * len(bandits.rewards)):
@@ -173,17 +173,17 @@ def variances(bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, gen
 
 
 def over_seeds(values: Tensor) -> dict[str, Any]:
-    """Mean over seeds, the last dimension, and its standard error; None where no seed has a value."""
+    """Return the mean over seeds (the last dimension) and its standard error; None for fewer than 2 values."""
     if values.shape[-1] < 2:
         return {"mean": None, "standard_error": None}
     return {"mean": rounded(values.mean(-1)), "standard_error": rounded(values.std(-1) / values.shape[-1] ** 0.5)}
 
 
 def compared(variance: Tensor) -> dict[str, Any]:
-    """Of variances [EI and EI + L2O, ..., S]: both, and EI + L2O over EI.
+    """Summarize variances [EI and EI + L2O, ..., S]: both, and the ratio of EI + L2O to EI.
 
-    The ratio's mean is the geometric one, for a few nearly deterministic policies would make up the arithmetic one. Where
-    such a policy drew one action only, both are 0 and count as equal.
+    The mean ratio is geometric, because a few nearly deterministic policies would dominate the arithmetic mean. If such a
+    policy drew only one action, both variances are 0 and count as equal.
     """
     ratio = torch.where(variance.amin(0) > 0, variance[1] / variance[0], 1.0)
     mean, deviation = ratio.log().mean(-1).exp(), ratio.log().std(-1)
@@ -195,14 +195,14 @@ def compared(variance: Tensor) -> dict[str, Any]:
 
 
 def slopes(num_batches: Sequence[int], found: Tensor) -> Tensor:
-    """Of log error against log M by least squares, of errors [M, S]: [S]."""
+    """Return the least-squares slopes [S] of log error against log M, for errors [M, S]."""
     x = torch.tensor(num_batches, dtype=found.dtype).log()
     x -= x.mean()
     return x @ found.log() / x.square().sum()
 
 
 def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
-    """The K from which each seed's ratio [ks, S] exceeds 1, between neighbours by interpolation; of seeds where it does."""
+    """Return the interpolated K at which each seed's ratio [ks, S] first exceeds 1, for the seeds in which it does."""
     above = ratio > 1
     k, first = torch.tensor(ks, dtype=ratio.dtype), above.int().argmax(0)
     before = (first - 1).clamp_min(0)
@@ -212,7 +212,7 @@ def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
 
 
 def check(s: BanditSettings) -> None:
-    """InputError on settings that make no sense."""
+    """Raise InputError for settings that make no sense."""
     for name, least in (("seeds", 2), ("num_actions", 2), ("k", 2), ("bias_batches", 10), ("variance_batches", 2)):
         if getattr(s, name) < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}")
@@ -223,7 +223,7 @@ def check(s: BanditSettings) -> None:
 
 
 def experiment(s: BanditSettings) -> dict[str, Any]:
-    """All results, over seeds; also on stdout."""
+    """Compute all results over seeds, and print the main ones."""
     check(s)
     generator = torch.Generator().manual_seed(s.seed)
     bandits = Bandits.draw(s.seeds, s.num_actions, generator)
@@ -266,7 +266,7 @@ def experiment(s: BanditSettings) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any], s: BanditSettings) -> None:
-    """The main findings on stdout."""
+    """Print the main findings."""
     error, figure = results["error"], "{mean:.3g} +- {standard_error:.2g}".format_map
     print(f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| {figure(error['gradient_norm'])}")
     print(f"{'':20}{f'error at M = {s.bias_batches}':26}{'slope, all M':20}slope, last two decades")
@@ -274,7 +274,7 @@ def report(results: dict[str, Any], s: BanditSettings) -> None:
         row = error[name]
         print(f"{label:20}{row['mean'][-1]:<26.3g}{figure(row['slope']):20}{figure(row['slope_of_last_two_decades'])}")
     print(f"exact bias of EI + L1O: {figure(error['exact_bias_ei_l1o'])}")
-    print("\nVariance of EI + L2O over that of EI, and in how many bandits it is above 1")
+    print("\nRatio of the variances of EI + L2O and EI, and the number of bandits in which it is above 1")
     for key in ("num_actions", "k"):
         for n, row in results[f"variance_by_{key}"].items():
             columns = list(zip(row[key], row["ratio"]["mean"], row["seeds_raised"], strict=True))
@@ -286,14 +286,14 @@ def report(results: dict[str, Any], s: BanditSettings) -> None:
 
 
 def band(axes: Axes, x: Sequence[int], values: dict[str, Any], label: str, colour: str, style: str = "-") -> None:
-    """A curve with its standard error shaded."""
+    """Plot a curve with its standard error shaded."""
     mean, error = torch.tensor(values["mean"]), torch.tensor(values["standard_error"])
     axes.plot(x, mean, style, label=label, color=colour, marker=".")
     axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.2, linewidth=0)
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Above, the paper's three panels, for each N; below, the exact bias of EI + L1O and the ratios of the variances."""
+    """Draw the paper's three panels for each N (top), the exact bias of EI + L1O and the ratios of variances (bottom)."""
     results, s = record["results"], record["settings"]
     figure = Figure(figsize=(16, 9.5), layout="constrained")
     (error, by_actions, by_k), (bias, ratio_by_actions, ratio_by_k) = figure.subplots(2, 3)

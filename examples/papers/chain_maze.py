@@ -1,13 +1,13 @@
 """A maze that rewards a habit: REINFORCE, EI and EI + L2O with a tabular policy (MaxPO, appendix G.2, Figure 7).
 
-The maze is a chain of 1000 states (`ChainTask`): one of two actions leads on, the habitual one in nine states of ten, and the
-other ends the episode. The policy has the logits theta[s, a] + b[a]; its softmax of b alone is what it does in a state where
-it has never been, so the probability there of the rarer action is its tendency to explore. Drawn are the return, that
-probability, and the ratio of the gradient's variance under EI + L2O to that under EI, on the same episodes.
+The maze is a chain of 1000 states (`ChainTask`). One of two actions leads on (the habitual one in nine states of ten), and the
+other ends the episode. The policy has the logits theta[s, a] + b[a]. In a state that it has never visited it acts by the
+softmax of b alone, so the probability that b gives to the rarer action is its tendency to explore. The figure shows the
+return, this probability, and the ratio of the gradient variances of EI + L2O and EI on the same episodes.
 
-The paper's batch sizes, K, learning rate, optimiser and share of the habit were lost. All but the optimiser, plain gradient
-ascent from zero, are settings here. Every method has, for each K and batch size, the learning rate of one common grid that
-gave the largest final return, on mazes of the search's own.
+Our copy of the paper lacks its batch sizes, K, learning rate, optimiser and share of the habit. All of them are settings here,
+except the optimiser, which is plain gradient ascent from zero. For each K and batch size, every method uses the learning rate
+of a common grid with the largest final return on separate mazes.
 """
 
 import sys
@@ -36,94 +36,95 @@ class ChainMaze(Settings):
     length: int = 1000
     """States of the chain, and the largest return."""
     habit: float = HABIT
-    """Share of the states where the habitual action leads on."""
+    """Share of the states in which the habitual action leads on."""
     iterations: int = 3000
     """Gradient steps."""
     batch_sizes: tuple[int, ...] = (8, 16, 32)
-    """Episodes of a gradient, N, all of one group."""
+    """N, the episodes of one gradient, which form one group."""
     ks: tuple[int, ...] = (2, 4, 8)
-    """K of max@K, where it is below N."""
+    """K of max@K; values of N or more are skipped."""
     learning_rates: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    """The grid."""
+    """Grid of learning rates."""
     search_seeds: int = 15
-    """Mazes of the search for the learning rates; the results have others."""
+    """Mazes for the search of the learning rates, different from those of the results."""
     seeds: int = 20
-    """Mazes of the results, each with its own episodes."""
+    """Mazes for the results, each with its own episodes."""
     records: int = 50
-    """Points of a curve."""
+    """Points per curve."""
     variance_batches: int = 64
-    """Batches under one policy from which a gradient's variance is estimated."""
+    """Batches under one policy for each estimate of a gradient's variance."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method with its sizes; k is None for REINFORCE."""
+    """A method with its N and K; k is None for REINFORCE."""
 
     method: str
     n: int
     k: int | None
 
     def weights(self, returns: Tensor) -> Tensor:
-        """Of the scores of episodes [..., N] in the gradient's estimate, which is a mean over them."""
+        """Return the weights of the episodes' scores in the gradient estimate, for returns [..., N]."""
         return group_advantage(returns, METHODS[self.method], k=self.k) / self.n
 
 
 @dataclass(frozen=True)
 class Mazes:
-    """Chains, one for each seed."""
+    """One chain per seed."""
 
-    sign: Tensor  # [S, L], 1 where the rarer action leads on, -1 where the habitual one does
-    dead_end: Tensor  # [S, L+1], 1 where the wrong action is a step too; 0 at the goal
+    sign: Tensor  # [S, L], 1 if the rarer action leads on, -1 if the habitual one does
+    dead_end: Tensor  # [S, L+1], 1 if the wrong action is also a step; 0 at the goal
 
 
 def mazes_of(length: int, seeds: range, habit: float = HABIT) -> Mazes:
-    """Those of ChainTask."""
+    """Return the chains of ChainTask for these seeds."""
     tasks = [ChainTask(length, seed, habit) for seed in seeds]
     sign = torch.stack([torch.where(task.actions == LEFT, 1.0, -1.0) for task in tasks])
     return Mazes(sign, pad(torch.stack([task.has_dead_end for task in tasks]).float(), (0, 1)))
 
 
 def hazard(log_odds: Tensor, sign: Tensor) -> Tensor:
-    """-log of the probability to go on from state s and all before it, [..., L]; log_odds are those of the rarer action."""
+    """Return -log P(pass states 0..s), [..., L], from the log-odds of the rarer action."""
     return softplus(-log_odds * sign).cumsum(-1)
 
 
 def walk(hazards: Tensor, episodes: int, generator: torch.Generator) -> Tensor:
-    """Steps forward before the wrong action, of episodes [..., E]: the inverse of their distribution, one draw an episode."""
+    """Sample the steps forward before the wrong action, [..., E], by inverting their distribution: one draw per episode."""
     draws = torch.empty(*hazards.shape[:-1], episodes, dtype=hazards.dtype).exponential_(generator=generator)
     return torch.searchsorted(hazards, draws)
 
 
 def returns_of(forward: Tensor, dead_end: Tensor) -> Tensor:
-    """Steps forward [..., E], and one more into a dead end."""
+    """Return the returns [..., E]: the steps forward, plus one into a dead end."""
     return forward + dead_end.expand(*forward.shape[:-1], -1).gather(-1, forward)
 
 
 def expected_return(hazards: Tensor, dead_end: Tensor) -> Tensor:
-    """Of the policy, exactly, [...]."""
+    """Return the exact expected return of the policy, [...]."""
     onward = (-hazards).exp()
-    stopped = pad(onward, (1, 0), value=1.0)[..., :-1] - onward  # at state s
+    stopped = pad(onward, (1, 0), value=1.0)[..., :-1] - onward  # P(the episode ends in state s)
     return (onward + stopped * dead_end[..., :-1]).sum(-1)
 
 
 def reaching(forward: Tensor, weights: Tensor, length: int) -> Tensor:
-    """Total weight of the episodes that reach each state, [..., L+1]."""
+    """Return the total weight of the episodes that reach each state, [..., L+1]."""
     zeros = weights.new_zeros(*weights.shape[:-1], length + 1)
     return zeros.scatter_add(-1, length - forward, weights).cumsum(-1).flip(-1)
 
 
 def score(log_odds: Tensor, sign: Tensor, forward: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over episodes of d log pi / d theta[s, rarer], [..., L]; theta[s, habitual] has its negative.
+    """Return the weighted sum over episodes of d log pi / d theta[s, rarer], [..., L]; theta[s, habitual] has its negative.
 
-    Every action of an episode but its last led on. So state s has (1 - q) from each that went past it, and -q from each that
-    ended in it, q the probability of the action that leads on; all that with the other sign where that is the habitual one.
+    Every action of an episode except its last led on. With q the probability of the action that leads on in state s, each
+    episode that passed s contributes 1 - q, and each that ended in s contributes -q. The sign flips if the habitual action
+    leads on.
     """
     reached = reaching(forward, weights, sign.shape[-1])
     return sign * (reached[..., 1:] - torch.sigmoid(log_odds * sign) * reached[..., :-1])
 
 
 def entropy_gradient(log_odds: Tensor, forward: Tensor) -> Tensor:
-    """d/d theta[s, rarer] of the policy's entropy, summed over an episode's states, mean over episodes; [..., L]."""
+    """Return d/d theta[s, rarer] of the policy's entropy, summed over an episode's states, mean over episodes, [..., L]."""
     length = log_odds.shape[-1]
     share = log_odds.new_full(forward.shape, 1 / forward.shape[-1])
     p = log_odds.sigmoid()
@@ -131,14 +132,14 @@ def entropy_gradient(log_odds: Tensor, forward: Tensor) -> Tensor:
 
 
 def variance_ratio(log_odds: Tensor, mazes: Mazes, arm: Arm, batches: int, generator: torch.Generator) -> Tensor:
-    """Of EI + L2O to EI, under this policy [S, L] and on the same batches, [S]; NaN where neither varies."""
+    """Return Var(EI + L2O) / Var(EI), [S], under the policy [S, L] and on the same batches; NaN if neither varies."""
     forward = walk(hazard(log_odds, mazes.sign), batches * arm.n, generator).view(-1, batches, arm.n)
     returns = returns_of(forward, mazes.dead_end[:, None])
     totals = []
     for method in ("EI + L2O", "EI"):
         weights = Arm(method, arm.n, arm.k).weights(returns)
         gradients = score(log_odds[:, None], mazes.sign[:, None], forward, weights)  # [S, M, L]
-        # Over all theta[s, rarer], and b[rarer], whose gradient is their sum. The habitual action's would double both totals.
+        # Sum over all theta[s, rarer] and b[rarer], whose gradient is their sum. The habitual action would double both totals.
         totals.append(gradients.var(1).sum(-1) + gradients.sum(-1).var(1))
     return totals[0] / totals[1]
 
@@ -148,8 +149,8 @@ def train(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Train every arm with its learning rates [A, P] on every maze, all in lockstep.
 
-    Yields, at the points of a curve, the gradient steps so far, the log-odds of the rarer action [A, P, S, L], and their part
-    that is b's [A, P, S].
+    Yields, at each point of a curve, the number of gradient steps, the log-odds of the rarer action [A, P, S, L], and the part
+    of them that comes from b [A, P, S].
     """
     theta = torch.zeros(*rates.shape, *mazes.sign.shape)  # [A, P, S, L], theta[s, rarer] - theta[s, habitual]
     b = torch.zeros(theta.shape[:-1])
@@ -161,14 +162,14 @@ def train(
             yield step, log_odds, b
         forward = walk(hazard(log_odds, mazes.sign), largest, generator)  # [A, P, S, N]
         returns = returns_of(forward, mazes.dead_end)
-        weights = torch.zeros_like(returns)  # and 0 they stay beyond an arm's batch
+        weights = torch.zeros_like(returns)  # they remain 0 beyond an arm's batch
         for a, arm in enumerate(arms):
             weights[a, ..., : arm.n] = arm.weights(returns[a, ..., : arm.n])
         gradient = score(log_odds, mazes.sign, forward, weights)
         for a, arm in enumerate(arms):
             if "entropy" in arm.method:
                 gradient[a] += ENTROPY_BONUS * entropy_gradient(log_odds[a], forward[a, ..., : arm.n])
-        # Twice, as the difference of two logits whose gradients are opposite.
+        # The factor 2: theta is the difference of two logits with opposite gradients.
         theta += 2 * rates[..., None, None] * gradient
         b = b + 2 * rates[..., None] * gradient.sum(-1)
 
@@ -187,18 +188,21 @@ def check(settings: ChainMaze) -> None:
 
 
 def mean_and_error(values: Tensor) -> dict[str, list[float | None]]:
-    """Over mazes, of [T, S]."""
+    """Return the mean over mazes and its standard error, for values [T, S]."""
     return {"mean": rounded(values.mean(-1)), "error": rounded(values.std(-1) / values.shape[-1] ** 0.5)}
 
 
 def median_and_quartiles(values: Tensor) -> dict[str, list[float | None]]:
-    """Over mazes, of [T, S], without NaN; what is nearly 0 or nearly 0/0 in some would make means of no use."""
+    """Return the median and quartiles over mazes, for values [T, S], ignoring NaN.
+
+    Values near 0 or near 0/0 in some mazes would make means useless.
+    """
     quantiles = values.nanquantile(torch.tensor([0.5, 0.25, 0.75]), -1)
     return dict(zip(("median", "low", "high"), map(rounded, quantiles), strict=True))
 
 
 def experiment(settings: ChainMaze) -> dict[str, Any]:
-    """A grid search of the learning rates, and the training with the best."""
+    """Search the learning rates on a grid, and train with the best."""
     check(settings)
     start = settings.seed + settings.seeds
     mazes = mazes_of(settings.length, range(settings.seed, start), settings.habit)
@@ -212,7 +216,7 @@ def experiment(settings: ChainMaze) -> dict[str, Any]:
     searched = expected_return(hazard(log_odds, others.sign), others.dead_end).mean(-1)  # [A, P]
     best = grid[searched.argmax(1)]
 
-    steps, points = [], []  # each [A, 3, S]: return, probability of the rarer action, ratio of variances
+    steps, points = [], []  # a point is [A, 3, S]: return, probability of the rarer action, ratio of variances
     for step, log_odds, b in train(settings, arms, best[:, None], mazes, generator, "training"):
         returns = expected_return(hazard(log_odds, mazes.sign), mazes.dead_end)
         ratios = torch.full_like(b, torch.nan)
@@ -231,11 +235,11 @@ def experiment(settings: ChainMaze) -> dict[str, Any]:
         row["curves"] = {"return": mean_and_error(returns), "rarer": median_and_quartiles(rarer)}
         if arm.method == "EI + L2O":
             row["curves"]["ratio"] = median_and_quartiles(ratios)
-            # Over the training. Of some policies all but a few batches are alike, and one ratio of those can be the whole mean.
+            # Over the training. Under some policies almost all batches are equal, and one such ratio can dominate the mean.
             row["median_ratio"] = mean_and_error(ratios.nanmedian(0, keepdim=True).values)
             row["mean_ratio"] = mean_and_error(ratios.nanmean(0, keepdim=True))
             twin = arms.index(Arm("EI", arm.n, arm.k))
-            row["gain_over_ei"] = mean_and_error((returns - curves[twin, 0])[-1:])  # maze by maze
+            row["gain_over_ei"] = mean_and_error((returns - curves[twin, 0])[-1:])  # paired by maze
         rows.append(row)
     habit = expected_return(hazard(torch.full_like(mazes.sign, -1e6), mazes.sign), mazes.dead_end).mean()
     results = {"steps": steps, "return_of_habit": round(float(habit), 4), "arms": rows}
@@ -244,15 +248,15 @@ def experiment(settings: ChainMaze) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What came out at the end of the training."""
+    """Format the results at the end of the training."""
 
     def cell(value: dict[str, list[float | None]] | None, form: str) -> str:
         return "" if value is None or value["mean"][-1] is None else f"{value['mean'][-1]:{form}} ± {value['error'][-1]:{form}}"
 
     lines = [
-        "Mean ± standard error over mazes after training, of p(rarer) the median; the variance ratio, EI + L2O to EI, is its",
-        "median or its mean over the training.",
-        f"Always the habit returns {results['return_of_habit']:.1f}.",
+        "Mean ± standard error over mazes after training; for p(rarer) the median. The variance ratio of EI + L2O to EI is the",
+        "median or the mean over the training.",
+        f"Always choosing the habit returns {results['return_of_habit']:.1f}.",
         f"{'':<19}   N  K  rate          return  L2O's gain     median ratio       mean ratio  p(rarer) by b",
     ]
     for row in results["arms"]:
@@ -266,7 +270,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Of each batch size a column: return, tendency to explore, ratio of variances."""
+    """Draw one column per batch size: return, tendency to explore, ratio of variances."""
     results = record["results"]
     sizes = sorted({row["n"] for row in results["arms"]})
     ks = sorted({row["k"] for row in results["arms"]} - {None})

@@ -1,10 +1,14 @@
-"""MaxRL for continuous rewards, which no paper has: maxrl of order T, whose mean gradient is that of sum_{k<=T} (1/k) max@k.
+"""MaxRL for continuous rewards, which no paper has: maxrl of order T, an estimator of grad sum_{k<=T} (1/k) max@k.
 
-MaxRL (section 8) "does not directly extend to continuous or arbitrarily valued rewards". For rewards 0 and 1 it is the sum
-over k of MaxPO's advantages, and that sum is defined for any reward. The naive extension is the paper's formula, (r - mu)/mu,
-as it stands. Three parts: (a) a bandit that can be enumerated: bias, the error's fall with the number of groups, and what a
-constant added to all rewards does; (b) bandits learned with each T: max@k against k; (c) the trainer on mazes with partial
-credit (`--reward maze_progress.py:fraction_of_the_way`): maxrl against maxpo, GRPO and RLOO from one warm start.
+MaxRL (section 8) "does not directly extend to continuous or arbitrarily valued rewards". For binary rewards its advantage is
+the sum over k of MaxPO's advantages, and that sum is defined for any reward. The naive extension is the paper's formula
+(r - mu)/mu, unchanged. The experiment has three parts:
+
+(a) A bandit that can be enumerated: the bias, the error against the number of groups, and the effect of a constant added to
+    all rewards.
+(b) Bandits learned with each T: max@k against k.
+(c) The trainer on mazes with partial credit (`--reward maze_progress.py:fraction_of_the_way`): maxrl against maxpo, GRPO and
+    RLOO from one warm start.
 """
 
 import itertools
@@ -25,9 +29,9 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.ops import group_advantage
 
-NAIVE = "naive"  # (r - mu)/mu, MaxRL's Algorithm 1, on rewards that it was not made for
-POSITIVE = "naive, all rewards positive"  # by a constant added to them, which changes no gradient of max@k
-GROUPS_LIMIT = 500_000  # groups that are enumerated
+NAIVE = "naive"  # (r - mu)/mu, MaxRL's Algorithm 1, on rewards that are not binary
+POSITIVE = "naive, all rewards positive"  # by adding a constant, which changes no gradient of max@k
+GROUPS_LIMIT = 500_000  # largest number of groups to enumerate
 
 
 @dataclass(frozen=True)
@@ -35,25 +39,26 @@ class ContinuousMaxRL(MazeSettings):
     """MaxRL of order T on continuous rewards: bandits with closed forms, and mazes with partial credit."""
 
     arms: int = 6
-    """Of the enumerated bandit; rewards and logits are standard normal, the first two arms have the same reward."""
+    """Arms of the enumerated bandit. Rewards and logits are standard normal; the first two arms have the same reward."""
     groups: int = 2**16
-    """M, the most groups over which the estimate is averaged."""
+    """M, the largest number of groups over which the estimate is averaged."""
     repeats: int = 16
-    """Times that this is done."""
+    """Repetitions of this average."""
     prompts: int = 8
-    """Of a learned bandit: one policy serves them all, and cannot tell them apart. Otherwise one arm is best for every T."""
+    """Prompts of a learned bandit. One policy serves all of them and cannot tell them apart; with one prompt, one arm would
+    be best for every T."""
     learned_arms: int = 16
     """Arms of a learned bandit."""
     learned: int = 64
-    """Bandits that are learned."""
+    """Number of learned bandits."""
     updates: int = 2000
-    """Updates of each, each from one group for every prompt."""
+    """Updates of each learned bandit, each from one group per prompt."""
     rate: float = 0.2
-    """Step of the gradient ascent; the advantages of order T are divided by 1 + 1/2 + ... + 1/T before."""
+    """Step size of the gradient ascent; advantages of order T are first divided by 1 + 1/2 + ... + 1/T."""
 
 
 def best_of_k(probabilities: Tensor, rewards: Tensor, largest: int) -> Tensor:
-    """max@k in closed form for k = 1..largest: [..., A], [..., A] -> [..., largest]. E max = r_(A) - sum_j d_j F_j^k."""
+    """Return max@k = r_(A) - sum_j d_j F_j^k for k = 1..largest: [..., A], [..., A] -> [..., largest]."""
     values, order = rewards.sort(-1)
     below = probabilities.expand_as(values).gather(-1, order).cumsum(-1)[..., :-1, None]  # P(r <= r_(j)), j < A
     sizes = torch.arange(1, largest + 1, dtype=values.dtype)
@@ -61,7 +66,7 @@ def best_of_k(probabilities: Tensor, rewards: Tensor, largest: int) -> Tensor:
 
 
 def target(logits: Tensor, rewards: Tensor, order: int) -> Tensor:
-    """The gradient [..., A] of sum_{k <= order} (1/k) max@k by the logits [..., A] of a softmax policy."""
+    """Return the gradient [..., A] of sum_{k <= order} (1/k) max@k with respect to the logits of a softmax policy."""
     logits = logits.detach().requires_grad_()
     weights = 1 / torch.arange(1, order + 1, dtype=logits.dtype)
     (gradient,) = torch.autograd.grad((best_of_k(logits.softmax(-1), rewards, order) * weights).sum(), logits)
@@ -69,14 +74,14 @@ def target(logits: Tensor, rewards: Tensor, order: int) -> Tensor:
 
 
 def advantages_of(estimator: int | str, rewards: Tensor) -> Tensor:
-    """maxrl of the order that `estimator` is, or the naive extension; rewards [..., N]."""
+    """Return maxrl advantages of order `estimator`, or those of the naive extension, for rewards [..., N]."""
     if isinstance(estimator, int):
         return group_advantage(rewards, "maxrl", order=estimator)
     return group_advantage(rewards, "maxrl_ratio")
 
 
 def policy_gradient(probabilities: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
-    """(1/N) sum_i A_i grad log pi(a_i) by the logits: [..., A], [..., N], [..., N] -> [..., A]."""
+    """Return (1/N) sum_i A_i grad log pi(a_i) for the logits: [..., A], [..., N], [..., N] -> [..., A]."""
     sums = torch.zeros(*actions.shape[:-1], probabilities.shape[-1], dtype=advantages.dtype).scatter_add(
         -1, actions, advantages
     )
@@ -84,20 +89,20 @@ def policy_gradient(probabilities: Tensor, actions: Tensor, advantages: Tensor) 
 
 
 def all_groups(arms: int, rollouts: int) -> tuple[Tensor, Tensor]:
-    """Every group up to order, actions [C(arms + N - 1, N), N], and how often each arm is in it [.., arms]."""
+    """Return every group up to order, [C(arms + N - 1, N), N], and the count of each arm in it, [..., arms]."""
     actions = torch.tensor(list(itertools.combinations_with_replacement(range(arms), rollouts)))
     return actions, torch.nn.functional.one_hot(actions, arms).sum(1)
 
 
 def exact_mean(logits: Tensor, rewards: Tensor, estimator: int | str, actions: Tensor, counts: Tensor) -> Tensor:
-    """The mean [A] of the estimated gradient over all groups, by their multinomial probabilities: nothing is sampled."""
+    """Return the exact mean [A] of the estimated gradient over all groups, weighted by their multinomial probabilities."""
     num = counts.double()
     chance = torch.lgamma(num.sum(1) + 1) - torch.lgamma(num + 1).sum(1) + num @ logits.log_softmax(0)
     return chance.exp() @ policy_gradient(logits.softmax(0), actions, advantages_of(estimator, rewards[actions]))
 
 
 def bandit(settings: ContinuousMaxRL) -> tuple[Tensor, Tensor]:
-    """Logits and rewards [A] of the enumerated bandit, float64."""
+    """Return the logits and rewards [A] of the enumerated bandit, float64."""
     generator = torch.Generator().manual_seed(settings.seed)
     logits, rewards = torch.randn(2, settings.arms, dtype=torch.float64, generator=generator)
     rewards[1] = rewards[0]
@@ -105,12 +110,12 @@ def bandit(settings: ContinuousMaxRL) -> tuple[Tensor, Tensor]:
 
 
 def orders_of(rollouts: int) -> list[int]:
-    """1, 2, 4, ... up to N/2, and N-1."""
+    """Return 1, 2, 4, ... up to N/2, and N-1."""
     return sorted({*powers_of_two(rollouts // 2), rollouts - 1})
 
 
 def convergence(settings: ContinuousMaxRL) -> dict[str, Any]:
-    """||mean of M estimates - target|| for M = 16, 32, ..., the root of its mean square over repeats, and its slope in M."""
+    """Return the relative RMS over repeats of ||mean of M estimates - target|| for M = 16, 32, ..., and its slope in M."""
     logits, rewards = bandit(settings)
     generator = torch.Generator().manual_seed(settings.seed + 1)
     sizes = [2**i for i in range(4, settings.groups.bit_length())]
@@ -133,7 +138,7 @@ def convergence(settings: ContinuousMaxRL) -> dict[str, Any]:
 
 
 def shifts(settings: ContinuousMaxRL) -> dict[str, Any]:
-    """The exact relative bias of both extensions where a constant is added to all rewards, at full order."""
+    """Return the exact relative bias of both extensions at full order, against a constant added to all rewards."""
     logits, rewards = bandit(settings)
     actions, counts = all_groups(settings.arms, settings.rollouts)
     wanted = target(logits, rewards, settings.rollouts - 1)  # a constant changes no gradient
@@ -157,7 +162,7 @@ def shifts(settings: ContinuousMaxRL) -> dict[str, Any]:
 
 
 def learning(settings: ContinuousMaxRL) -> dict[str, Any]:
-    """max@k after gradient ascent from the uniform policy: means over bandits, and differences from T = 1 with their errors."""
+    """Return max@k after gradient ascent from the uniform policy: means over bandits, and the errors of the gain over T = 1."""
     generator = torch.Generator().manual_seed(settings.seed + 2)
     shape = (settings.learned, settings.prompts, settings.learned_arms)
     rewards = torch.randn(shape, generator=generator)
@@ -205,7 +210,7 @@ def experiment(settings: ContinuousMaxRL) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    """The main findings."""
+    """Print the main findings."""
     errors, slopes = results["convergence"]["errors"], results["convergence"]["slopes"]
     learned, exact = results["learning"]["max_at_k"], results["shifts"]["bias_by_order"]
     print(f"{'bandits':<28}exact bias  error at M  slope in M   learned: max@1   max@{len(learned['1'])}")
@@ -233,7 +238,7 @@ def draw(record: dict[str, Any]) -> Figure:
         axes.grid(alpha=0.3)
         axes.legend(
             fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2 if axes in grid[0] else 4
-        )  # below: it covers nothing
+        )  # below the axes, where it covers no curve
     return figure
 
 

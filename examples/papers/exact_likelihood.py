@@ -1,9 +1,9 @@
-"""MaxRL, Figures 2, 8 and 9: with enough rollouts MaxRL is maximum likelihood, REINFORCE stays where pass rates begin low.
+"""MaxRL, Figures 2, 8 and 9: with enough rollouts MaxRL is maximum likelihood; REINFORCE does not learn from low pass rates.
 
-Classification as reinforcement learning: a rollout is a class drawn from the softmax, its reward 1 if that is the label. As
-the likelihood is known, cross-entropy can be trained beside MaxRL, GRPO and REINFORCE. The publication trains a ResNet-50 on
-ImageNet; here a linear softmax learns 200 Gaussian classes, and scikit-learn's digits. So the learning rate cannot be the
-publication's: it is one for all objectives, as there, and a sweep shows what other rates do to each.
+Classification as reinforcement learning: a rollout is a class drawn from the softmax, and its reward is 1 if the class is the
+label. The likelihood is known, so cross-entropy can be compared with MaxRL, GRPO and REINFORCE. The publication trains a
+ResNet-50 on ImageNet; here a linear softmax learns 200 Gaussian classes, and scikit-learn's digits. Therefore the learning rate
+differs from the publication's. As there, all objectives share one rate; a sweep shows the effect of other rates on each.
 """
 
 import math
@@ -23,12 +23,12 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import effective_weight, group_advantage
 
 EXACT = "cross-entropy"
-# maxrl_ratio is maxrl for rewards of 0 and 1, without its sort; the publication's GRPO (D.1) takes the population's std.
+# maxrl_ratio equals maxrl for binary rewards and needs no sort. The publication's GRPO (D.1) uses the population std.
 ESTIMATORS = {"MaxRL": "maxrl_ratio", "GRPO": "grpo", "REINFORCE": "reinforce"}
 OPTIONS: dict[str, dict[str, Any]] = {"MaxRL": {}, "GRPO": {"ddof": 0}, "REINFORCE": {}}
 METRICS = {"pass@1": "pass@1", "pass@128": "pass@128", "accuracy": "accuracy of the likeliest class"}
-COVERAGE = [2**i for i in range(11)]  # k of pass@k
-EVALUATIONS = 20  # points of a curve after the first
+COVERAGE = [2**i for i in range(11)]  # values of k for pass@k
+EVALUATIONS = 20  # points per curve after the first
 SHOWN = 150  # inputs whose gradients are drawn
 COLOURS = {EXACT: "black", "MaxRL": "tab:blue", "GRPO": "tab:orange", "REINFORCE": "tab:green"}
 
@@ -38,23 +38,23 @@ class ExactLikelihood(Settings):
     """Cross-entropy against MaxRL, GRPO and REINFORCE on classification (MaxRL, Figures 2, 8 and 9)."""
 
     rollouts: tuple[int, ...] = (16, 128, 1024)
-    """Rollouts of an input, N; the sweep of learning rates takes the middle one."""
+    """Rollouts per input, N; the sweep of learning rates uses the middle one."""
     steps: int = 1500
     """Updates; the publication looks at gradients after 1500."""
     batch: int = 256
-    """Inputs of an update."""
+    """Inputs per update."""
     learning_rate: float = 4.0
-    """Of plain SGD, constant; chosen."""
+    """Constant learning rate of plain SGD; our choice."""
     sweep: tuple[float, ...] = (32.0, 256.0, 2048.0)
     """Other learning rates to try."""
     classes: int = 200
-    """Of the Gaussian data."""
+    """Number of classes of the Gaussian data."""
     dimensions: int = 64
-    """Of the Gaussian data."""
+    """Dimensions of the Gaussian data."""
     noise: float = 0.8
     """Standard deviation around the class means, which are drawn from N(0, 1)."""
     train_inputs: int = 20_000
-    """Gaussian inputs to train on: about 20 epochs, as in the publication."""
+    """Gaussian inputs to train on, for about 20 epochs as in the publication."""
     test_inputs: int = 2000
     """Held-out Gaussian inputs."""
     test_digits: int = 497
@@ -65,7 +65,7 @@ class ExactLikelihood(Settings):
 
 @dataclass(frozen=True)
 class Data:
-    """Of S seeds: T inputs to train on and H held out."""
+    """Data of S seeds: T inputs to train on and H held-out inputs."""
 
     inputs: Tensor  # [S, T, d]
     labels: Tensor  # [S, T]
@@ -80,7 +80,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Job:
-    """One training; the rollouts of cross-entropy are 0."""
+    """One training run; cross-entropy has 0 rollouts."""
 
     objective: str
     rollouts: int
@@ -91,7 +91,7 @@ class Job:
 
 
 def gaussian_classes(settings: ExactLikelihood) -> Data:
-    """Class means from N(0, 1), inputs around them, all divided by sqrt(d)."""
+    """Draw class means from N(0, 1) and inputs around them, all divided by sqrt(d)."""
     size, d = settings.train_inputs + settings.test_inputs, settings.dimensions
     inputs, labels = [], []
     for seed in range(settings.seed, settings.seed + settings.seeds):
@@ -103,7 +103,7 @@ def gaussian_classes(settings: ExactLikelihood) -> Data:
 
 
 def digits(settings: ExactLikelihood) -> Data:
-    """scikit-learn's 1797 digits of 8 x 8 pixels, shuffled by seed, less the mean of all, at a mean squared norm of 1."""
+    """Load scikit-learn's 1797 digits of 8 x 8 pixels: shuffled by seed, centred, scaled to a mean squared norm of 1."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -119,21 +119,21 @@ def digits(settings: ExactLikelihood) -> Data:
 
 
 def sample(probabilities: Tensor, num_rollouts: int, generator: Generator) -> Tensor:
-    """Independent rollouts [..., N] of policies [..., C], in the order of their classes.
+    """Sample independent rollouts [..., N] from policies [..., C], sorted by class.
 
-    The order changes no advantage and speeds up the search. Sorted uniforms need no sorting: they are the running sums of
-    N + 1 exponential gaps, over their total.
+    The order changes no advantage and makes the search faster. Sorted uniforms need no sort: they are the cumulative sums of
+    N + 1 exponential gaps, divided by their total.
     """
     shape = (*probabilities.shape[:-1], num_rollouts + 1)
     gaps = torch.rand(shape, generator=generator, dtype=probabilities.dtype).neg_().log1p_().neg_()
     sums = gaps.cumsum_(-1)
     uniforms = sums[..., :-1] / sums[..., -1:]
-    # A sum of probabilities may be rounded to less than 1.
+    # Rounding can make the sum of the probabilities less than 1.
     return torch.searchsorted(probabilities.cumsum(-1), uniforms).clamp_(max=probabilities.shape[-1] - 1)
 
 
 def sampled_scores(probabilities: Tensor, labels: Tensor, rollouts: Tensor, objective: str) -> Tensor:
-    """Gradient of the logits [..., C]: the mean of A (onehot(rollout) - probabilities) over each input's rollouts."""
+    """Return the gradient for the logits [..., C]: the mean of A (onehot(rollout) - probabilities) over an input's rollouts."""
     rewards = (rollouts == labels[..., None]).to(probabilities.dtype)  # [..., N]
     advantages = group_advantage(rewards, ESTIMATORS[objective], **OPTIONS[objective]) / rollouts.shape[-1]
     of_classes = torch.zeros_like(probabilities).scatter_add_(-1, rollouts, advantages)
@@ -141,7 +141,7 @@ def sampled_scores(probabilities: Tensor, labels: Tensor, rollouts: Tensor, obje
 
 
 def ascent(weights: Tensor, inputs: Tensor, labels: Tensor, job: Job, generator: Generator) -> Tensor:
-    """The mean gradient [S, d, C] over a batch of inputs [S, B, d]: exact for cross-entropy, else sampled."""
+    """Return the mean gradient [S, d, C] over a batch of inputs [S, B, d]: exact for cross-entropy, else sampled."""
     probabilities = (inputs @ weights).softmax(-1)
     if job.objective == EXACT:
         scores = torch.nn.functional.one_hot(labels, weights.shape[-1]) - probabilities
@@ -156,7 +156,7 @@ def evaluated_steps(settings: ExactLikelihood) -> list[int]:
 
 
 def train(settings: ExactLikelihood, data: Data, job: Job) -> dict[str, Any]:
-    """SGD from equal probabilities, all seeds at once, on the same batches whatever the objective; what it came to."""
+    """Train by SGD from equal probabilities, all seeds at once, on the same batches for every objective; return the results."""
     num_seeds, size, dimensions = data.inputs.shape
     batches, rollouts = Generator().manual_seed(settings.seed), Generator().manual_seed(settings.seed + 1)
     weights = torch.zeros(num_seeds, dimensions, data.num_classes)
@@ -187,12 +187,12 @@ def label_log_probs(weights: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def pass_at(k: int, pass_rates: Tensor) -> Tensor:
-    """Exact, averaged over inputs."""
+    """Return the exact pass@k, averaged over inputs."""
     return torch.mean(1 - torch.pow(1 - pass_rates.double(), k), -1)
 
 
 def measure(weights: Tensor, data: Data) -> dict[str, Tensor]:
-    """Metrics on the held-out inputs, [S] each; the accuracy is that of a vote of many rollouts."""
+    """Return metrics on the held-out inputs, [S] each; the accuracy is the limit of a majority vote of many rollouts."""
     log_probs = label_log_probs(weights, data.test_inputs, data.test_labels)
     hits = (data.test_inputs @ weights).argmax(-1) == data.test_labels
     passes = {f"pass@{k}": pass_at(k, log_probs.exp()) for k in (1, 128)}
@@ -200,12 +200,12 @@ def measure(weights: Tensor, data: Data) -> dict[str, Tensor]:
 
 
 def gradient_norms(weights: Tensor, inputs: Tensor, labels: Tensor, job: Job) -> Tensor:
-    """L2 norms of each input's expected gradient: W_N(p) p |grad log p|, and |grad log p| of cross-entropy.
+    """Return the L2 norm of each input's expected gradient: W_N(p) p |grad log p|, and |grad log p| for cross-entropy.
 
-    Expected: the publication's scatter, without the noise of sampled rollouts.
+    These are the points of the publication's scatter plot without the noise of sampled rollouts.
     """
     residuals = torch.nn.functional.one_hot(labels, weights.shape[-1]) - (inputs @ weights).softmax(-1)
-    norms: Tensor = residuals.norm(dim=-1) * inputs.norm(dim=-1)  # grad log p is the outer product of both
+    norms: Tensor = residuals.norm(dim=-1) * inputs.norm(dim=-1)  # grad log p is their outer product
     if job.objective == EXACT:
         return norms
     p = label_log_probs(weights, inputs, labels).exp().clamp(max=1)
@@ -213,7 +213,7 @@ def gradient_norms(weights: Tensor, inputs: Tensor, labels: Tensor, job: Job) ->
 
 
 def over_seeds(values: Tensor) -> dict[str, list[float]]:
-    """Means and standard errors of values [S, points]."""
+    """Return means and standard errors over seeds of values [S, points]."""
     return {"mean": rounded(values.mean(0)), "standard_error": rounded(values.std(0) / len(values) ** 0.5)}
 
 
@@ -238,9 +238,9 @@ def experiment(settings: ExactLikelihood) -> dict[str, Any]:
     swept = exact + [Job(name, counts[len(counts) // 2], rate) for name, rate in product(ESTIMATORS, rates)]
     compared = [job for job in exact if job.learning_rate == settings.learning_rate]
     compared += [Job(name, n, settings.learning_rate) for name, n in product(ESTIMATORS, counts)]
-    jobs = list(product(data, dict.fromkeys(compared + swept)))  # the sweep shares some
+    jobs = list(product(data, dict.fromkeys(compared + swept)))  # the sweep shares some jobs
     done = {(name, job): train(settings, data[name], job) for name, job in tracked(jobs, "training")}
-    # All the curves of the sweep, and gradients of every N, would be more than is drawn.
+    # Drop what is not drawn: the curves of the sweep, and the gradients of all N except the largest.
     curves = {name: [dict(done[name, job]) for job in compared] for name in data}
     for row in (row for rows in curves.values() for row in rows if row["rollouts"] not in (None, counts[-1])):
         del row["gradients"]
@@ -268,7 +268,7 @@ def print_tables(curves: dict[str, Any], sweep: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Figure 9 for each data set, its first panel being Figure 2; Figure 8; the sweep."""
+    """Draw Figure 9 for each data set (its first panel is Figure 2), Figure 8, and the sweep."""
     results, figure = record["results"], Figure(figsize=(17, 12.5), layout="constrained")
     grid = figure.subplots(3, 4)
     for row, (data, rows) in enumerate(results["curves"].items()):
@@ -295,7 +295,7 @@ def draw_bands(axes: Axes, x: list[int], curves: list[tuple[dict[str, Any], dict
     for curve, values in curves:
         colour, n = COLOURS[curve["objective"]], curve["rollouts"]
         style: dict[str, Any] = {"linestyle": ("-", "--", ":", "-.")[(len(counts) - 1 - counts.index(n)) % 4]} if n else {}
-        style |= {} if n else {"linewidth": 5, "alpha": 0.3}  # wide: others lie on it
+        style |= {} if n else {"linewidth": 5, "alpha": 0.3}  # wide, because other curves lie on it
         mean, error = torch.tensor(values["mean"]), torch.tensor(values["standard_error"])
         axes.plot(x, mean, color=colour, label=curve["label"], **style)
         axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
@@ -303,7 +303,7 @@ def draw_bands(axes: Axes, x: list[int], curves: list[tuple[dict[str, Any], dict
 
 
 def draw_gradients(axes: Axes, curves: list[dict[str, Any]]) -> None:
-    """Rings for cross-entropy, so that what lies on it is seen."""
+    """Draw rings for cross-entropy, so that points on top of it are visible."""
     for curve in curves:
         colour, x, y = COLOURS[curve["objective"]], curve["gradients"]["pass_rate"], curve["gradients"]["norm"]
         if curve["objective"] == EXACT:

@@ -1,4 +1,4 @@
-"""What the experiments share: a command line made from their settings, and NAME.json and NAME.png at the end."""
+"""Shared by the experiments: a command line made from the settings, and NAME.json and NAME.png as results."""
 
 import json
 import math
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """Of every experiment; those of one are a subclass with its own, each with a default."""
+    """Settings that all experiments share. Each experiment adds its own in a subclass, all with defaults."""
 
     seed: int = 0
-    """Of all random numbers; seeds count up from it where there are several."""
+    """Seed of all random numbers; experiments with several seeds count up from it."""
     threads: int = 2
     """CPU threads."""
     out: Path = RESULTS
-    """Folder for the result, NAME.json, and its picture, NAME.png."""
+    """Folder for the result (NAME.json) and its picture (NAME.png)."""
 
 
 def run(
@@ -45,9 +45,10 @@ def run(
     draw: Callable[[dict[str, Any]], Figure],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """The command of one experiment: settings, results (JSON values), picture. Returns 0; 2 on bad input, 130 on Ctrl-C.
+    """Run the command of one experiment: read settings, compute results (JSON values), draw them.
 
-    `experiment` raises InputError with a sentence on settings that make no sense, before any work.
+    Return the exit code: 0, 2 for bad input, 130 after Ctrl-C. `experiment` raises InputError for settings that make no sense,
+    before any work.
     """
     settings = tyro.cli(settings_type, args=arguments, description=settings_type.__doc__)
     start = time.perf_counter()
@@ -84,7 +85,7 @@ def run(
 
 
 def rounded(value: Any) -> Any:
-    """JSON of it: numbers to six significant digits, None for those that are not finite, lists for tensors."""
+    """Return JSON values: numbers to six significant digits, None for numbers that are not finite, lists for tensors."""
     if isinstance(value, Tensor):
         return rounded(value.tolist())
     if isinstance(value, dict):
@@ -97,18 +98,18 @@ def rounded(value: Any) -> Any:
 
 
 def standard_error(values: Tensor) -> Tensor:
-    """Of the mean over the first dimension, [R, ...] -> [...]; 0 where there is one value."""
+    """Return the standard error of the mean over the first dimension, [R, ...] -> [...]; 0 for a single value."""
     return values.std(0, correction=min(len(values) - 1, 1)) / len(values) ** 0.5
 
 
 def as_text(record: dict[str, Any]) -> str:
-    """JSON with a line to each list of numbers."""
-    text = json.dumps(record, indent=1, default=str)  # a Path
+    """Return JSON with one line per list of numbers."""
+    text = json.dumps(record, indent=1, default=str)  # str for a Path
     return re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
 
 
 def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a bar, a count and the time that is left on the screen; a line at the end where there is no screen."""
+    """Yield the items with a progress bar, a count and the remaining time; without a terminal, one line at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield from progress.track(items, total=total, description=what)

@@ -8,12 +8,12 @@ Cell = tuple[int, int]
 
 @lru_cache(maxsize=4096)  # the rollouts of a group share their prompt
 def distances_to_goal(prompt: str) -> tuple[Cell, dict[Cell, int]]:
-    """The start, and the moves from every open cell to the goal, of a maze in the words of the maze task."""
+    """Return the start cell and each open cell's number of moves to the goal, for a maze in the words of the maze task."""
     rows = prompt.partition("GRID_START")[2].partition("GRID_END")[0].split("NEWLINE")
     words = {(i, j): word for i, row in enumerate(rows) for j, word in enumerate(row.split())}
-    place = {word: cell for cell, word in words.items()}  # of START and GOAL, which are there once
+    place = {word: cell for cell, word in words.items()}  # used for START and GOAL, which occur once
     distances, queue = {place["GOAL"]: 0}, [place["GOAL"]]
-    for cell in queue:  # breadth first: the queue grows while it is read
+    for cell in queue:  # breadth-first search: the queue grows while it is read
         for dr, dc in MOVES.values():
             near = (cell[0] + dr, cell[1] + dc)
             if words.get(near, "WALL") != "WALL" and near not in distances:
@@ -23,10 +23,10 @@ def distances_to_goal(prompt: str) -> tuple[Cell, dict[Cell, int]]:
 
 
 def fraction_of_the_way(prompt: str, response: str) -> float:
-    """1 for what the maze task takes as a solution; else the part of the way that the walk got nearer to the goal.
+    """Return 1 for a solution by the maze task, else the fraction of the way to the goal that the walk covered.
 
-    The walk ends before its first illegal move, and counts at its nearest point to the goal. A walk that reaches the goal
-    without a right end (a DONE with nothing but moves before it) is worth one step less than the whole way.
+    The walk ends before its first illegal move, and its closest point to the goal counts. A walk that reaches the goal without
+    a correct end (DONE after nothing but moves) earns one step less than the whole way.
     """
     cell, distances = distances_to_goal(prompt)
     length = nearest = distances[cell]

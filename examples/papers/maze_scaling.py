@@ -1,12 +1,12 @@
-"""Objectives on mazes by the number of rollouts per prompt: MaxRL's Figure 3 and Table 3, in shape, on two CPU cores.
+"""Objectives on mazes by the number of rollouts per prompt: MaxRL's Figure 3 and Table 3 at small scale, on two CPU cores.
 
-One warm start, then reinforcement learning from it with each objective, group size and seed: the same steps, prompts and
-learning rate for all, so larger groups sample more. The paper has 17x17 mazes, 3.9 million parameters and 9000 steps
-(maze_paper.toml); here it is 9x9, a small decoder and few steps.
+One warm start is followed by reinforcement learning with each objective, group size and seed. Steps, prompts and learning rate
+are the same for all, so larger groups sample more. The paper has 17x17 mazes, 3.9 million parameters and 9000 steps
+(maze_paper.toml); here there are 9x9 mazes, a small decoder and few steps.
 
     python examples/papers/maze_scaling.py
 
-The runs are in --work, and the script goes on with them where it was stopped.
+The runs are in --work. A script that was stopped resumes them.
 """
 
 import json
@@ -29,15 +29,15 @@ POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 4, "heads": 4, 
 
 @dataclass(frozen=True)
 class ScalingSettings(Settings):
-    """MaxRL's maze in small: pass@1 and pass@128 after training by each objective, by rollouts per prompt; MaxRL's Figure 3
-    and Table 3 in shape. --threads is the number of runs at a time, each of one thread."""
+    """MaxRL's Figure 3 and Table 3 at small scale: pass@1 and pass@128 after training with each objective, by rollouts per
+    prompt. --threads is the number of simultaneous runs, each with one thread."""
 
     objectives: tuple[str, ...] = ("maxrl", "maxpo", "pacs", "grpo", "rloo", "pkpo")
-    """Objectives; maxpo and pkpo take k = N/4, 2 at least."""
+    """Objectives; maxpo and pkpo use k = N/4, at least 2."""
     rollouts: tuple[int, ...] = (4, 16, 64)
     """Rollouts per prompt N."""
     seeds: int = 2
-    """Runs of each, of seeds from --seed + 1 on: with that of the warm start they would begin on its mazes."""
+    """Runs of each, with seeds from --seed + 1 on; with the seed of the warm start they would begin with its mazes."""
     maze_size: int = 9
     """Cells along one side of a maze."""
     sft_steps: int = 150
@@ -48,23 +48,23 @@ class ScalingSettings(Settings):
     """Prompts per step."""
     lr: float = 3e-4
     """Peak learning rate, the same for all objectives. At 5e-4, from a warm start of 90 steps that solves one maze in 20, some
-    runs with few rollouts lost all of it within ten steps."""
+    runs with few rollouts lost all their skill within ten steps."""
     eval_mazes: int = 256
     """Held-out mazes."""
     eval_samples: int = 128
-    """Samples of each held-out maze; pass@k is reported up to this k."""
+    """Samples per held-out maze; pass@k is reported up to this k."""
     work: Path = Path("runs/maze_scaling")
     """Folder of the training runs."""
 
 
 def warm_start_flags(settings: ScalingSettings) -> list[str]:
-    """The supervised run that all others start from."""
+    """Return the flags of the supervised run that all others start from."""
     options = {"steps": 0, "sft-steps": settings.sft_steps, "sft-batch": 64, "sft-lr": 3e-3, "eval-prompts": 16}
     return flags_of({"maze-size": settings.maze_size, "seed": settings.seed, **POLICY, **options})
 
 
 def run_flags(settings: ScalingSettings, objective: str, n: int, seed: int, policy: Path) -> list[str]:
-    """A run of reinforcement learning; evaluated before, halfway and after."""
+    """Return the flags of a reinforcement learning run, which is evaluated before, halfway and after."""
     options: dict[str, Any] = {"objective": objective, "rollouts": n, "seed": seed, "model": policy, "sft-steps": 0}
     options |= {"maze-size": settings.maze_size, "prompts": settings.prompts, "steps": settings.steps, "lr": settings.lr}
     options |= {"warmup-steps": max(settings.steps // 4, 1), "save-every": 0}
@@ -83,7 +83,7 @@ def experiment(settings: ScalingSettings) -> dict[str, Any]:
         raise InputError(f"--rollouts must be at least 4 each, got {min(settings.rollouts)}")
     warm = train_all({"warm-start": warm_start_flags(settings)}, settings.work, 1, "warm start")["warm-start"]
     policy = warm / "checkpoints" / "step-000000"
-    keys = [  # the longest first, so that none is left alone at the end
+    keys = [  # the longest first, so that no long run is left alone at the end
         (objective, n, settings.seed + 1 + i)
         for n in sorted(settings.rollouts, reverse=True)
         for i in range(settings.seeds)
@@ -98,7 +98,7 @@ def experiment(settings: ScalingSettings) -> dict[str, Any]:
 
 
 def outcome(objective: str, n: int, seed: int, folder: Path) -> dict[str, Any]:
-    """What a run's files say."""
+    """Summarize a run from its files."""
     metrics, evaluations = records(folder / "metrics.jsonl"), records(folder / "eval.jsonl")
     return {
         "objective": objective,
@@ -114,7 +114,7 @@ def outcome(objective: str, n: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def averages(runs: Sequence[dict[str, Any]], k: int, first: bool = False) -> tuple[float, float]:
-    """Mean over runs of the last (or first) evaluation's pass@k, and half the distance of the least and the greatest."""
+    """Return the mean over runs of pass@k in the last (or first) evaluation, and half of the range."""
     values = [list(run["pass_at_k"].values())[0 if first else -1][f"{k}"] for run in runs]
     return sum(values) / len(values), (max(values) - min(values)) / 2
 
@@ -124,7 +124,7 @@ def chosen(results: dict[str, Any], objective: str, n: int) -> list[dict[str, An
 
 
 def show(results: dict[str, Any], settings: ScalingSettings) -> None:
-    """The table on the screen: mean over seeds, and half the distance of the least and the greatest."""
+    """Print the table: mean over seeds, and half of the range."""
     ks = sorted({1, settings.eval_samples})
     table = Table("", *(f"pass@{k}, N = {n}" for n in settings.rollouts for k in ks))
     table.add_row(

@@ -1,4 +1,4 @@
-"""The mazes of continuous_maxrl.py: objectives on partial credit, through the trainer, from one warm start."""
+"""The mazes of continuous_maxrl.py: training with partial credit, each objective from one warm start."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,34 +25,37 @@ CURVES = {"max_at_k": "max", "solved_at_k": "solved"}
 
 @dataclass(frozen=True)
 class MazeSettings(Settings):
-    """Of the mazes."""
+    """Settings of the mazes."""
 
     rollouts: int = 16
-    """N, of a group; on the bandits T is 1, 2, 4, ... below N-1, and N-1."""
+    """N, the group size. On the bandits T is 1, 2, 4, ... up to N/2, and N-1."""
     maze: int = 9
     """Cells along one side of a maze."""
     warm_steps: int = 300
-    """Of supervised learning, before all of the runs."""
+    """Steps of supervised learning before all runs."""
     maze_steps: int = 120
-    """Of reinforcement learning; 0 leaves the mazes out."""
+    """Steps of reinforcement learning; 0 leaves the mazes out."""
     maze_prompts: int = 16
-    """Mazes of a step, N rollouts each."""
+    """Mazes per step, with N rollouts each."""
     maze_lr: float = 3e-4
-    """Learning rate (Adam, gradients clipped at norm 0.1: the advantages' scale counts for little)."""
+    """Learning rate (Adam with gradients clipped at norm 0.1, so the scale of the advantages matters little)."""
     objectives: tuple[str, ...] = OBJECTIVES
-    """Of the trainer, each with its order or k behind a dash."""
+    """Objectives of the trainer, each with its order or k after a dash."""
     seeds: int = 2
-    """Runs of each objective."""
+    """Runs per objective."""
     eval_mazes: int = 128
     """Held-out mazes."""
     eval_samples: int = 64
-    """Samples of each."""
+    """Samples per held-out maze."""
     work: Path = Path("runs/continuous_maxrl")
-    """Folder of the training runs, which go on where they were stopped."""
+    """Folder of the training runs, which are resumed after a stop."""
 
 
 def objective_flags(objective: str, rollouts: int) -> dict[str, Any]:
-    """The trainer's flags for "maxrl-4"; an InputError where there is no such objective or its size does not fit."""
+    """Return the trainer's flags for an objective such as "maxrl-4".
+
+    Raises InputError if there is no such objective or its size does not fit.
+    """
     name, _, size = objective.partition("-")
     row = ESTIMATORS.get(name)
     if row is None or not (size.isdecimal() or not size):
@@ -66,11 +69,11 @@ def objective_flags(objective: str, rollouts: int) -> dict[str, Any]:
 
 
 def mazes(settings: MazeSettings) -> dict[str, Any]:
-    """By objective, mean and standard error over seeds of max@k and of the part solved in k, on held-out mazes."""
+    """Return, for each objective, max@k and the fraction solved in k samples on held-out mazes: mean and error over seeds."""
     common = {"task": "maze", "reward": REWARD, "reward-workers": 1, "maze-size": settings.maze, "save-every": 0}
     common |= {"eval-prompts": 1, "eval-samples": 1}
     warm = common | POLICY | {"objective": "rloo", "steps": 0, "sft-steps": settings.warm_steps, "seed": settings.seed}
-    # All evaluations have the same mazes and random numbers.
+    # All evaluations use the same mazes and random numbers.
     measure = {"prompts": settings.eval_mazes, "samples": settings.eval_samples, "bootstrap": 1}
     measure |= {"task-seed": settings.seed, "seed": settings.seed}
     measured = flags_of(measure)
@@ -80,7 +83,7 @@ def mazes(settings: MazeSettings) -> dict[str, Any]:
     common |= {"steps": settings.maze_steps, "lr": settings.maze_lr}
     common |= {"prompts": settings.maze_prompts, "rollouts": settings.rollouts}
     runs, objectives = {}, {}
-    # With the warm start's seed a run would begin on the mazes that it was taught.
+    # With the seed of the warm start a run would begin with the mazes that it was taught.
     for seed in range(settings.seed + 1, settings.seed + 1 + settings.seeds):
         for objective in settings.objectives:
             name = f"{objective}-seed{seed}"
@@ -94,7 +97,7 @@ def mazes(settings: MazeSettings) -> dict[str, Any]:
     for objective, tables in grouped.items():
         curves = {
             "max_at_k": [[float(max_at_k(own, k).mean()) for k in ks] for own in tables],
-            # Below 1 is part of the way.
+            # A reward below 1 is only part of the way.
             "solved_at_k": [[float(max_at_k((own == 1).double(), k).mean()) for k in ks] for own in tables],
         }
         summary[objective] = {key: torch.tensor(rows).mean(0).tolist() for key, rows in curves.items()}
@@ -103,12 +106,12 @@ def mazes(settings: MazeSettings) -> dict[str, Any]:
 
 
 def rewards_of(folder: Path, samples: int) -> Tensor:
-    """Rewards [P, n] of a run's evaluation."""
+    """Return the rewards [P, n] of a run's evaluation."""
     return torch.tensor([line["reward"] for line in records(folder / "evaluation" / "samples.jsonl")]).view(-1, samples)
 
 
 def check_mazes(settings: MazeSettings) -> None:
-    """InputError on settings that the runs would refuse."""
+    """Raise InputError for settings that the runs would refuse."""
     MazeTask(settings.maze)
     if not settings.objectives or len(set(settings.objectives)) < len(settings.objectives):
         raise InputError(f"--objectives must be different ones, got {' '.join(settings.objectives) or 'none'}")
@@ -117,7 +120,7 @@ def check_mazes(settings: MazeSettings) -> None:
 
 
 def show_mazes(results: dict[str, Any]) -> None:
-    """The table on the screen."""
+    """Print the table."""
     shown = [(key, i, f"{word}@{results['k'][i]}") for key, word in CURVES.items() for i in columns_of(results)]
     print("mazes       ", *(f"{heading:<15}" for _, _, heading in shown))
     for name, found in results["objectives"].items():
@@ -125,13 +128,13 @@ def show_mazes(results: dict[str, Any]) -> None:
 
 
 def columns_of(mazes: dict[str, Any]) -> list[int]:
-    """Places of k = 1, of 16 or nearly, and of the largest."""
+    """Return the indices of k = 1, k = 16 (or the largest below) and the largest k."""
     last = len(mazes["k"]) - 1
     return sorted({0, min(4, last), last})
 
 
 def style(name: str, names: Iterable[str]) -> dict[str, Any]:
-    """A colour for each family, darker with its size; grey for the others."""
+    """Return a colour per family, darker for larger sizes, and grey for the others."""
     family = name.partition("-")[0]
     maps = {"maxrl": "Blues", "maxpo": "Oranges", "grpo": "Greens", "rloo": "Reds"}
     if family not in maps:

@@ -1,7 +1,7 @@
-"""Training runs for an experiment: several at a time, each in a process of one thread.
+"""Training runs for an experiment: several at a time, each in a process with one thread.
 
-On few cores that gets more done than one run with many threads. What is there already is not done again: a run that had begun
-is resumed, so that an experiment that was stopped goes on where it was.
+On few cores this has a higher throughput than one run with many threads. Finished runs are not repeated and started ones are
+resumed, so that a stopped experiment continues where it was.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ ONE_CPU = ("--threads=1", "--device=cpu", "--dtype=float32")
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """--name=value of each."""
+    """Return --name=value for each option."""
     return [f"--{name}={value}" for name, value in options.items()]
 
 
@@ -33,13 +33,14 @@ def train_all(
     """Run the trainer with the flags of each run in folder/NAME, `jobs` at a time; the log is folder/NAME.log.
 
     Args:
-        measure: flags of maxrl_fast.evaluate, with which the last checkpoint is evaluated in folder/NAME/evaluation; none: not.
+        measure: flags of maxrl_fast.evaluate, which evaluates the last checkpoint in folder/NAME/evaluation. Without flags
+            nothing is evaluated.
 
     Returns:
         The runs' folders.
 
     Raises:
-        InputError: a run failed; it names the run's log. What had begun by then goes to its end first.
+        InputError: a run failed; the message names its log. Runs that have started finish first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -64,17 +65,17 @@ def _train(out: Path, flags: list[str], measure: list[str]) -> None:
             shutil.rmtree(out / "evaluation", ignore_errors=True)
             code = evaluation.main([str(out / "latest"), *measure, f"--out={out / 'evaluation'}", *ONE_CPU])
     if code:
-        raise InputError(f"the run in {out} ended with exit code {code}: see {log}, and start again to go on")
+        raise InputError(f"the run in {out} ended with exit code {code}: see {log}; start again to continue")
     finished.write_text(json.dumps([flags, measure]))
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, say."""
+    """Return the objects of a JSON Lines file, such as metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def thinned(values: Sequence[float], points: int) -> list[list[float]]:
-    """At most `points` pairs of the last step of a stretch, from 1 on, and the mean over the stretch."""
+    """Average consecutive values: return at most `points` pairs of a stretch's last step (from 1) and its mean."""
     width = -(-len(values) // points)
     stretches = [(min(i + width, len(values)), values[i : i + width]) for i in range(0, len(values), width)]
     return [[end, sum(part) / len(part)] for end, part in stretches]

@@ -1,7 +1,7 @@
-"""How strongly an objective pulls on a prompt of pass rate p: MaxRL's Figure 1 and Table 2, and what the estimators do.
+"""The weight of a prompt's gradient by its pass rate p: MaxRL's Figure 1 and Table 2, and every estimator.
 
-The paper's w(p) belong to infinitely many rollouts. With N of them an estimator has a weight of its own, W_N(p), exactly:
-E[(1/N) sum_i A_i grad log pi(y_i)] = W_N(p) grad p. Here it is computed for every estimator of the registry that has one.
+The paper's w(p) is for infinitely many rollouts. With N rollouts an estimator has its own exact weight W_N(p):
+E[(1/N) sum_i A_i grad log pi(y_i)] = W_N(p) grad p. This script computes it for every registered estimator that has one.
 
     python examples/papers/weights.py
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, effective_weight
 
-SHOWN = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)  # pass rates of the table
+SHOWN = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)  # pass rates in the table
 DRAWN = ("rloo", "grpo", "maxrl", "maxrl_conditional", "maxpo", "ei_l1o", "passk_training", "bon_mean")
 REQUIRED = {"false_positive_rate": 0.1, "false_negative_rate": 0.1}  # options without a default
 
@@ -34,21 +34,21 @@ class WeightSettings(Settings):
     rollouts: tuple[int, ...] = (8, 16, 128)
     """Group sizes N."""
     k: int = 4
-    """Size of max@k for the estimators that have one."""
+    """k of max@k, for the estimators that have it."""
     orders: tuple[int, ...] = (1, 4, 16, 64)
-    """Orders T of MaxRL's population weights."""
+    """Orders T for MaxRL's population weights."""
     points: int = 60
-    """Pass rates of a curve, from .001 to .999, evenly spaced in their logit."""
+    """Number of pass rates per curve, from .001 to .999, evenly spaced in the logit."""
 
 
 def population_weights(p: Tensor, orders: Sequence[int]) -> dict[str, Tensor]:
-    """Table 2: w(p) of reinforcement learning, GRPO, MaxRL of each order T, and maximum likelihood."""
+    """Return Table 2: w(p) of reinforcement learning, GRPO, MaxRL of each order T, and maximum likelihood."""
     maxrl = {f"MaxRL, T = {order}": -torch.expm1(order * torch.log1p(-p)) / p for order in orders}
     return {"RL": torch.ones_like(p), "GRPO": (p * (1 - p)) ** -0.5, **maxrl, "ML": 1 / p}
 
 
 def estimator_weights(p: Tensor, n: int, k: int) -> dict[str, Tensor]:
-    """W_n(p) of every estimator of the registry whose advantages depend on the group's rewards alone."""
+    """Return W_n(p) of every registered estimator whose advantages depend only on the group's rewards."""
     weights = {}
     for name, row in ESTIMATORS.items():
         if row.has_weight:
@@ -80,7 +80,7 @@ def experiment(settings: WeightSettings) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    """The tables on the screen."""
+    """Print the tables."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     tables = {"w(p), infinitely many rollouts": results["table_population"]}
     tables |= {f"W_N(p), N = {n}": rows for n, rows in results["table_estimators"].items()}

@@ -1,4 +1,4 @@
-"""The experiments as modules: they are scripts, whose folder is not a package."""
+"""Import the experiments as modules. They are scripts, and their folder is not a package."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 
 
 def load(name: str) -> ModuleType:
-    """examples/papers/NAME.py."""
+    """Import examples/papers/NAME.py."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The bandits' closed forms against enumeration and autograd, sums against explicit gradients, and the script as a command."""
+"""Tests of the bandits: closed forms against enumeration and autograd, sums against explicit gradients, and the command."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def tiny_bandits(ties: bool = False):
-    """Three bandits of four actions."""
+    """Return three bandits with four actions."""
     drawn = bandit.Bandits.draw(3, 4, generator(1))
     rewards, flatter = drawn.rewards.clone(), drawn.probabilities.sqrt()
     if ties:
@@ -33,12 +33,12 @@ def tiny_bandits(ties: bool = False):
 
 
 def tuples(num_actions: int, size: int) -> Tensor:
-    """All groups of that size, [num_actions ** size, size]."""
+    """Return all groups of this size, [num_actions ** size, size]."""
     return torch.cartesian_prod(*[torch.arange(num_actions)] * size)
 
 
 def gradients(probabilities: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
-    """ghat of each batch by its definition: actions and advantages [M, N] of one bandit, [M, A]."""
+    """Return ghat [M, A] of each batch by its definition, from actions and advantages [M, N] of one bandit."""
     scores = torch.eye(len(probabilities), dtype=torch.float64)[actions] - probabilities
     return (advantages[..., None] * scores).mean(1)
 
@@ -74,7 +74,7 @@ def test_over_all_groups_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_bias(n: 
 
 
 def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:
-    """ghat [S, M, A] of actions [S, M, N]."""
+    """Return ghat [S, M, A] for actions [S, M, N]."""
     return torch.stack(
         [
             gradients(probabilities, of_seed, group_advantage(rewards[of_seed], name, k=k))
@@ -97,7 +97,7 @@ def test_mean_and_squared_norms_are_those_of_explicit_gradients(name: str, ties:
 
 def test_variances_are_traces_of_the_sample_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     bandits, n, ks = tiny_bandits(), 5, (2, 4)
-    monkeypatch.setattr(bandit, "CHUNK", 30 * n * 3)  # 30 batches at a time, and a rest
+    monkeypatch.setattr(bandit, "CHUNK", 30 * n * 3)  # 30 batches at a time, and a remainder
     found = bandit.variances(bandits, n, ks, 100, generator(5))
     again = generator(5)
     actions = torch.cat([bandits.sample(size, n, again).actions for size in (30, 30, 30, 10)], 1)
@@ -124,7 +124,7 @@ def test_many_batches_reach_the_exact_gradient_but_for_the_bias_of_l1o() -> None
     found = bandit.errors(bandits, n, k, [num_batches], generator(7))[:, 0]
     actions = bandits.sample(2000, n, generator(8)).actions
     variance = torch.stack([explicit(bandits, actions, name, k).var(1).sum(-1) for name in bandit.LABELS])
-    noise = (variance / num_batches).sqrt()  # of the mean's error
+    noise = (variance / num_batches).sqrt()  # standard deviation of the mean
     bias = bandits.exact_bias(k, n).norm(dim=-1)
     assert (bias > 20 * noise).all()
     assert (found[:2] < 3 * noise[:2]).all()
@@ -137,7 +137,7 @@ def test_slopes_and_crossings() -> None:
     powers = torch.tensor([-0.5, 0.25], dtype=torch.float64)
     of_powers = 3 * torch.tensor(num_batches, dtype=torch.float64)[:, None] ** powers
     torch.testing.assert_close(bandit.slopes(num_batches, of_powers), powers)
-    # between 3 and 5; from the first on; never; back below later
+    # it exceeds 1 between 3 and 5; from the first K on; never; only for a while
     ratio = torch.tensor([[0.5, 1.2, 0.5, 0.9], [0.8, 1.3, 0.6, 1.1], [1.6, 1.4, 0.7, 0.9]], dtype=torch.float64)
     assert bandit.crossings([2, 3, 5], ratio).tolist() == pytest.approx([3.5, 2.0, 2.5])
 

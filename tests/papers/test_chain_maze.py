@@ -1,4 +1,4 @@
-"""The chain maze: what is exact about its walks and gradients, and its command."""
+"""Tests of the chain maze: its walks and gradients against exact values, and its command."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ DEAD_END = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64
 
 
 def parameters(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """theta [L, 2] and b [2], the habitual action before the rarer, to be differentiated."""
+    """Return differentiable theta [L, 2] and b [2], with the habitual action before the rarer one."""
     rng = torch.Generator().manual_seed(seed)
     theta, b = (scale * torch.randn(*shape, 2, generator=rng, dtype=torch.float64) for shape in ((LENGTH,), ()))
     return theta.requires_grad_(), b.requires_grad_()
@@ -31,7 +31,7 @@ def log_odds_of(theta: Tensor, b: Tensor) -> Tensor:
 
 
 def logprobs(theta: Tensor, b: Tensor, forward: int) -> Tensor:
-    """Of an episode's actions, [T], from the softmax and action by action; T = 0..L."""
+    """Return the log-probs of an episode's actions, from the softmax, action by action."""
     taken = []
     for state in range(min(forward + 1, LENGTH)):
         leads_on = int(SIGN[state] > 0)
@@ -41,7 +41,7 @@ def logprobs(theta: Tensor, b: Tensor, forward: int) -> Tensor:
 
 
 def exact_return(theta: Tensor, b: Tensor) -> Tensor:
-    """Summed over all ways an episode can go."""
+    """Return the expected return as a sum over all possible episodes."""
     return sum(logprobs(theta, b, forward).sum().exp() * (forward + DEAD_END[forward]) for forward in range(LENGTH + 1))
 
 
@@ -83,7 +83,7 @@ def test_walks_have_the_lengths_of_their_distribution() -> None:
 
 def test_score_and_step_are_the_gradient_of_the_log_probability() -> None:
     theta, b = parameters(2)
-    forward = torch.tensor([0, 0, 2, 3, 6, 5, 6, 1])  # every kind of end, the goal with it
+    forward = torch.tensor([0, 0, 2, 3, 6, 5, 6, 1])  # every kind of end, including the goal
     weights = torch.tensor([0.7, -1.1, 0.4, 2.0, -0.3, 0.9, 1.3, -0.2], dtype=torch.float64)
     sum(weight * logprobs(theta, b, n).sum() for weight, n in zip(weights, forward.tolist(), strict=True)).backward()
     gradient = chain_maze.score(log_odds_of(theta, b).detach(), SIGN, forward, weights)
@@ -107,7 +107,7 @@ def test_entropy_gradient_is_that_of_the_entropy_where_episodes_went() -> None:
 
 
 def test_expected_gradients_are_those_of_their_objectives() -> None:
-    """REINFORCE's is that of the expected return; K times EI's and EI + L2O's is that of the expected largest of K returns."""
+    """REINFORCE's objective is the expected return. K times EI and EI + L2O have the expected largest of K returns."""
     theta, b = parameters(4, scale=0.3)
     log_odds = log_odds_of(theta, b).detach()
     batches, k = 40_000, 3
@@ -125,11 +125,11 @@ def test_expected_gradients_are_those_of_their_objectives() -> None:
         gradients = chain_maze.score(log_odds, SIGN, forward, weights) * (size or 1)  # [batches, L]
         z = (gradients.mean(0) - exact) / (gradients.std(0) / batches**0.5)
         assert z.abs().max() < 4, (method, z)
-        assert (exact.abs() > 10 * gradients.std(0) / batches**0.5).sum() >= 4  # or the test would say nothing
+        assert (exact.abs() > 10 * gradients.std(0) / batches**0.5).sum() >= 4  # otherwise the test would show nothing
 
 
 def test_variance_ratio_is_that_of_the_estimators() -> None:
-    """Of K = 2, written out: over all of theta and b, with gradients by autograd."""
+    """Compare with K = 2 written out, over all of theta and b, with gradients by autograd."""
     mazes = chain_maze.Mazes(SIGN[None].float(), DEAD_END[None].float())
     theta, b = parameters(5)
     log_odds = log_odds_of(theta, b).detach().float()

@@ -1,4 +1,4 @@
-"""MaxRL on continuous rewards: unbiased by enumeration of every group, against closed forms that are computed here anew."""
+"""Tests of MaxRL on continuous rewards: enumeration of every group against independent closed forms."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ BINARY = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
 
 
 def gradient_of_max(rewards, weights):
-    """Of sum_k weights[k - 1] E[max of k draws], every draw enumerated."""
+    """Return the gradient of sum_k weights[k - 1] E[max of k draws], enumerating every draw."""
     logits = LOGITS.clone().requires_grad_()
     policy = logits.softmax(0)
     total = torch.zeros((), dtype=torch.float64)
@@ -35,7 +35,7 @@ def gradient_of_max(rewards, weights):
 
 
 def mean_over_tuples(advantages_of, rewards):
-    """The mean gradient over all 3^N ordered groups, the score by autograd."""
+    """Return the mean gradient over all 3^N ordered groups, with the score by autograd."""
     logits = LOGITS.clone().requires_grad_()
     policy = logits.softmax(0)
     total = torch.zeros((), dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_learned_policies_beat_the_uniform_one_at_what_they_are_for():
     assert found["7"][-1] > found["1"][-1]
 
 
-# A 5x5 maze; the way is RIGHT RIGHT DOWN DOWN, and DOWN DOWN a dead end.
+# A 5x5 maze. The solution is RIGHT RIGHT DOWN DOWN; DOWN DOWN is a dead end.
 GRID = [[c == "." for c in row] for row in ("#####", "#...#", "#.#.#", "#.#.#", "#####")]
 WAY = "RIGHT RIGHT DOWN DOWN"
 
@@ -135,10 +135,10 @@ WAY = "RIGHT RIGHT DOWN DOWN"
         (f"{WAY} DONE", 1),
         (f"{WAY} DONE <eos>", 1),
         (f"DOWN UP {WAY} DONE", 1),
-        (f"{WAY} UP UP LEFT DONE", 1),  # what comes after the goal counts for nothing
+        (f"{WAY} UP UP LEFT DONE", 1),  # moves after the goal are ignored
         (f"{WAY} DOWN DONE", 1),
         (WAY, 0.75),  # no DONE
-        (f"{WAY} PATH DONE", 0.75),  # no move
+        (f"{WAY} PATH DONE", 0.75),  # PATH is not a move
         ("", 0),
         ("DONE", 0),
         ("<eos>", 0),
@@ -146,7 +146,7 @@ WAY = "RIGHT RIGHT DOWN DOWN"
         ("UP RIGHT RIGHT DONE", 0),
         ("DOWN UP RIGHT DONE", 0.25),
         ("RIGHT RIGHT", 0.5),
-        ("RIGHT RIGHT LEFT LEFT DONE", 0.5),  # the nearest point counts
+        ("RIGHT RIGHT LEFT LEFT DONE", 0.5),  # the closest point counts
         ("RIGHT RIGHT RIGHT DOWN DOWN DONE", 0.5),  # into a wall
         ("RIGHT RIGHT DONE DOWN DOWN DONE", 0.5),
         ("RIGHT GOAL RIGHT DOWN DOWN DONE", 0.25),

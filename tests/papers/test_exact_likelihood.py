@@ -1,4 +1,4 @@
-"""Classification by exact and by sampled gradients: what must hold of both, whatever is learned."""
+"""Tests of classification with exact and with sampled gradients: properties that hold whatever is learned."""
 
 import json
 import subprocess
@@ -96,7 +96,7 @@ def test_missing_scikit_learn_is_said(monkeypatch):
 @pytest.mark.parametrize("objective", ["MaxRL", "GRPO", "REINFORCE"])
 @pytest.mark.parametrize("n", [2, 5])
 def test_expected_scores_by_enumeration(objective, n):
-    """Over all rollouts of three classes: W_N(p) grad p."""
+    """The mean over all rollouts of three classes is W_N(p) grad p."""
     logits, label = LOGITS[:3], 1
     probabilities = logits.softmax(-1)
     rollouts = torch.tensor(list(product(range(3), repeat=n)))  # [3^n, n]
@@ -115,7 +115,7 @@ def test_expected_scores_by_enumeration(objective, n):
 
 @pytest.mark.parametrize("objective", ["MaxRL", "GRPO", "REINFORCE"])
 def test_mean_of_sampled_gradients(objective):
-    """Within sampling error of W_N(p) grad p, from the sampler to the gradient of the weights."""
+    """From the sampler to the gradient of the weights, the mean is W_N(p) grad p within the sampling error."""
     draws, n, label = 40_000, 8, 1
     job = script.Job(objective, n, 1.0)
     x = torch.tensor([0.5, -2.0], dtype=torch.float64)
@@ -128,12 +128,12 @@ def test_mean_of_sampled_gradients(objective):
     expected = weight * torch.outer(x, gradient_of_pass_rate(logits, label))
     errors = gradients.std(0) / draws**0.5
     assert float(errors.min()) > 0
-    assert float((expected.abs() / errors).max()) > 50  # it can tell 10% off
+    assert float((expected.abs() / errors).max()) > 50  # so that an error of 10% would be found
     assert float(((gradients.mean(0) - expected) / errors).abs().max()) < 4
 
 
 def test_rollouts_are_independent_draws():
-    """Their counts have the mean and the covariances of a multinomial distribution."""
+    """The counts of rollouts have the mean and covariances of a multinomial distribution."""
     draws, n = 40_000, 7
     p = LOGITS.softmax(-1)
     rollouts = script.sample(p.expand(draws, 5), n, torch.Generator().manual_seed(0))
@@ -166,7 +166,7 @@ def test_cross_entropy_step_is_its_gradient():
 
 
 def test_gradient_norms():
-    """Cross-entropy's by autograd; MaxRL's is (1 - (1-p)^(N-1)) of it, so cross-entropy's where N is large."""
+    """Compare cross-entropy with autograd. MaxRL has (1 - (1-p)^(N-1)) times its norm, which tends to it for large N."""
     generator = torch.Generator().manual_seed(0)
     weights = 0.3 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
     inputs = torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -182,7 +182,7 @@ def test_gradient_norms():
         ("MaxRL", 1000): torch.ones(6, dtype=torch.float64),
         ("REINFORCE", 16): 15 / 16 * p,
     }
-    assert float(p.min()) > 0.02  # 1000 rollouts are many
+    assert float(p.min()) > 0.02  # so that 1000 rollouts are many
     for (objective, n), factor in factors.items():
         norms = script.gradient_norms(weights, inputs, labels, script.Job(objective, n, 1.0))
         torch.testing.assert_close(norms, factor * exact, rtol=1e-7, atol=0)

@@ -1,4 +1,4 @@
-"""The paper's maze: its settings, and every phase of the recipe in tiny."""
+"""Tests of the paper's maze recipe: its settings, and all its phases at a tiny size."""
 
 import json
 
@@ -9,9 +9,9 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main as train
-from tests.papers.load import FOLDER
-from tests.test_train import read
+from tests.papers.load import FOLDER, load
 
+read = load("training_runs").records
 RECIPE = ("--config", str(FOLDER / "maze_paper.toml"))
 TINY = (
     *("--maze-size", "5", "--max-new-tokens", "8", "--hidden-size", "32", "--intermediate-size", "48", "--layers", "2"),
@@ -37,7 +37,7 @@ def test_the_papers_settings():
 
 
 def test_every_phase_in_pieces(tmp_path):
-    """Warm start and two steps; the rest by resuming; evaluation; another objective from the same warm start."""
+    """Warm start and two steps, resuming, evaluation, and another objective from the same warm start."""
     first, other = tmp_path / "first", tmp_path / "other"
     assert train([*RECIPE, *TINY, "--sft-steps", "3", "--steps", "2", "--out", str(first)]) == 0
     assert train(["--resume", str(first), "--steps", "4", "--allow-changes"]) == 0
@@ -48,20 +48,7 @@ def test_every_phase_in_pieces(tmp_path):
         == 0
     )
     warm = first / "checkpoints" / "step-000000"
-    flags = [
-        "--objective",
-        "grpo",
-        "--sft-steps",
-        "0",
-        "--seed",
-        "1",
-        "--steps",
-        "1",
-        "--model",
-        str(warm),
-        "--out",
-        str(other),
-    ]
-    assert train([*RECIPE, *TINY, *flags]) == 0
+    flags = ["--objective", "grpo", "--sft-steps", "0", "--seed", "1", "--steps", "1"]
+    assert train([*RECIPE, *TINY, *flags, "--model", str(warm), "--out", str(other)]) == 0
     assert json.loads((other / "config.json").read_text())["objective"] == "grpo"
     assert [record["step"] for record in read(other / "eval.jsonl")] == [0, 1]

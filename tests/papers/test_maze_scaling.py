@@ -1,4 +1,4 @@
-"""The script in tiny: it runs, goes on where it was, and says what failed. No ranking of objectives is certain."""
+"""Tests of the script at a tiny size: it runs, resumes and names a failed run. They check no ranking of objectives."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def test_as_a_user_runs_it(tmp_path):
         assert (config["objective"], config["rollouts"]) == (outcome["objective"], outcome["rollouts"])
         assert config["k"] == (2 if outcome["objective"] == "maxpo" else None)
     logs = {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
-    again = subprocess.run(command, capture_output=True, text=True, check=True)  # all is there
+    again = subprocess.run(command, capture_output=True, text=True, check=True)  # all runs are finished
     assert again.stdout.splitlines()[:-1] == run.stdout.splitlines()[:-1]
     assert json.loads((tmp_path / "out" / "maze_scaling.json").read_text())["results"] == record["results"]
     assert logs == {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}

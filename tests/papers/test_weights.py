@@ -1,4 +1,4 @@
-"""Population weights and those of finite groups: where they must agree."""
+"""Tests of the weights: where those of finite groups must agree with the population weights."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def p():
 
 @pytest.mark.parametrize("n", [3, 16])
 def test_maxrl_of_n_rollouts_has_exactly_a_population_weight(p, n):
-    """Algorithm 1 that of order N-1, equations 6 and 7 that of order N."""
+    """Algorithm 1 has the weight of order N-1; equations 6 and 7 have the weight of order N."""
     ours, population = weights.estimator_weights(p, n, 2), weights.population_weights(p, (n - 1, n))
     torch.testing.assert_close(ours["maxrl"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
     torch.testing.assert_close(ours["maxrl_ratio"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)

@@ -1,30 +1,37 @@
-"""`python -m bench.advantages`: every group advantage, beside how others compute theirs and beside what any operator costs.
+"""`python -m bench.advantages`: every group advantage, beside other implementations and beside the cost of any operator.
 
-Sides are timed in turn, in one process, and compared before: the MaxPO paper's O(N^2) matrix form, a Python loop over groups
-of verl's kind, a view/mean/std of TRL's kind. Two floors: an operator of the same arguments that does nothing, and a copy of
-the rewards. With --device cuda, launches are counted too, and an empty kernel's launch is the floor. The last line is one
-JSON document.
+The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view, mean and std as in TRL. All
+are timed in turn, in one process, after their results were compared. There are two floors: an operator with the same arguments
+that does nothing, and a copy of the rewards. With --device cuda launches are counted too, and the floor is the launch of an
+empty kernel. The last line is one JSON document.
 """
 
-import argparse
 import json
 import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.measure import launches, microseconds, microseconds_in_a_graph
-from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, versions
+from bench.measure import (
+    argument_parser,
+    describe,
+    launches,
+    machine,
+    microseconds,
+    microseconds_in_a_graph,
+    prepare,
+    run_command,
+)
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.ops.estimator_tables import subset_ratios
 from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from maxrl_fast.records import cumulative
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
 K = 4
@@ -39,7 +46,7 @@ SCHEMA = (
 
 
 def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
-    """grpo as verl's loop computes it: scores gathered by prompt id, each advantage by itself."""
+    """Return grpo as verl computes it: scores are gathered by prompt id, and advantages computed one by one."""
     scores = rewards.clone()
     by_id: dict[int, list[Tensor]] = defaultdict(list)
     for i in range(len(scores)):
@@ -54,14 +61,14 @@ def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
 
 
 def view_mean_std(rewards: Tensor, n: int) -> Tensor:
-    """grpo as TRL computes it: flat rewards viewed as [G, N]."""
+    """Return grpo as TRL computes it: flat rewards viewed as [G, N]."""
     mean = rewards.view(-1, n).mean(dim=1).repeat_interleave(n, dim=0)
     deviation = rewards.view(-1, n).std(dim=1).repeat_interleave(n, dim=0)
     return (rewards - mean) / (deviation + 1e-6)
 
 
 def matrix_weights(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The weights of `matrix_form`, made once: [n] of each rank as the maximum of k - 1 others, [n, n] of rank j without i."""
+    """Return the weights of `matrix_form`: [n], of each rank as the maximum of k - 1 others; [n, n], of rank j without i."""
     weights = torch.cat([subset_ratios(n - 1, k - 1).diff(), torch.zeros(1)])  # nothing exceeds the largest
     fewer = torch.cat([subset_ratios(n - 2, k - 1).diff(), torch.zeros(2)])
     j, i = torch.arange(n), torch.arange(n)[:, None]
@@ -69,7 +76,7 @@ def matrix_weights(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
-    """EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of reward differences."""
+    """Return EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of reward differences."""
     ordered, order = rewards.sort(-1)
     differences = (ordered[:, :, None] - ordered[:, None, :]).clamp_min(0)  # row i, column j: (r_i - r_j)_+
     improvement = differences @ weights
@@ -79,7 +86,7 @@ def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
 
 
 def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """A call of every estimator, with what it needs."""
+    """Return a call of every estimator by name, with the inputs and options that it needs."""
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
 
@@ -95,14 +102,16 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
 
 
 def family(name: str) -> str:
+    """Return the group of estimators in which the report lists this one."""
     row = ESTIMATORS[name]
     if row.before is not None or row.after is not None:
         return "with further steps"
     return {"reward": "moments", "rank": "ranks", "binary": "binary table"}[row.value]
 
 
+@cache
 def nothing_operator() -> Callable[[Tensor], Tensor]:
-    """An operator of the same arguments and result, whose kernel does nothing."""
+    """Return an operator with the same arguments and result, whose kernel does nothing."""
     torch.library.define("maxrl_bench::nothing", SCHEMA)
     torch.library.impl("maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards))
     nothing = torch.ops.maxrl_bench.nothing.default
@@ -110,7 +119,7 @@ def nothing_operator() -> Callable[[Tensor], Tensor]:
 
 
 def check_agreement(rewards: Tensor) -> None:
-    """Both sides compute the same, or there is nothing to compare."""
+    """Raise RuntimeError where an implementation computes something else than group_advantage, or the comparison is empty."""
     exact = rewards.double()
     n = rewards.shape[1]
     pairs = {
@@ -124,13 +133,13 @@ def check_agreement(rewards: Tensor) -> None:
     for name, (theirs, ours) in pairs.items():
         error = float((theirs - ours).abs().max())
         if not error < 1e-6 or not float(ours.abs().max()) > 0.1:
-            raise RuntimeError(f"{name}: the two sides differ by {error}")
+            raise RuntimeError(f"{name}: the advantages differ by {error}")
 
 
 def growth(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Microseconds per rollout of maxpo against log2 N at a constant 32768 rollouts, and the line through them.
+    """Return the nanoseconds per rollout of maxpo by N at a constant 32768 rollouts, and their linear fit in log2 N.
 
-    N log N means: linear in log2 N. N^2 would be: linear in N.
+    At a cost of N log N per group they are linear in log2 N, at N^2 linear in N.
     """
     sizes = [64, 128, 256, 512, 1024, 2048, 4096]
     rewards = {n: torch.randn(32768 // n, n, device=device) for n in sizes}
@@ -149,75 +158,83 @@ def growth(rounds: int, device: torch.device) -> dict[str, Any]:
     }
 
 
+def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, float]:
+    """Return the microseconds of a call of every implementation on rewards [G, N]."""
+    g, n = rewards.shape
+    flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
+    weights = [table.to(rewards) for table in matrix_weights(n, K)]
+    functions: dict[str, Callable[[], object]] = {
+        "floor: an operator that does nothing": partial(nothing_operator(), rewards),
+        "floor: a copy of the rewards": rewards.clone,
+        **estimator_calls(rewards, {}),
+        "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
+        "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
+    }
+    times = microseconds(functions, rounds, rewards.device)
+    if with_loop:
+        loop = {"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}
+        times |= microseconds(loop, 3, rewards.device)
+    return times
+
+
+def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device) -> dict[str, float]:
+    """Return the microseconds of a call of every implementation on groups of these sizes [G]."""
+    ids = torch.repeat_interleave(sizes)
+    rewards = torch.randn(len(ids), generator=generator).to(device)
+    offsets, shuffled = cumulative(sizes).to(device), ids[torch.randperm(len(ids), generator=generator)].to(device)
+    functions: dict[str, Callable[[], object]] = {
+        "floor: an operator that does nothing": partial(nothing_operator(), rewards),
+        "floor: a copy of the rewards": rewards.clone,
+        **estimator_calls(rewards, {"offsets": offsets}),
+        "maxpo, ids in any order": lambda: group_advantage(rewards, "maxpo", k=K, group_ids=shuffled),
+        "peer: maxpo in plain PyTorch, by size": lambda: group_advantage_reference(
+            rewards, offsets, None, None, None, "maxpo", float(K), 0.0, 0, 1.0, 0.0, 0
+        ),
+    }
+    times = microseconds(functions, rounds, device)
+    if device.type == "cpu":
+        listed = ids.tolist()
+        times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(rewards, listed)}, 3, device)
+    return times
+
+
+def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
+    """Return the launches of a call of every estimator, and the time of maxpo in a CUDA graph, beside an empty kernel."""
+    one, rewards = torch.zeros(1, device=device), torch.randn(1024, 16, device=device)
+    pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
+    return {
+        "launches": {name: launches(function) for name, function in estimator_calls(rewards, {}).items()},
+        "microseconds_in_a_graph": microseconds_in_a_graph(pair, rounds, device),
+    }
+
+
 def measure(rounds: int, device: torch.device) -> dict[str, Any]:
-    nothing = nothing_operator()
+    """Return all figures."""
     generator = torch.Generator().manual_seed(0)
     check_agreement(torch.randn(64, 16, generator=generator))
     shapes: dict[str, Any] = {}
     for g, n in SHAPES:
         rewards = torch.randn(g, n, generator=generator).to(device)
-        flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
-        weights = [table.to(rewards) for table in matrix_weights(n, K)]
-        functions: dict[str, Callable[[], object]] = {
-            "floor: an operator that does nothing": partial(nothing, rewards),
-            "floor: a copy of the rewards": rewards.clone,
-            **estimator_calls(rewards, {}),
-            "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
-            "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
-        }
-        times = microseconds(functions, rounds, device)
-        if device.type == "cpu" or not shapes:  # seconds a call on a GPU, whose every element is a launch
-            times |= microseconds({"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}, 3, device)
-        shapes[f"{g}x{n}"] = times
+        # On a GPU a call of the loop takes seconds, as every element is a launch: there it is timed once.
+        shapes[f"{g}x{n}"] = even_groups(rewards, rounds, with_loop=device.type == "cpu" or not shapes)
     sizes = torch.randint(1, 32, (1024,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    rewards = torch.randn(int(offsets[-1]), generator=generator)
-    ids_of = torch.repeat_interleave(sizes)
-    shuffled = torch.randperm(len(rewards), generator=generator)
-    on_device = {name: t.to(device) for name, t in {"offsets": offsets, "ids": ids_of[shuffled], "r": rewards}.items()}
-    r = on_device["r"]
-    functions = {
-        "floor: an operator that does nothing": lambda: nothing(r),
-        "floor: a copy of the rewards": lambda: r.clone(),
-        **estimator_calls(r, {"offsets": on_device["offsets"]}),
-        "maxpo, ids in any order": lambda: group_advantage(r, "maxpo", k=K, group_ids=on_device["ids"]),
-        "peer: maxpo in plain PyTorch, by size": lambda: group_advantage_reference(
-            r, on_device["offsets"], None, None, None, "maxpo", float(K), 0.0, 0, 1.0, 0.0, 0
-        ),
-    }
-    times = microseconds(functions, rounds, device)
-    if device.type == "cpu":
-        listed = ids_of.tolist()
-        times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(r, listed)}, 3, device)
-    shapes[f"uneven, {len(rewards)} rollouts in 1024 groups of 1 to 31"] = times
+    shapes[f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"] = uneven_groups(sizes, generator, rounds, device)
     result: dict[str, Any] = {
         "benchmark": "advantages",
-        "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
+        "machine": machine(device),
         "k": K,
         "microseconds": shapes,
         "growth": growth(rounds, device),
     }
-    if device.type == "cuda":
-        result["machine"]["gpu"] = torch.cuda.get_device_name(device)
-        one = torch.zeros(1, device=device)
-        rewards = torch.randn(1024, 16, device=device)
-        pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
-        result["gpu"] = {
-            "launches": {name: launches(function) for name, function in estimator_calls(rewards, {}).items()},
-            "microseconds_in_a_graph": microseconds_in_a_graph(pair, rounds, device),
-        }
-    return result
+    return result | ({"gpu": on_gpu(rounds, device)} if device.type == "cuda" else {})
 
 
 def report(result: dict[str, Any]) -> None:
-    machine = result["machine"]
-    print(
-        f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"{machine['device']}"
-    )
+    """Print the figures."""
+    print(describe(result["machine"]))
     for shape, times in result["microseconds"].items():
         nothing, copy = (times[f"floor: {floor}"] for floor in ("an operator that does nothing", "a copy of the rewards"))
-        print(f"\n{shape}, k = {result['k']}, microseconds a call: doing nothing {nothing:.1f}, copying {copy:.1f}")
+        print(f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, copying {copy:.1f}")
         families: dict[str, list[str]] = defaultdict(list)
         for name in (name for name in times if name in ESTIMATORS):
             families[family(name)].append(name)
@@ -239,30 +256,18 @@ def report(result: dict[str, Any]) -> None:
         f"a group's time grows as N^{fit['exponent_of_n']:.2f}"
     )
     if "gpu" in result:
-        print(f"  launches a call: {result['gpu']['launches']}")
+        print(f"  launches per call: {result['gpu']['launches']}")
         print(f"  in a graph, 1024x16: {result['gpu']['microseconds_in_a_graph']}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.advantages", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    options = parser.parse_args()
-    try:
-        device = torch.device(resolve_device(options.device))
-        if options.rounds < 1 or (options.threads is not None and options.threads < 1):
-            raise InputError("--rounds and --threads must be at least 1")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    result = measure(options.rounds, device)
+    """Run the command line."""
+    options = argument_parser("advantages", __doc__, rounds=25).parse_args()
+    result = measure(options.rounds, prepare(options))
     report(result)
     print(json.dumps(result))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -1,15 +1,15 @@
 """`python -m bench.gpu`, the second half of `make gpu`: tests, memory check and benchmarks on this machine's GPU.
 
-Steps run one after another, each in a process of its own and under its own limit, 8 minutes in all at the most; one that takes
-longer is killed with all that it started, and the next one goes on. What tests and benchmarks print is shown and kept in a log.
-One JSON document has the machine, the versions and every figure; it is written anew after each step. The last lines are a table
-of figures, aims, floors and peers; the aims are for an H200.
+Steps run one after another, each in its own process and with its own time limit, at most 8 minutes in all. A step that exceeds
+its limit is killed with all its processes, and the next one starts. The output of tests and benchmarks is shown and kept in a
+log. One JSON document has the machine, the versions and every figure; it is written again after each step. The last lines are a
+table of figures, aims, floors and peers; the aims are for an H200.
 
-Results go to the folder of the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME.json and
-gpu_NAME.log. Nothing is installed or downloaded: a peer that is not there is left out.
+Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME.json and
+gpu_NAME.log. Nothing is installed or downloaded: a peer that is not installed is left out.
 
-Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or for other input that cannot
-work; 130 and 143 after Ctrl-C and SIGTERM, with the step's processes ended. A figure that misses its aim fails nothing.
+Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on wrong input; 130 and 143
+after Ctrl-C and SIGTERM, which end the step's processes. A figure that misses its aim is not a failure.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross
 
 
 def output_of(*command: str) -> str | None:
-    """Of a program that may not be here, or may find nothing."""
+    """Return what a program prints; None where it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
@@ -49,6 +49,7 @@ def output_of(*command: str) -> str | None:
 
 
 def version_of(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +57,7 @@ def version_of(package: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures may depend on."""
+    """Return what the figures may depend on."""
     commit, changes = output_of("git", "rev-parse", "HEAD"), output_of("git", "status", "--porcelain")
     return versions() | {
         "device": str(device),
@@ -71,7 +72,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def check(device: torch.device) -> None:
-    """Raise InputError where there is nothing to run on."""
+    """Raise InputError where the GPU, its kernels or a package is missing."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
@@ -85,7 +86,7 @@ def check(device: torch.device) -> None:
 
 
 def results_folder(is_dry: bool) -> Path:
-    """Where results go; it is made."""
+    """Create and return the folder of results."""
     folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "bench/results"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,16 +96,19 @@ def results_folder(is_dry: bool) -> Path:
 
 
 def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
-    """Run the steps, and write down what has come so far after each."""
+    """Run the steps, and write the results after each."""
     log, start = file.with_suffix(".log"), time.monotonic()
     limit = sum(step.seconds for step in steps if not step.absent) * stretch
     for number, step in enumerate(steps, 1):
-        gone = time.monotonic() - start
+        passed = time.monotonic() - start
         about = f"[{number}/{len(steps)}] {step.name}"
         if step.absent:
             print(f"{about}: not run, {step.absent}", flush=True)
         else:
-            print(f"{about}: at most {step.seconds * stretch:.0f} s; {gone:.0f} of at most {limit:.0f} s are gone", flush=True)
+            print(
+                f"{about}: at most {step.seconds * stretch:.0f} s; {passed:.0f} of at most {limit:.0f} s have passed",
+                flush=True,
+            )
         record = run_step(step, step.seconds * stretch, log)
         result["steps"][step.name] = record
         record["commit"] = result["machine"]["commit"]
@@ -116,22 +120,26 @@ def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: floa
 
 
 def earlier_steps(file: Path) -> dict[str, Any]:
-    """The records of a run before this one, marked as such."""
+    """Return the records of an earlier run, marked as earlier.
+
+    Raises:
+        InputError: where the file cannot be read.
+    """
     if not file.exists():
         return {}
     try:
         steps = json.loads(file.read_text())["steps"]
         return {name: record | {"is_earlier": True} for name, record in steps.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} must be results of bench.gpu for --only to keep, but cannot be read: {error!r}") from error
+        raise InputError(f"--only keeps the other steps' results in {file}, which cannot be read: {error!r}") from error
 
 
 def _stop(*_: object) -> None:
-    sys.exit(143)  # so that the step's processes are ended too
+    sys.exit(143)  # an exception, so that the step's processes are ended too
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     names = [step.name for step in gpu_steps()]
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,7 +149,7 @@ def main() -> int:
         nargs="+",
         metavar="STEP",
         choices=names,
-        help=f"run these, and keep the others' last results: {', '.join(names)}",
+        help=f"run these steps, and keep the last results of the others: {', '.join(names)}",
     )
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run at tiny sizes (default: cuda)"
@@ -171,7 +179,7 @@ def main() -> int:
     try:
         run_all(steps, result, file, options.stretch)
     except KeyboardInterrupt:
-        print(f"stopped; what had come is in {file}", file=sys.stderr)
+        print(f"stopped; the results so far are in {file}", file=sys.stderr)
         return 130
     print(f"\n{name}, torch {about['torch']}; the aims are for an H200; {file}")
     print("\n".join(lines(rows(result["steps"]))))

@@ -1,4 +1,4 @@
-"""Runs a step of `make gpu` under its limit, its output to the log and the screen."""
+"""Runs a step of `make gpu` within its time limit, with its output on the screen and in the log."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from typing import Any
 from bench.gpu_steps import Step, environment_of
 
 ROOT = Path(__file__).parent.parent
-QUIET_SECONDS = 15  # after which a step that says nothing is said to be at work
+QUIET_SECONDS = 15  # without output, after which the screen says that a step is running
 TAIL = 4000  # characters of a failed step's output that are kept in the results
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|deselected)\b")
 
 
 def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
-    """What came of it; its output is added to the log.
+    """Run a step, add its output to the log, and return its record.
 
-    `state` is "done", "failed", "past its limit" or "absent".
+    `state` in it is "done", "failed", "past its limit" or "absent".
     """
     record: dict[str, Any] = {"state": "absent", "why": step.absent, "command": " ".join(step.command), "limit_seconds": limit}
     if step.absent:
@@ -31,7 +31,7 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
         output.write(f"\n== {step.name}: {record['command']}\n".encode())
         output.flush()
         begin = output.tell()
-        # A session of its own: its process group has all that it starts, and no Ctrl-C of the terminal comes to it.
+        # A new session: its process group has every process that the step starts, and Ctrl-C in the terminal does not reach it.
         process = subprocess.Popen(
             step.command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
         )
@@ -61,30 +61,30 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
 
 
 def _follow(process: "subprocess.Popen[bytes]", log: Path, begin: int, start: float, limit: float) -> bool:
-    """Show what a process writes to the log until it ends; whether its time was up before."""
-    rest, said = b"", time.monotonic()
+    """Show what a process writes to the log until it ends; return whether it exceeded its limit instead."""
+    rest, last_output = b"", time.monotonic()
     with log.open("rb") as written:
         written.seek(begin)
         while True:
-            has_ended = process.poll() is not None  # before its output is read, so that nothing is left unread
+            has_ended = process.poll() is not None  # checked before reading, so that no output is missed
             *lines, rest = (rest + written.read()).split(b"\n")
             for line in lines:
-                if not line.startswith(b'{"benchmark"'):  # figures are for the results
+                if not line.startswith(b'{"benchmark"'):  # figures go to the results
                     print(f"    {line.decode(errors='replace'):.160}", flush=True)
-                said = time.monotonic()
+                last_output = time.monotonic()
             if has_ended:
                 return False
             now = time.monotonic()
             if now - start > limit:
                 return True
-            if now - said > QUIET_SECONDS:
-                print(f"    ... at work for {now - start:.0f} s, {limit - (now - start):.0f} s are left", flush=True)
-                said = now
+            if now - last_output > QUIET_SECONDS:
+                print(f"    ... running for {now - start:.0f} s, {limit - (now - start):.0f} s are left", flush=True)
+                last_output = now
             time.sleep(0.1)
 
 
 def last_document(text: str) -> dict[str, Any] | None:
-    """The last line that is a benchmark's JSON document; warnings may come after it."""
+    """Return the last line that is a benchmark's JSON document; warnings may follow it."""
     for line in reversed(text.splitlines()):
         if line.startswith('{"benchmark"'):
             document: dict[str, Any] = json.loads(line)

@@ -1,4 +1,4 @@
-"""The steps of `make gpu`: what each runs, and how long it may take."""
+"""The steps of `make gpu`: the command of each, and its time limit."""
 
 import importlib.util
 import os
@@ -12,41 +12,44 @@ LIMIT_SECONDS = 480  # of all steps together
 
 @dataclass(frozen=True)
 class Step:
-    """A process of its own, so that each has the GPU's memory to itself, and that one that hangs or dies takes none along."""
+    """A command that runs in its own process: it has the GPU's memory to itself, and a crash does not end the other steps."""
 
     name: str
     command: list[str]
-    seconds: float  # its limit
+    seconds: float  # time limit
     has_figures: bool = True  # one of its last lines is a JSON document
     absent: str = ""  # why it cannot run here
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def bench(name: str, module: str, arguments: str, seconds: float, absent: str = "") -> Step:
+    """Return a step that runs a benchmark."""
     return Step(name, [sys.executable, "-m", f"bench.{module}", *arguments.split()], seconds, absent=absent)
 
 
 def missing(package: str) -> str:
+    """Return why a package cannot be used; "" where it is installed."""
     return "" if importlib.util.find_spec(package) else f"{package} is not installed"
 
 
 def compute_sanitizer() -> str | None:
-    """On the PATH, or beside nvcc."""
+    """Return the path of compute-sanitizer, on the PATH or beside nvcc."""
     nvcc = shutil.which("nvcc")
     beside = Path(nvcc).resolve().parent / "compute-sanitizer" if nvcc else None
     return shutil.which("compute-sanitizer") or (str(beside) if beside and beside.exists() else None)
 
 
 def marked_gpu(seconds: float, absent: str = "") -> Step:
+    """Return a step that runs the tests marked gpu."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "--maxfail=30", "--durations=5", "tests/gpu"]
     return Step("tests", command, seconds, has_figures=False, absent=absent)
 
 
 def sanitizer(seconds: float, absent: str = "") -> Step:
-    """memcheck, 10 to 100 times slower, over the smallest tests.
+    """Return a step that runs the smallest tests under memcheck, 10 to 100 times slower.
 
-    Not over those that capture graphs: torch's cache is off, so that every tensor is an allocation whose end memcheck knows,
-    and graphs cannot be captured without it.
+    It leaves out the tests that capture graphs: they need torch's memory cache, which is off here so that memcheck knows where
+    every tensor ends.
     """
     found = compute_sanitizer()
     command = [found or "compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"]
@@ -58,7 +61,7 @@ def sanitizer(seconds: float, absent: str = "") -> Step:
 
 
 def gpu_steps() -> list[Step]:
-    """On a GPU. Correctness first; then the ceilings, and the figures that have an aim; peers last."""
+    """Return the steps on a GPU: correctness first, then the ceilings and the figures that have an aim, and peers last."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
     return [
         marked_gpu(85),
@@ -80,7 +83,7 @@ def gpu_steps() -> list[Step]:
 
 
 def dry_steps() -> list[Step]:
-    """The same at a size that a CPU does in a few seconds each, to see that everything runs and is written down."""
+    """Return the same steps at sizes that take a CPU a few seconds each, to test that everything runs and is recorded."""
     no_gpu = "it needs a GPU"
     update = "--layouts shared --rounds 1 --prompts 1 --rollouts 2 --cases"
     return [
@@ -103,5 +106,5 @@ def dry_steps() -> list[Step]:
 
 
 def environment_of(step: Step) -> dict[str, str]:
-    """Of its process: nothing is fetched, and output comes as it is written."""
+    """Return the environment of a step's process: no downloads, and unbuffered output."""
     return os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | step.environment

@@ -1,4 +1,4 @@
-"""The table at the end of `make gpu`: each figure with its aim, and with its floor or peer beside it."""
+"""The table at the end of `make gpu`: each figure with its aim and its floor or peer."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,21 +7,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """A line. The aims are those for an H200."""
+    """A line of the table. The aims are for an H200."""
 
     figure: str
     value: str
     aim: str = ""
-    reached: bool | None = None  # None: there is nothing to reach
+    reached: bool | None = None  # None: no aim
     beside: str = ""  # floor or peer
 
 
 def ceilings(x: Any) -> Iterator[Row]:
     yield Row("copy bandwidth", f"{x['copy_bytes_per_second'] / 1e9:,.0f} GB/s", beside="H200's data sheet: 4,800")
     name = x["machine"]["dtype"].removeprefix("torch.")
-    yield Row(
-        f"{name} products", f"{x['matrix_flops_per_second'] / 1e12:,.1f} TFLOP/s", beside="H200's data sheet: 989 in bf16"
-    )
+    yield Row(f"{name} GEMM", f"{x['matrix_flops_per_second'] / 1e12:,.1f} TFLOP/s", beside="H200's data sheet: 989 in bf16")
 
 
 def launches(x: Any) -> Iterator[Row]:
@@ -44,26 +42,30 @@ def token_loss(x: Any) -> Iterator[Row]:
         if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
             yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
         peak = case["peak_bytes_per_element"]["ours, in place"]
-        if peak is not None:  # gradient in the logits' place: whatever is left is a temporary
+        if peak is not None:  # the gradient overwrites the logits, so that all new memory is temporary
             yield Row("  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1)
     for name, case in x["linear"].items():
         size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
         useful, product = case["useful_tflops"], case["matrix_product_tflops"]
-        beside = f"a product {product:.1f}, eager {useful['eager']:.1f}"
+        beside = f"GEMM {product:.1f}, eager {useful['eager']:.1f}"
         yield Row(f"linear, {size}", f"{useful['ours']:.1f} TFLOP/s", ">= 650", useful["ours"] >= 650, beside)
         peak, chunk = case["peak_mib"]["ours"], case["chunk_mib"]
         if peak is not None:
             own = peak - case["gradients_mib"]
             aim = f"<= {chunk:,} MiB, a chunk"
             yield Row(
-                "  beside its gradients", f"{own:,.0f} MiB", aim, own <= 1.05 * chunk, f"eager {case['peak_mib']['eager']:,.0f}"
+                "  besides its gradients",
+                f"{own:,.0f} MiB",
+                aim,
+                own <= 1.05 * chunk,
+                f"eager {case['peak_mib']['eager']:,.0f}",
             )
 
 
 def rollout(x: Any) -> Iterator[Row]:
     for case in x["cases"].values():
         rows = case["prompts"] * case["samples"]
-        for figure, name in {f"rollout, {rows:,} rows": "native", "  by torch.compile": "native, compiled"}.items():
+        for figure, name in {f"rollout, {rows:,} rows": "native", "  with torch.compile": "native, compiled"}.items():
             if side := case["sides"].get(name):
                 rate = side["tokens_per_second"]
                 aim, reached = (">= 5,000,000", rate >= 5e6) if rows >= 4096 else ("", None)
@@ -84,7 +86,7 @@ def rollout_peer(x: Any) -> Iterator[Row]:
 def whole_step(x: Any) -> Iterator[Row]:
     case = x["cases"]["step17"]
     name = f"whole step, 17x17, {case['prompts']} x {case['rollouts']}"
-    for figure, timed in {name: case, "  by torch.compile": case.get("compiled")}.items():
+    for figure, timed in {name: case, "  with torch.compile": case.get("compiled")}.items():
         if timed:
             ms, stages = timed["step_milliseconds"], timed["milliseconds_by_stage"]
             beside = f"rollout {stages['rollout']:.0f}, update {stages['update']:.0f}, prompts {stages['prompts']:.0f}"
@@ -97,7 +99,7 @@ def qwen(x: Any) -> Iterator[Row]:
         mfu = shared["model_flops_utilisation"]
         beside = f"floor {shared['floor_milliseconds']:,.0f} of {shared['milliseconds']:,.0f} ms"
         beside += f", padded {padded['times_shared']:.2f} x" if padded else ""
-        yield Row(f"update, {name}", f"{mfu:.0%} of the products", ">= 45%", mfu >= 0.45, beside)
+        yield Row(f"update, {name}", f"{mfu:.0%} of GEMM", ">= 45%", mfu >= 0.45, beside)
 
 
 def advantages(x: Any) -> Iterator[Row]:
@@ -105,7 +107,7 @@ def advantages(x: Any) -> Iterator[Row]:
     nothing = times["floor: an operator that does nothing"]
     for name, peer in (("grpo", "grpo by view, mean, std"), ("maxpo", "maxpo by matrix")):
         beside = f"an operator {nothing:.1f} us; by {peer.partition(' by ')[2]} {times[f'peer: {peer}'] / times[name]:.1f} x"
-        yield Row(f"{name}, a call", f"{times[name]:.1f} us", beside=beside)
+        yield Row(f"{name}, one call", f"{times[name]:.1f} us", beside=beside)
 
 
 def trl(x: Any) -> Iterator[Row]:
@@ -130,7 +132,10 @@ SECTIONS: dict[str, Callable[[Any], Iterator[Row]]] = {
 
 
 def rows(steps: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """From the records of the steps. One that failed says so, with the figures it had before. A dry run has no aims."""
+    """Return the rows of all steps from their records.
+
+    A failed step has a row that says so, then the figures that it printed before. A dry run has no aims.
+    """
     table = []
     for name, record in steps.items():
         figures = record.get("figures")
@@ -156,7 +161,7 @@ def _why(record: Mapping[str, Any]) -> str:
 
 
 def lines(table: list[Row]) -> list[str]:
-    """As text, a line a row."""
+    """Return the table as lines of text."""
     answers = {True: "yes", False: "NO", None: ""}
     cells = [("figure", "measured", "aim", "reached", "floor or peer")]
     cells += [(row.figure, row.value, row.aim, answers[row.reached], row.beside) for row in table]

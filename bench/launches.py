@@ -1,11 +1,10 @@
-"""`python -m bench.launches`: the small operators at 1024 prompts x 16 rollouts, which on a GPU cost what a launch costs.
+"""`python -m bench.launches`: the small operators at 1024 prompts x 16 rollouts, whose cost on a GPU is the launch.
 
-Forward calls: group advantages, PACS's log-ratio rewards and its loss, and an empty kernel, the floor. On a GPU the kernels
-that one call starts are counted, and calls are timed in a CUDA graph too, where the CPU that asks for them does not count. The
+It times forward calls of group advantages, PACS's log-ratio rewards and its loss; an empty kernel is the floor. On a GPU it
+counts the kernels that one call starts, and times calls in a CUDA graph too, which leaves out the CPU's part of a launch. The
 last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -13,16 +12,14 @@ from typing import Any
 
 import torch
 
-from bench.measure import launches, microseconds, microseconds_in_a_graph
-from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, versions
+from bench.measure import argument_parser, launches, machine, microseconds, microseconds_in_a_graph, prepare, run_command
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss
 
 GROUPS, SIZE, RESPONSE = 1024, 16, 64
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """The operators by name, an empty kernel first; inputs that want gradients, so that these are computed too."""
+    """Return a call of each operator by name, an empty kernel first. Inputs require gradients: these are computed too."""
     one = torch.zeros(1, device=device)
     rewards = (torch.rand(GROUPS, SIZE, device=device) < 0.3).float()
     labels = rewards.flatten()
@@ -40,22 +37,13 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.launches", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
-    options = parser.parse_args()
-    try:
-        device = resolve_device(options.device)
-        if options.rounds < 1:
-            raise InputError(f"--rounds must be at least 1, got {options.rounds}")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Run the command line."""
+    options = argument_parser("launches", __doc__, rounds=15).parse_args()
+    device = prepare(options)
     functions = calls(device)
     result: dict[str, Any] = {
         "benchmark": "launches",
-        "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
+        "machine": machine(device),
         "microseconds": microseconds(functions, options.rounds, device),
         "launches": None,
         "microseconds_in_a_graph": None,
@@ -66,11 +54,13 @@ def main() -> int:
     print(f"{GROUPS} prompts x {SIZE} rollouts, {device}")
     print(f"  {'':<20}{'us a call':>12}{'launches':>10}{'us in a graph':>15}")
     for name, time in result["microseconds"].items():
-        count, alone = (result[key][name] if result[key] else None for key in ("launches", "microseconds_in_a_graph"))
-        print(f"  {name:<20}{time:12.1f}{'' if count is None else count:>10}{'' if alone is None else f'{alone:.2f}':>15}")
+        count, in_graph = (result[key][name] if result[key] else None for key in ("launches", "microseconds_in_a_graph"))
+        print(
+            f"  {name:<20}{time:12.1f}{'' if count is None else count:>10}{'' if in_graph is None else f'{in_graph:.2f}':>15}"
+        )
     print(json.dumps(result))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -1,7 +1,7 @@
 """The update of a training step in three layouts of its batch, for bench.train_step."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.measure import matrix_rate, milliseconds, peak_bytes, synchronize
-from maxrl_fast.config.options import OptimizerOptions
+from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
-from maxrl_fast.training.packing import Batch, Packer
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.packing import MicroBatch, Packer
 
 SETTINGS = LossSettings(loss="reinforce", aggregation="token_mean")
 LAYOUTS = ("shared", "repeated", "padded")
@@ -24,7 +24,7 @@ LAYOUTS = ("shared", "repeated", "padded")
 
 @dataclass
 class Case:
-    """A policy, rollouts to learn from, and how many tokens go through the model at a time."""
+    """A policy, rollouts to learn from, and the token limit of one forward and backward pass."""
 
     model: Decoder
     prompts: Prompts
@@ -34,7 +34,7 @@ class Case:
 
 
 def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominator: float) -> None:
-    """Every response with its own copy of the prompt, all padded to one length. Prompts of equal length."""
+    """Add up the gradients in the padded layout, for prompts of equal length."""
     model, prompts, rollouts = case.model, case.prompts, case.rollouts
     num_rollouts, prompt_length = len(rollouts.lengths) // len(prompts), int(prompts.lengths[0])
     device = rollouts.tokens.device
@@ -67,16 +67,19 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 
 def loss_of(hidden: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
-    """The loss alone from hidden states and the output matrix."""
+    """Return the loss from hidden states and the output matrix, without its metrics."""
     return linear_policy_gradient_loss(hidden, weight, **arguments)[0]
 
 
-def update_flops(config: DecoderConfig, batch: Batch) -> int:
-    """Operations of the products of a forward and a backward pass: weights, attention, output matrix; nothing twice."""
+def update_flops(config: DecoderConfig, batch: MicroBatch) -> int:
+    """Return the FLOPs of the matrix multiplications of a forward and a backward pass: weights, attention, output matrix.
+
+    Recomputation does not count.
+    """
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     before, after = config.hidden_size * (heads + 2 * keys), config.hidden_size * (heads + 3 * config.intermediate_size)
     streamed = config.num_hidden_layers * before + (config.num_hidden_layers - 1) * after
-    weights = streamed * len(batch.tokens) + after * len(batch.rows)  # the last layer ends with the rows that predict
+    weights = streamed * len(batch.tokens) + after * len(batch.rows)  # the last layer computes only rows that predict
     spans = (batch.layout.sequences, batch.layout.to_prompts, batch.layout.responses)
     pairs = sum(
         int((x.q_lengths * (x.q_lengths + 1) // 2 if x.causal else x.q_lengths * x.k_lengths).sum()) for x in spans if x
@@ -85,89 +88,125 @@ def update_flops(config: DecoderConfig, batch: Batch) -> int:
     return 6 * (weights + attention + config.vocab_size * config.hidden_size * len(batch.targets))
 
 
-def update_in_layouts(
-    case: Case, rounds: int, device: torch.device, dtype: torch.dtype, layouts: Sequence[str] = LAYOUTS
-) -> dict[str, Any]:
-    """The update in each layout, all rollouts learned from; `shared` must be among them."""
-    case.model.to(device)
-    case.model.checkpoint_activations = case.checkpoint_activations
-    case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
-    model, prompts, rollouts = case.model, case.prompts, case.rollouts
-    advantages = torch.randn(len(rollouts.lengths), generator=torch.Generator().manual_seed(0)).to(device)
-    denominator = float(len(rollouts.tokens))
-    optimizer = make_optimizer(model, OptimizerOptions())
-    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0  # every repetition meets the same weights
-    learner = Learner(model, optimizer, SETTINGS, 1.0, case.token_budget, dtype)
-    everything = torch.arange(len(advantages))
-    shared, repeated = (Packer(prompts, rollouts, advantages, cost) for cost in (0.0, float("inf")))
+class LayoutUpdates:
+    """The same update of a policy in each layout, with learning rate 0 so that every call starts from the same weights."""
 
-    def packed(packer: Packer, num_tokens: int) -> None:
-        for part in packer.split(everything, num_tokens):
-            learner.loss(packer.pack(part), denominator)[0].backward()
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case, self.dtype = case, dtype
+        rollouts = case.rollouts
+        generator = torch.Generator().manual_seed(0)
+        self.advantages = torch.randn(len(rollouts.lengths), generator=generator).to(rollouts.tokens.device)
+        self.denominator = float(len(rollouts.tokens))
+        self.optimizer = make_optimizer(case.model, beta2=0.99, weight_decay=0.01)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
+        self.shared, self.repeated = (Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, float("inf")))
+        for parameter in case.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # allocates the moments, before memory is measured
 
-    # `split` counts shared prompts, of which a repeated micro-batch has as many copies as responses.
-    per_response = int(prompts.lengths[0]) + len(rollouts.tokens) / len(rollouts.lengths)
-    share = case.token_budget // per_response * (per_response - int(prompts.lengths[0]))
-    passes: dict[str, Callable[[], None]] = {
-        "shared": lambda: packed(shared, case.token_budget),
-        "repeated": lambda: packed(repeated, int(share) + int(prompts.lengths[0])),
-        "padded": lambda: padded_passes(case, advantages, dtype, denominator),
-    }
-    passes = {name: passes[name] for name in layouts}
-
-    def update(name: str) -> None:
+    def update(self, layout: str) -> None:
+        """Take one optimizer step in this layout."""
+        model, budget = self.case.model, self.case.token_budget
         model.zero_grad()
-        passes[name]()
+        if layout == "shared":
+            self._packed(self.shared, budget)
+        elif layout == "repeated":
+            # `split` counts a prompt once, but a repeated micro-batch has one copy of it per response.
+            prompt = int(self.case.prompts.lengths[0])
+            per_response = prompt + len(self.case.rollouts.tokens) / len(self.case.rollouts.lengths)
+            self._packed(self.repeated, int(budget // per_response * (per_response - prompt)) + prompt)
+        else:
+            padded_passes(self.case, self.advantages, self.dtype, self.denominator)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        self.optimizer.step()
 
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # the moments are there before memory is measured
-    # The first call of each gives the gradient to compare, and memory; where it takes minutes, its time too.
+    def _packed(self, packer: Packer, num_tokens: int) -> None:
+        for part in packer.split(torch.arange(len(self.advantages)), num_tokens):
+            self.learner.loss(packer.pack(part), self.denominator)[0].backward()
+
+    def gradient(self) -> Tensor:
+        """Return the last update's clipped gradient, flat."""
+        return torch.cat([p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None])
+
+    def work(self, layout: str) -> tuple[int, int]:
+        """Return the FLOPs of an update and its tokens; padding does not count, as it is no use."""
+        packer = self.shared if layout == "shared" else self.repeated
+        batch = packer.pack(torch.arange(len(self.advantages)))
+        return update_flops(self.case.model.config, batch), len(batch.tokens)
+
+
+def first_updates(
+    updates: LayoutUpdates, layouts: Sequence[str], device: torch.device
+) -> tuple[dict[str, float], dict[str, int | None], dict[str, float]]:
+    """Return the milliseconds and the peak memory of each layout's first update, and how far its gradient is from the last
+    layout's, relatively.
+
+    Raises:
+        RuntimeError: where they differ in float32.
+    """
     times: dict[str, float] = {}
     memory: dict[str, int | None] = {}
     gradients: dict[str, Tensor] = {}
-    for name in passes:
-        model.zero_grad()
+    for layout in layouts:
+        updates.case.model.zero_grad()  # frees the gradient of the layout before
         start = time.perf_counter()
-        memory[name] = peak_bytes(partial(update, name), device)
+        memory[layout] = peak_bytes(partial(updates.update, layout), device)
         synchronize(device)
-        times[name] = (time.perf_counter() - start) * 1e3
-        gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])  # clipped
+        times[layout] = (time.perf_counter() - start) * 1e3
+        gradients[layout] = updates.gradient()
     truth = gradients.pop(layouts[-1])
-    differences = {name: float((gradients[name] - truth).norm() / truth.norm()) for name in gradients}
+    differences = {layout: float((gradient - truth).norm() / truth.norm()) for layout, gradient in gradients.items()}
+    if updates.dtype == torch.float32 and not agree(differences, updates.dtype):
+        raise RuntimeError(f"the layouts disagree: the relative differences of their gradients are {differences}")
+    return times, memory, differences
+
+
+def agree(differences: dict[str, float], dtype: torch.dtype) -> bool:
+    """Return whether the relative differences of the gradients are within the tolerance of the dtype."""
     limit = 1e-3 if dtype == torch.float32 else 5e-2
-    if dtype == torch.float32 and not all(difference < limit for difference in differences.values()):
-        raise RuntimeError(f"the layouts disagree: their gradients differ by {differences}, relatively")
-    del gradients, truth
+    return all(difference < limit for difference in differences.values())
+
+
+def update_in_layouts(
+    case: Case, rounds: int, device: torch.device, dtype: torch.dtype, layouts: Sequence[str] = LAYOUTS
+) -> dict[str, Any]:
+    """Return the figures of the update in each layout, in which every rollout has a gradient.
+
+    Args:
+        rounds: timed rounds; 0: the first call is timed.
+        layouts: "shared" among them.
+    """
+    model = case.model.to(device)
+    model.checkpoint_activations = case.checkpoint_activations
+    case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
+    updates = LayoutUpdates(case, dtype)
+    times, memory, differences = first_updates(updates, layouts, device)
     if rounds:
-        times = milliseconds({name: partial(update, name) for name in passes}, rounds, device)
-    flops, tokens = {}, {}
-    for name, packer in (("shared", shared), ("repeated", repeated)):
-        batch = packer.pack(everything)
-        flops[name], tokens[name] = update_flops(model.config, batch), len(batch.tokens)
-    flops["padded"], tokens["padded"] = flops["repeated"], tokens["repeated"]  # padding is no use
-    rate = matrix_rate(4096, model.config.hidden_size, dtype, device)
+        times = milliseconds({layout: partial(updates.update, layout) for layout in layouts}, rounds, device)
+    throughput = gemm_throughput(4096, model.config.hidden_size, dtype, device)
+
+    def figures(layout: str) -> dict[str, Any]:
+        (flops, tokens), ms, peak = updates.work(layout), times[layout], memory[layout]
+        return {
+            "milliseconds": ms,
+            "tokens": tokens,
+            "tokens_per_second": tokens / ms * 1e3,
+            "floor_milliseconds": flops / throughput * 1e3,
+            "model_flops_utilisation": flops / throughput / ms * 1e3,
+            "peak_mib": None if peak is None else peak / 2**20,
+            "times_shared": ms / times["shared"],
+        }
+
     return {
-        "prompts": len(prompts),
-        "rollouts": shared.num_rollouts,
-        "prompt_tokens": len(prompts.tokens),
-        "response_tokens": len(rollouts.tokens),
+        "prompts": len(case.prompts),
+        "rollouts": updates.shared.num_rollouts,
+        "prompt_tokens": len(case.prompts.tokens),
+        "response_tokens": len(case.rollouts.tokens),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "matrix_gflops": rate / 1e9,
+        "matrix_gflops": throughput / 1e9,
         "gradient_relative_difference": differences,
-        "gradients_agree": all(difference < limit for difference in differences.values()),
-        "layouts": {
-            name: {
-                "milliseconds": times[name],
-                "tokens": tokens[name],
-                "tokens_per_second": tokens[name] / times[name] * 1e3,
-                "floor_milliseconds": flops[name] / rate * 1e3,
-                "model_flops_utilisation": flops[name] / rate / times[name] * 1e3,
-                "peak_mib": None if memory[name] is None else (memory[name] or 0) / 2**20,
-                "times_shared": times[name] / times["shared"],
-            }
-            for name in passes
-        },
+        "gradients_agree": agree(differences, dtype),
+        "layouts": {layout: figures(layout) for layout in layouts},
     }

@@ -1,20 +1,108 @@
-"""How the benchmarks time calls, and find their memory and the machine's matrix rate."""
+"""What the benchmarks share: their command lines, and measurements of time, memory and GEMM throughput."""
 
+import argparse
 import ctypes
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import resolve_device, versions
+from maxrl_fast.training.stopwatch import Lap, Stopwatch
+
+
+def argument_parser(
+    name: str, description: str | None, *, rounds: int | None = None, has_dtype: bool = False
+) -> argparse.ArgumentParser:
+    """Return the parser of `python -m bench.NAME`, with the options that benchmarks share.
+
+    Args:
+        rounds: the default of --rounds; None: there is no such option.
+        has_dtype: whether there is --dtype.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # some benchmarks pass unknown flags on to the trainer, whose --rollout is not --rollouts
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    if has_dtype:
+        parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: %(default)s")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds (default: %(default)s)")
+    return parser
+
+
+def prepare(options: argparse.Namespace, min_rounds: int = 1) -> torch.device:
+    """Return the device of the options that benchmarks share, and set the number of threads.
+
+    Raises:
+        InputError: where the device is absent, or a number is too small.
+    """
+    for name, least in {"threads": 1, "rounds": min_rounds}.items():
+        number = getattr(options, name, None)
+        if number is not None and number < least:
+            raise InputError(f"--{name} must be at least {least}, got {number}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return resolve_device(options.device)
+
+
+def run_command(body: Callable[[], int]) -> int:
+    """Return the exit code of a benchmark: that of `body`, or 2 where it raises InputError, which is printed."""
+    try:
+        return body()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return what the figures may depend on, for the JSON document."""
+    place = {"threads": torch.get_num_threads(), "device": str(device)}
+    return versions() | place | ({} if dtype is None else {"dtype": str(dtype)})
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """Return the machine in one line."""
+    return ", ".join(
+        [
+            f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
+            machine["device"],
+            *([machine["dtype"]] if "dtype" in machine else []),
+        ]
+    )
+
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+class DeviceStopwatch(Stopwatch):
+    """A stopwatch that waits for the device before and after each stage, so that a stage's time is that of its own work."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[Lap]:
+        synchronize(self.device)
+        with super().__call__(stage) as lap:
+            yield lap
+            synchronize(self.device)
 
 
 def milliseconds(
@@ -23,8 +111,11 @@ def milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Median over rounds of the time of a call, the functions in turn within a round, after one call of each; what is to be
-    done before a call is not timed."""
+    """Return the median time of a call of each function. Each round calls every function once; the first round is a warm-up.
+
+    Args:
+        before: is called before each call, and is not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(rounds + 1):
         for name, function in functions.items():
@@ -39,7 +130,7 @@ def milliseconds(
 
 
 def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Median over rounds of the time of one call, each round timing each function for about 2 ms, in turn."""
+    """Return the median time of a call of each function. Each round times every function for about 2 ms."""
 
     def timed(function: Callable[[], object], calls: int) -> float:
         synchronize(device)
@@ -51,7 +142,7 @@ def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, dev
 
     calls = {}
     for name, function in functions.items():
-        timed(function, 3)  # tables are made, threads are started
+        timed(function, 3)  # the first calls build tables and start threads
         calls[name] = max(1, min(200, int(2000 / timed(function, 3))))
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -61,23 +152,23 @@ def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, dev
 
 
 def launches(function: Callable[[], object]) -> int:
-    """Kernels, copies and fills that one call starts on the GPU."""
+    """Return the number of kernels, copies and fills that one call starts on the GPU."""
     function()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         function()
         torch.cuda.synchronize()
-    # What ran on the device, not the runtime's calls that asked for it, which the profiler lists too.
+    # The profiler lists the runtime's calls too; only the device's own events count.
     return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
 
 
 def microseconds_in_a_graph(
     functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Median time of one call among a hundred in a CUDA graph: what the GPU does, without the CPU that asks for it."""
+    """Return the median time of a call of each function in a CUDA graph of a hundred, without the CPU's cost of a launch."""
     replays: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
-        function()  # tables are made before capture
+        function()  # the first call builds tables, which a capture cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -88,7 +179,7 @@ def microseconds_in_a_graph(
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """The most memory in use during a call, above what was in use before it; None where the system does not say."""
+    """Return the peak memory of a call beyond the memory in use before it; None where the system does not tell."""
     if device.type == "cuda":
         synchronize(device)
         before = torch.cuda.memory_allocated()
@@ -97,8 +188,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int | No
         synchronize(device)
         return torch.cuda.max_memory_allocated() - before
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
-        Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
         before = status_bytes("VmRSS")
         function()
         return max(status_bytes("VmHWM") - before, 0)
@@ -107,22 +198,22 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int | No
 
 
 def status_bytes(field: str) -> int:
-    """A size that Linux tells of this process."""
+    """Return a size from this process's /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
-def matrix_rate(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Measured FLOP/s of a square-weight product, [rows, width] x [width, 4 width], the best of five medians.
+def gemm_throughput(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the measured FLOP/s of the matrix multiplication [rows, width] x [width, 4 width], the best of five medians.
 
-    On a GPU neither is below 8192: small products are over before their launch is, and would make a low ceiling.
+    On a GPU both sizes are at least 8192: a small multiplication takes less time than its launch, and would give a low ceiling.
     """
     if device.type == "cuda":
         rows, width = max(rows, 8192), max(width, 8192)
     a, b = (torch.randn(n, width, device=device).to(dtype) for n in (rows, 4 * width))
 
-    def product() -> Tensor:
+    def multiply() -> Tensor:
         return torch.mm(a, b.T)
 
-    best = min(milliseconds({"product": product}, 5, device)["product"] for _ in range(5))
+    best = min(milliseconds({"multiply": multiply}, 5, device)["multiply"] for _ in range(5))
     return 8 * rows * width * width / best * 1e3

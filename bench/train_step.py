@@ -1,114 +1,83 @@
 """`python -m bench.train_step`: a training step of the default job by stage, and the update in three layouts.
 
-The layouts compute the same loss, gradients and optimizer step from the same rollouts, in one process, in turn, and their
-gradients are compared first:
+The layouts compute the same loss, gradients and optimizer step from the same rollouts, in turn, in one process. Their gradients
+are compared first.
 
-    shared     packed, each prompt once for all its responses: what the trainer does
+    shared     packed, each prompt once for all its responses: the trainer's layout
     repeated   packed, each response with its own copy of the prompt
-    padded     each response with its own copy of the prompt, all padded to one length: what is usual
+    padded     each response with its own copy of the prompt, all padded to one length: the usual layout
 
-Cases: `job`, the default job after a short warm start, with rollouts of its own; `maze17`, the MaxRL paper's maze, 32
-prompts of 17x17 and 128 rollouts about as long as solutions; `step17`, a whole step of the same size, from prompts to weights
-back in the rollout engine, after a warm start, as if every rollout taught; `qwen-0.5b` and `qwen-1.5b`, layers and vocabulary
-of those sizes with random weights, of which a CPU takes two layers. The floor of an update is the operations its products need,
-at the machine's measured matrix rate; model FLOPs utilisation is floor over time. The last line is one JSON document.
+Cases:
+
+    job        the default job after a short warm start, with its own rollouts; takes every option of the trainer
+    maze17     the MaxRL paper's maze: 32 prompts of 17x17, 128 rollouts each, about as long as solutions
+    step17     a whole step of that size after a warm start, from prompts to weights back in the rollout engine, in which every
+               rollout has a gradient
+    qwen-0.5b, qwen-1.5b   layers and vocabulary of those sizes with random weights; on a CPU two layers
+
+The floor of an update is the FLOPs of its matrix multiplications at the machine's measured GEMM throughput; model FLOPs
+utilisation is floor over time. The last line is one JSON document.
 """
 
 import argparse
-import copy
 import json
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.layouts import LAYOUTS, Case, update_in_layouts
-from bench.measure import milliseconds
-from bench.whole_step import whole_step
-from maxrl_fast.config.checks import check
+from bench.measure import argument_parser, describe, machine, milliseconds, prepare, run_command
+from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_step
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, resolve
-from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import memory_bytes, resolve_device, resolve_dtype, versions
+from maxrl_fast.config.parse import parse
+from maxrl_fast.hardware import memory_bytes, resolve_dtype
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.model.policy import build_policy
-from maxrl_fast.objectives import OBJECTIVES
-from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.training.learner import Learner, LossSettings
-from maxrl_fast.training.warm_start import warm_start
+
+STEPS = 5  # of the job that are timed, after the first
 
 
 def job(config: Config) -> tuple[Case, dict[str, Any]]:
-    """The default job, or what its flags make of it, and the figures of its stages."""
-    task = build_task(config.task, config.run.seed)
-    config = resolve(config, task)
-    estimator = OBJECTIVES[config.objective.objective].estimator
-    if estimator is None:
-        raise InputError(f"--objective must be a group advantage here, got {config.objective.objective}")
-    device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
-    model = build_policy(config, task).to(device)
-    warm_start(config, task, model, Screen())
-    num_prompts, num_rollouts = config.rollout.prompts, config.rollout.rollouts
-    engine, sampling = NativeEngine(model, dtype), Sampling.of(config, task)
-    prompts = task.prompts("train", 10**6, num_prompts).to(device)
-    rollouts = engine.generate(prompts, num_rollouts, sampling, seed=0, step=1)
-    rewards = task.score(prompts, rollouts).view(num_prompts, num_rollouts)
-
-    def advantage() -> Tensor:
-        return group_advantage(rewards, estimator, k=config.objective.k, order=config.objective.order).flatten()
-
-    advantages = advantage()
-    everything = torch.arange(len(advantages))
-    learner = Learner.of(config, copy.deepcopy(model), LossSettings.of(config))
-    stages = milliseconds(
-        {
-            "prompts": lambda: task.prompts("train", 10**6, num_prompts),
-            "rollout": lambda: engine.generate(prompts, num_rollouts, sampling, seed=0, step=1),
-            "reward": lambda: task.score(prompts, rollouts),
-            "advantage": advantage,
-            "update": lambda: learner.update(prompts, rollouts, advantages, everything, when="bench", lr=0.0),
-            "weights to rollout": lambda: engine.load_weights(model),
-        },
-        5,
-        device,
-    )
+    """Return the rollouts of the default job, or of the job that its flags make of it, and the figures of its stages."""
+    resolved, task, model = warm_started(config)
+    timed = timed_trainer(resolved, task, model, trains=False)
+    for _ in range(1 + STEPS):
+        timed.step()
+    tokens, stages = timed.tokens(STEPS), timed.median_stages(STEPS)
+    collector = timed.trainer.collector
+    collected = collector.collect(1, FIRST_PROMPT)
+    prompts, num_rollouts = collected.prompts, collected.num_rollouts
+    generate = partial(collector.engine.generate, sampling=collector.sampling, seed=0, step=1)
     repeated = repeat_prompts(prompts, num_rollouts)
     rollout_ways = milliseconds(
-        {
-            "shared": lambda: engine.generate(prompts, num_rollouts, sampling, seed=0, step=1),
-            "repeated": lambda: engine.generate(repeated, 1, sampling, seed=0, step=1),
-        },
+        {"shared": lambda: generate(prompts, num_rollouts), "repeated": lambda: generate(repeated, 1)},
         3,
-        device,
+        collector.device,
     )
     figures = {
         "milliseconds_by_stage": stages,
-        "rollouts_that_teach": int((advantages != 0).sum()),
-        "rollout_tokens_per_second": len(rollouts.tokens) / stages["rollout"] * 1e3,
-        "step_tokens_per_second": len(rollouts.tokens) / sum(stages.values()) * 1e3,
+        "rollouts_that_teach": round(timed.metric("num_sequences_trained", STEPS)),
+        "rollout_tokens_per_second": tokens / stages["rollout"] * 1e3,
+        "step_tokens_per_second": tokens / sum(stages.values()) * 1e3,
         "rollout_milliseconds": rollout_ways,
         "rollout_ratio": rollout_ways["repeated"] / rollout_ways["shared"],
     }
-    return Case(model, prompts, rollouts, config.optimizer.token_budget), figures
+    return Case(model, prompts, collected.rollouts, config.optimizer.token_budget), figures
 
 
 def repeat_prompts(prompts: Prompts, times: int) -> Prompts:
-    """Every prompt `times` times, each with an id of its own: the engine then computes each of them."""
+    """Return every prompt `times` times, each copy with its own id, so that the engine computes all of them."""
     copies = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(times)
     index, cu_seqlens = gather_sequences(prompts.cu_seqlens, copies)
     return Prompts(prompts.tokens[index], cu_seqlens, torch.arange(len(copies), device=copies.device))
 
 
 def maze17(num_prompts: int, num_rollouts: int) -> Case:
-    """The MaxRL paper's policy and batch. Responses are solutions, shortened by up to a third so that lengths differ."""
+    """Return the MaxRL paper's policy and batch. Responses are solutions, shortened by up to a third so that lengths differ."""
     task = MazeTask(17, 0)
     config = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512, rope_theta=1e6)
     model = Decoder(config)
@@ -127,9 +96,10 @@ QWEN = {"qwen-0.5b": (896, 4864, 24, 14, 2, 64), "qwen-1.5b": (1536, 8960, 28, 1
 
 
 def qwen(name: str, num_prompts: int, num_rollouts: int, device: torch.device) -> Case:
-    """Prompts of 512 tokens, responses of 256 to 1024 on a GPU; a quarter of both, and two layers, on a CPU.
+    """Return a policy of Qwen2.5's size with prompts of 512 tokens and responses of 256 to 1024; on a CPU two layers, and a
+    quarter of these lengths.
 
-    Activations are computed again in the backward pass where a GPU would not hold those of a prompt and its 16 responses.
+    Activations are recomputed in the backward pass on a GPU that cannot hold the activations of a prompt and its 16 responses.
     """
     hidden, intermediate, layers, heads, kv_heads, head_dim = QWEN[name]
     small = device.type == "cpu"
@@ -152,7 +122,7 @@ def qwen(name: str, num_prompts: int, num_rollouts: int, device: torch.device) -
 
 
 def on_device(config: DecoderConfig, device: torch.device) -> Decoder:
-    """A policy with random weights drawn on the device: a CPU takes half a minute for a billion."""
+    """Return a policy whose random weights are drawn on the device: a CPU takes half a minute for a billion."""
     model = Decoder.empty(config, device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -165,8 +135,8 @@ def on_device(config: DecoderConfig, device: torch.device) -> Decoder:
 
 
 def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.device, dtype: torch.dtype) -> Config:
-    """The MaxRL paper's policy and batch, by GRPO; on a GPU one pass holds the whole batch."""
-    config = Config().replace(
+    """Return the configuration of the MaxRL paper's policy and batch, with GRPO; on a GPU one pass holds the whole batch."""
+    return Config().replace(
         objective="grpo",
         maze_size=17,
         prompts=num_prompts,
@@ -179,31 +149,28 @@ def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.devi
         token_budget=4096 if device.type == "cpu" else 131072,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
-        out=Path("unused"),
     )
-    check(config)
-    return config
 
 
 def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:
-    """Rollouts that no policy sampled."""
+    """Return rollouts that no policy sampled, with log-probs 0."""
     return Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool))
 
 
 def report(name: str, case: dict[str, Any]) -> None:
-    """The figures for people."""
+    """Print the figures of an update."""
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['rollouts']} rollouts, "
         f"{case['prompt_tokens']:,} prompt and {case['response_tokens']:,} response tokens; "
-        f"products at {case['matrix_gflops']:,.0f} GFLOP/s"
+        f"GEMM throughput {case['matrix_gflops']:,.0f} GFLOP/s"
     )
     for stage, value in case.get("milliseconds_by_stage", {}).items():
         print(f"  {stage:<20}{value:9.1f} ms")
     if "milliseconds_by_stage" in case:
         print(
             f"  response tokens/s: {case['rollout_tokens_per_second']:,.0f} in rollout, {case['step_tokens_per_second']:,.0f} "
-            f"in the whole step; {case['rollouts_that_teach']} rollouts can teach; "
-            f"rollout with prompts repeated takes {case['rollout_ratio']:.2f} times as long"
+            f"in the whole step; {case['rollouts_that_teach']} rollouts have a gradient; "
+            f"rollout with repeated prompts takes {case['rollout_ratio']:.2f} times as long"
         )
     print(f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}{'tokens/s':>12}{'floor ms':>10}{'MFU':>7}{'peak MiB':>10}")
     for layout, x in case["layouts"].items():
@@ -215,65 +182,62 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 
 def report_step(case: dict[str, Any]) -> None:
-    """The whole step's figures for people."""
+    """Print the figures of a whole step."""
     print(
         f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x {case['rollouts']} rollouts, "
-        f"{case['response_tokens']:,.0f} response tokens, all learned from: {case['step_milliseconds']:,.1f} ms, "
+        f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: {case['step_milliseconds']:,.1f} ms, "
         f"{case['step_tokens_per_second']:,.0f} tokens/s"
     )
-    print("  stage by stage: " + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items()))
+    print("  by stage: " + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items()))
     if "compiled" in case:
-        print(f"  by torch.compile: {case['compiled']['step_milliseconds']:,.1f} ms")
+        print(f"  with torch.compile: {case['compiled']['step_milliseconds']:,.1f} ms")
+
+
+SIZES = {"job": (32, 16), "maze17": (32, 128), "step17": (32, 128), "qwen-0.5b": (4, 16), "qwen-1.5b": (4, 16)}
+
+
+def measure(
+    name: str, options: argparse.Namespace, flags: list[str], device: torch.device, dtype: torch.dtype, result: dict[str, Any]
+) -> None:
+    """Add a case to the result, and print it."""
+    prompts, rollouts = options.prompts or SIZES[name][0], options.rollouts or SIZES[name][1]
+    rounds = (0 if name == "maze17" else 3) if options.rounds is None else options.rounds
+    figures: dict[str, Any] = {}
+    if name == "step17":
+        config = step17(prompts, rollouts, options.warm_start, device, dtype)
+        for figures in whole_step(config, max(rounds, 1)):
+            result["cases"][name] = figures
+            if device.type == "cuda":
+                print(json.dumps(result), flush=True)  # already now: compilation may take longer than the limit
+        report_step(figures)
+        return
+    if name == "job":
+        given = ["--prompts", str(prompts), "--rollouts", str(rollouts), "--sft-steps", "40"]
+        given += ["--dtype", str(dtype).removeprefix("torch."), "--device", device.type]
+        case, figures = job(parse([*given, *flags]))
+    else:
+        case = maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
+    layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
+    result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
+    report(name, result["cases"][name])
 
 
 def main() -> int:
-    """The command line: the cases, and for `job` every option of the trainer."""
-    cases = ["job", "maze17", "step17", *QWEN]
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", nargs="+", choices=cases, default=["job", "maze17"], help="default: job maze17")
-    parser.add_argument("--rounds", type=int, help="calls after the first (default: 3; maze17: 0, the first is timed)")
+    """Run the command line: the cases, and every option of the trainer for `job`."""
+    parser = argument_parser("train_step", __doc__, has_dtype=True)
+    parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=["job", "maze17"], help="default: job maze17")
+    parser.add_argument("--rounds", type=int, help="timed rounds (default: 3; maze17: 0, which times the first call)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of the update (default: all)")
-    parser.add_argument("--warm-start", type=int, default=100, help="its steps in step17 (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, help="prompts of a step (default: the case's)")
-    parser.add_argument("--rollouts", type=int, help="rollouts of each prompt (default: the case's)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--warm-start", type=int, default=100, help="warm-start steps of step17 (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")
+    parser.add_argument("--rollouts", type=int, help="rollouts per prompt (default: the case's)")
     options, flags = parser.parse_known_args()
-    try:
-        device = resolve_device(options.device)
-        dtype = resolve_dtype(options.dtype, device)
-        machine = versions() | {"threads": torch.get_num_threads(), "device": str(device), "dtype": str(dtype)}
-        print(f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {dtype}")
-        result: dict[str, Any] = {"benchmark": "train_step", "machine": machine, "cases": {}}
-        for name in options.cases:
-            figures: dict[str, Any] = {}
-            sizes = {"maze17": (32, 128), "step17": (32, 128), "qwen-0.5b": (4, 16), "qwen-1.5b": (4, 16)}.get(name, (32, 16))
-            prompts, rollouts = options.prompts or sizes[0], options.rollouts or sizes[1]
-            rounds = (0 if name == "maze17" else 3) if options.rounds is None else options.rounds
-            if name == "step17":
-                config = step17(prompts, rollouts, options.warm_start, device, dtype)
-                for figures in whole_step(config, max(rounds, 1)):
-                    result["cases"][name] = figures
-                    if device.type == "cuda":
-                        print(json.dumps(result), flush=True)  # so far: to compile may outlast a limit
-                report_step(figures)
-                continue
-            if name == "job":
-                given = ["--prompts", str(prompts), "--rollouts", str(rollouts), "--sft-steps", "40", "--out", "unused"]
-                given += ["--dtype", str(dtype).removeprefix("torch."), "--device", device.type]
-                config = parse([*given, *flags])
-                check(config)
-                case, figures = job(config)
-            else:
-                case = maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
-            layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
-            result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
-            report(name, result["cases"][name])
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    device = prepare(options, min_rounds=0)
+    dtype = resolve_dtype(options.dtype, device)
+    result: dict[str, Any] = {"benchmark": "train_step", "machine": machine(device, dtype), "cases": {}}
+    print(describe(result["machine"]))
+    for name in options.cases:
+        measure(name, options, flags, device, dtype, result)
     print(json.dumps(result), flush=True)
     disagreeing = [name for name, case in result["cases"].items() if not case.get("gradients_agree", True)]
     if disagreeing:
@@ -282,4 +246,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

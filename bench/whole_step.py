@@ -1,111 +1,133 @@
-"""A whole training step: prompts, rollout, reward, advantage, update, weights back to the rollout engine."""
+"""A whole training step by the trainer itself: prompts, rollout, reward, advantage, update, weights to the rollout engine."""
 
+import copy
 import statistics
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.measure import milliseconds, synchronize
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import resolve
+from bench.measure import DeviceStopwatch, milliseconds
+from maxrl_fast.build import build_policy, build_run_engine, build_scorer, build_task, build_trainer, build_warm_start
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.model.policy import build_policy
-from maxrl_fast.ops import grpo_advantage
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.engines import build_engine
-from maxrl_fast.run.screen import Screen
+from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.registry import build_task
-from maxrl_fast.training.learner import Learner, LossSettings
-from maxrl_fast.training.warm_start import warm_start
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.trainer import StepRecord, Trainer
+
+FIRST_PROMPT = 10**6  # the warm start has not seen the prompts from this index on
 
 
-class OurStep:
-    """The trainer's step, callable; GRPO.
+class RandomAdvantages(GroupObjective):
+    """Computes an estimator's advantages and replaces them by random numbers, so that every rollout has a gradient.
 
-    Args:
-        all_teach: every rollout is learned from, with an advantage drawn at random and a learning rate of 0. Else those of
-            groups that all failed are left out, and a young policy's step has next to nothing to compute.
+    Otherwise the groups of a young policy that all failed have none, and its update computes next to nothing.
     """
 
-    def __init__(self, config: Config, task: Task, model: Decoder, all_teach: bool = False):
-        self.task, self.config, self.step, self.all_teach = task, config, 0, all_teach
-        self.device = torch.device(config.run.device)
-        self.learner = Learner.of(config, model, LossSettings.of(config))
-        self.engine = build_engine(config, model, task)
-        self.sampling = Sampling.of(config, task)
-        self.tokens: list[int] = []
-        self.teaching: list[float] = []  # share of the rollouts
-        self.rewards: list[float] = []
-        self.stages: dict[str, list[float]] = {}  # milliseconds, of steps called with `by_stage`
-
-    def __call__(self, by_stage: bool = False) -> None:
-        options, start = self.config.rollout, time.perf_counter()
-
-        def lap(stage: str) -> None:
-            nonlocal start
-            if by_stage:
-                synchronize(self.device)
-                now = time.perf_counter()
-                self.stages.setdefault(stage, []).append((now - start) * 1e3)
-                start = now
-
-        self.step += 1
-        prompts = self.task.prompts("train", 10**6 + self.step * options.prompts, options.prompts).to(self.device)
-        lap("prompts")
-        rollouts = self.engine.generate(prompts, options.rollouts, self.sampling, seed=0, step=self.step)
-        lap("rollout")
-        rewards = self.task.score(prompts, rollouts).view(options.prompts, options.rollouts)
-        lap("reward")
-        advantages = grpo_advantage(rewards).flatten()
-        if self.all_teach:
-            advantages = torch.randn(len(advantages), device=self.device)
-        lap("advantage")
-        lr = 0.0 if self.all_teach else self.config.optimizer.lr
-        update = self.learner.update(prompts, rollouts, advantages, torch.arange(len(advantages)), when="bench", lr=lr)
-        lap("update")
-        self.engine.load_weights(self.learner.model)
-        lap("weights to rollout")
-        self.tokens.append(len(rollouts.tokens))
-        self.teaching.append(update.num_sequences / len(advantages))
-        self.rewards.append(float(rewards.mean()))
+    def advantages(self, sequences: Tensor) -> Tensor:
+        return torch.randn_like(super().advantages(sequences))
 
 
-def timed(config: Config, task: Task, model: Decoder, rounds: int) -> dict[str, Any]:
-    """Milliseconds of the step, whole and by stage, all rollouts learned from."""
-    step = OurStep(config, task, model, all_teach=True)
-    for _ in range(3):  # on a GPU the first ones capture graphs
-        step()
-    time_of_step = milliseconds({"step": step}, rounds, step.device)["step"]
-    for _ in range(rounds):
-        step(by_stage=True)
-    tokens = statistics.mean(step.tokens)
+@dataclass
+class TimedTrainer:
+    """A trainer, and what each of its steps did and took."""
+
+    trainer: Trainer
+    records: list[StepRecord] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)  # milliseconds of each step
+
+    def step(self) -> None:
+        """Take the next step, on prompts of its own."""
+        n, clock = len(self.records) + 1, self.trainer.clock
+        before = dict(clock.seconds)
+        self.records.append(self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts))
+        self.stages.append({name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()})
+
+    def tokens(self, last: int = 0) -> float:
+        """Return the mean number of response tokens of the last steps; 0: of all."""
+        return statistics.mean(record.tokens["rollout"] for record in self.records[-last:])
+
+    def metric(self, name: str, last: int = 0) -> float:
+        """Return the mean of a metric over the last steps; 0: over all."""
+        return statistics.mean(record.metrics[name] for record in self.records[-last:])
+
+    def median_stages(self, last: int) -> dict[str, float]:
+        """Return the median milliseconds of each stage over the last steps."""
+        return {name: statistics.median(stages[name] for stages in self.stages[-last:]) for name in self.stages[-1]}
+
+
+def warm_started(config: Config) -> tuple[ResolvedConfig, Task, Decoder]:
+    """Return the resolved configuration, its task, and its policy after the warm start, on its device.
+
+    Raises:
+        InputError: where the configuration is wrong.
+    """
+    check(config)
+    task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
+    resolved = resolve(config, task)
+    model = build_policy(resolved, task).to(torch.device(resolved.run.device))
+    for _ in build_warm_start(resolved, task, model).steps():
+        pass
+    return resolved, task, model
+
+
+def timed_trainer(config: ResolvedConfig, task: Task, model: Decoder, *, trains: bool = True) -> TimedTrainer:
+    """Return the trainer of a run, with a clock that waits for the device and has a stage of its own for prompts.
+
+    Args:
+        trains: False: the learning rate is 0, so that every step starts from the same weights.
+    """
+    clock = DeviceStopwatch(torch.device(config.run.device))
+    make_prompts, task = task.prompts, copy.copy(task)
+
+    def timed_prompts(split: str, start: int, count: int) -> Prompts:
+        with clock("prompts"):
+            return make_prompts(split, start, count)
+
+    task.prompts = timed_prompts  # type: ignore[method-assign]
+    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
+    trainer, _ = build_trainer(config, task, engine, scorer, model, clock)
+    if not trains:
+        trainer.learning_rate = LearningRate(0.0, 1, 0, "constant")
+    return TimedTrainer(trainer)
+
+
+def time_steps(config: ResolvedConfig, task: Task, model: Decoder, rounds: int) -> dict[str, Any]:
+    """Return the milliseconds of a step by GRPO, whole and by stage, in which every rollout has a gradient."""
+    timed = timed_trainer(config, task, model, trains=False)
+    timed.trainer.objective = RandomAdvantages("grpo", {})
+    for _ in range(3):  # on a GPU the first steps capture graphs
+        timed.step()
+    step_milliseconds = milliseconds({"step": timed.step}, rounds, torch.device(config.run.device))["step"]
+    tokens = timed.tokens(rounds)
     return {
         "response_tokens": tokens,
-        "reward_mean": statistics.mean(step.rewards),
-        "share_that_teaches": statistics.mean(step.teaching),
-        "step_milliseconds": time_of_step,
-        "step_tokens_per_second": tokens / time_of_step * 1e3,
-        "milliseconds_by_stage": {name: statistics.median(values) for name, values in step.stages.items()},
+        "reward_mean": timed.metric("reward_mean", rounds),
+        "share_with_gradient": timed.metric("num_sequences_trained", rounds)
+        / (config.rollout.prompts * config.rollout.rollouts),
+        "step_milliseconds": step_milliseconds,
+        "step_tokens_per_second": tokens / step_milliseconds * 1e3,
+        "milliseconds_by_stage": timed.median_stages(rounds),
     }
 
 
 def whole_step(config: Config, rounds: int) -> Iterator[dict[str, Any]]:
-    """The step of a checked configuration after its warm start; on a GPU then again, with torch.compile too."""
-    task = build_task(config.task, config.run.seed)
-    config = resolve(config, task)
-    model = build_policy(config, task).to(torch.device(config.run.device))
-    warm_start(config, task, model, Screen())
+    """Give the figures of a step after the warm start; on a GPU then again, with torch.compile too."""
+    resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "maze_size": config.task.maze_size,
         "prompts": config.rollout.prompts,
         "rollouts": config.rollout.rollouts,
     }
-    result |= timed(config, task, model, rounds)
+    result |= time_steps(resolved, task, model, rounds)
     yield result
-    if config.run.device == "cuda":
+    if resolved.run.device == "cuda":
         model.compile_layers()
-        yield result | {"compiled": timed(config.replace(compile=True), task, model, rounds)}
+        yield result | {"compiled": time_steps(resolved.replace(compile=True), task, model, rounds)}

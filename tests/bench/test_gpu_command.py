@@ -66,7 +66,7 @@ def test_the_table_of_recorded_steps():
     table = {row.figure: row for row in rows(RECORDS)}
     assert (table["tests"].value, table["tests"].reached) == ("FAILED, 2 failed, 310 passed", False)
     assert (table["sanitizer"].value, table["sanitizer"].reached) == ("not run", None)
-    assert (table["copy bandwidth"].value, table["bfloat16 products"].value) == ("4,250 GB/s", "780.0 TFLOP/s")
+    assert (table["copy bandwidth"].value, table["bfloat16 GEMM"].value) == ("4,250 GB/s", "780.0 TFLOP/s")
     reached = {name.split(",")[0]: row.reached for name, row in table.items() if "1024 x 16" in name}
     assert reached == {"maxpo": True, "log_ratio_reward": False, "pacs_loss": False}  # too slow; too many launches
     assert table["loss, 16384 x 151936 bfloat16"].value == "90% of a copy"
@@ -74,7 +74,7 @@ def test_the_table_of_recorded_steps():
     assert not table["loss, 16384 x 32000 bfloat16"].reached
     assert (table["  liger-kernel's GRPO loss"].value, table["  liger-kernel's GRPO loss"].reached) == ("1.65 x ours", False)
     assert table["linear, 16384 x 4096 x 151936 bfloat16"].reached
-    assert (table["  beside its gradients"].value, table["  beside its gradients"].reached) == ("1,100 MiB", False)
+    assert (table["  besides its gradients"].value, table["  besides its gradients"].reached) == ("1,100 MiB", False)
     assert (table["qwen_1.5b"].value, table["qwen_1.5b"].beside) == ("FAILED", "past its limit: killed after 40 s")
     text = lines(rows(RECORDS))
     assert len(text) == len(rows(RECORDS)) + 1
@@ -150,7 +150,7 @@ def test_the_dry_run_writes_its_results(tmp_path):
     assert result["machine"]["torch"] == torch.__version__
     assert {name: record["state"] for name, record in result["steps"].items()} == {"tests": "absent", "ceilings": "done"}
     assert result["steps"]["ceilings"]["figures"]["copy_bytes_per_second"] > 0
-    assert [row["figure"] for row in result["table"]] == ["tests", "copy bandwidth", "float32 products"]
+    assert [row["figure"] for row in result["table"]] == ["tests", "copy bandwidth", "float32 GEMM"]
     assert all(row["reached"] is None for row in result["table"])
     assert run.stdout.splitlines()[-3].startswith("tests")
     assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run.log").read_text()

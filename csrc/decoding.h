@@ -29,7 +29,6 @@ struct DecodeSample {
   bool* done;             // [A]
   int64_t* tokens;        // [A, limit]
   float* logprobs;        // [A, limit] under what was sampled from, 0 at temperature 0
-  float* raw_logprobs;    // [A, limit] under softmax(logits)
 };
 
 }  // namespace maxrl

@@ -36,7 +36,7 @@ struct GenerationJob {
   const int64_t* keys;                 // [S], of the random numbers
   SamplingOptions sampling;
   int64_t* responses;                         // [S, max_new_tokens]
-  float *logprobs, *raw_logprobs;        // [S, max_new_tokens], of what was sampled from, and at temperature 1
+  float* logprobs;                            // [S, max_new_tokens] under the distribution sampled from
   int64_t* lengths;                           // [S]
   bool* truncated;                            // [S]
 };

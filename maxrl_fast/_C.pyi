@@ -121,7 +121,6 @@ def decode_sample_cuda(
     done: int,
     tokens: int,
     logprobs: int,
-    raw_logprobs: int,
     stream: int,
 ) -> None: ...
 
@@ -217,7 +216,6 @@ class CpuGeneration:
         sampling: SamplingOptions,
         responses: int,
         logprobs: int,
-        raw_logprobs: int,
         lengths: int,
         truncated: int,
         num_threads: int,

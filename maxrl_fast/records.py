@@ -97,7 +97,6 @@ class Rollouts:
     cu_seqlens: Tensor  # [S+1] int64
     logprobs: Tensor  # [T] float32 under the distribution sampled from
     truncated: Tensor  # [S] bool, why it finished: by the length limit instead of a stop token
-    raw_logprobs: Tensor | None = None  # [T] float32 under softmax(logits): at temperature 1, no token left out
     importance_weights: Tensor | None = None  # [T] float32, of the training policy to the one sampled from
 
     @classmethod
@@ -107,13 +106,10 @@ class Rollouts:
         return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
 
     @classmethod
-    def from_padded(
-        cls, tokens: Tensor, logprobs: Tensor, raw_logprobs: Tensor, lengths: Tensor, truncated: Tensor
-    ) -> "Rollouts":
+    def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
         """From tokens and log-probs [S, width], padded on the right, lengths [S] and truncated [S]."""
         slots = padded_slots(lengths, tokens.shape[1])
-        packed, sampled, raw = (x.flatten()[slots] for x in (tokens, logprobs, raw_logprobs))
-        return cls(packed, cumulative(lengths), sampled, truncated, raw)
+        return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
@@ -123,7 +119,6 @@ class Rollouts:
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
-            raw_logprobs=_joined([part.raw_logprobs for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
         )
 
@@ -135,7 +130,6 @@ class Rollouts:
             cu_seqlens=cu_seqlens,
             logprobs=self.logprobs[slots],
             truncated=self.truncated[sequences],
-            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[slots],
             importance_weights=None if self.importance_weights is None else self.importance_weights[slots],
         )
 

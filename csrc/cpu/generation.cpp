@@ -124,7 +124,6 @@ void Generation::choose(Row& row, const float* logits, Workspace& workspace) con
   const int64_t at = row.sample * job_.max_new_tokens + row.length++;
   job_.responses[at] = sampled.token;
   job_.logprobs[at] = sampled.logprob;
-  job_.raw_logprobs[at] = sampled.raw_logprob;
 }
 
 bool Generation::is_done(const Row& row) const {

@@ -68,14 +68,11 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
 Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u, float* probabilities, int64_t* order) {
   const int64_t likeliest = std::max_element(logits, logits + vocab) - logits;
   const float top = logits[likeliest];
-  double sum = exponentials(logits, vocab, top, 1.0, probabilities);
-  const auto log_p = [&](int64_t token, double temperature, double total) {
-    return static_cast<float>((logits[token] - top) / temperature - std::log(total));
-  };
-  const double raw_sum = sum;
-  if (options.temperature == 0.0)
-    return {likeliest, sum == sum ? 0.0f : log_p(likeliest, 1.0, sum), log_p(likeliest, 1.0, sum)};
-  if (options.temperature != 1.0) sum = exponentials(logits, vocab, top, options.temperature, probabilities);
+  const bool is_greedy = options.temperature == 0.0;
+  const double temperature = is_greedy ? 1.0 : options.temperature;
+  double sum = exponentials(logits, vocab, top, temperature, probabilities);
+  const auto log_p = [&](int64_t token) { return static_cast<float>((logits[token] - top) / temperature - std::log(sum)); };
+  if (is_greedy) return {likeliest, sum == sum ? 0.0f : log_p(likeliest)};
   if ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 || options.min_p > 0.0)
     sum = filter(vocab, options, sum, probabilities, order);
   const double wanted = u * sum;
@@ -88,7 +85,7 @@ Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& option
       break;
     }
   }
-  return {token, log_p(token, options.temperature, sum), log_p(token, 1.0, raw_sum)};
+  return {token, log_p(token)};
 }
 
 }  // namespace maxrl::cpu

@@ -9,8 +9,7 @@ namespace maxrl::cpu {
 
 struct Sampled {
   int64_t token;
-  float logprob;           // of what it was sampled from
-  float raw_logprob;  // at temperature 1, nothing left out
+  float logprob;  // under the distribution it was sampled from
 };
 
 // Inverse-CDF sampling by u in [0, 1), in the order of the vocabulary. `probabilities` [vocab] and `order` [vocab] are working

@@ -59,17 +59,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
 
   // A NaN makes the sums NaN, and with them the log-probs.
   const bool is_greedy = in.temperature == 0.0;
-  const float rate = kLog2E, tempered_rate = is_greedy ? 0.0f : static_cast<float>(kLog2E / in.temperature);
-  float raw_total = 0.0f, total = 0.0f;
+  const float rate = is_greedy ? kLog2E : static_cast<float>(kLog2E / in.temperature);
+  float total = 0.0f;
   int likeliest = kNone;
   for (int i = thread; i < size; i += num_threads) {
-    const float distance = logits[i] - top;
-    raw_total += exponential2(distance * rate);
-    if (!is_greedy && tempered_rate != rate) total += exponential2(distance * tempered_rate);
+    total += exponential2((logits[i] - top) * rate);
     if (logits[i] == top) likeliest = least(likeliest, i);
   }
-  raw_total = over_block(raw_total, of_warps, sum);
-  total = tempered_rate == rate ? raw_total : over_block(total, of_warps, sum);
+  total = over_block(total, of_warps, sum);
 
   int token = kNone;
   if (is_greedy) {
@@ -79,7 +76,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
     float below = 0.0f;
     for (int start = 0; start < size; start += num_threads) {  // as often for all threads
       const int i = start + thread;
-      const float e = i < size ? exponential2((logits[i] - top) * tempered_rate) : 0.0f;
+      const float e = i < size ? exponential2((logits[i] - top) * rate) : 0.0f;
       float of_these;
       const float up_to = below + prefix_sum(e, of_warps, of_these);
       token = over_block(i < size && up_to > wanted ? i : kNone, of_warps_index, least);
@@ -91,11 +88,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   if (thread != 0) return;
 
   const int64_t at = min(in.length[row], in.limit - 1), place = row * in.limit + at;
-  const float distance = logits[token] - top, raw = distance - logf(raw_total);
+  const float scale = is_greedy ? 1.0f : static_cast<float>(1.0 / in.temperature);
+  const float logprob = (logits[token] - top) * scale - logf(total);
   in.tokens[place] = token;
-  in.raw_logprobs[place] = raw;
-  in.logprobs[place] = is_greedy ? (raw - raw == 0.0f ? 0.0f : raw)
-                                 : distance * static_cast<float>(1.0 / in.temperature) - logf(total);
+  in.logprobs[place] = is_greedy && logprob - logprob == 0.0f ? 0.0f : logprob;
   in.last[row] = token;
   in.length[row] = at + 1;
   in.done[row] = in.stops[token] || at + 1 == in.limit;

@@ -67,7 +67,7 @@ class Engine(Protocol):
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """`num_samples` responses to each prompt.
 
-        Log-probs are those of the distribution sampled from, 0 at temperature 0; raw log-probs those of softmax(logits).
+        Log-probs are those of the distribution sampled from, 0 at temperature 0.
 
         Raises:
             InputError: where the request cannot be met, with a sentence.

@@ -87,7 +87,7 @@ class CpuDecoder:
         """Responses to checked prompts, num_slots of them at work side by side; keys [S] int64 of the random numbers."""
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        logprobs, raw_logprobs = torch.zeros(shape), torch.zeros(shape)
+        logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
         generation = _C.CpuGeneration(
@@ -108,7 +108,6 @@ class CpuDecoder:
             ),
             responses=tokens.data_ptr(),
             logprobs=logprobs.data_ptr(),
-            raw_logprobs=raw_logprobs.data_ptr(),
             lengths=lengths.data_ptr(),
             truncated=truncated.data_ptr(),
             num_threads=torch.get_num_threads(),
@@ -116,7 +115,7 @@ class CpuDecoder:
         while not generation.run(TURN):
             pass
         done = generation.statistics
-        rollouts = Rollouts.from_padded(tokens, logprobs, raw_logprobs, lengths, truncated)
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         return rollouts, RolloutStatistics(
             prefill_seconds=done.prefill_seconds,
             decode_seconds=done.decode_seconds,

@@ -23,10 +23,9 @@ def sample_and_take(
     done: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
-    raw_logprobs: Tensor,
 ) -> None:
     """Sample from logits [A, V] float32 as `sampling.sample` does with the uniform numbers of keys [A] at length [A], and
-    change last, length, done [A] and number `length` of tokens, logprobs and raw_logprobs [A, limit] where done is False.
+    change last, length, done [A] and number `length` of tokens and logprobs [A, limit] where done is False.
 
     stops [V] bool: the tokens that end a row.
     """
@@ -46,5 +45,4 @@ def sample_and_take(
         done=address("done", done, torch.bool, (rows,), device),
         tokens=address("tokens", tokens, torch.int64, (rows, limit), device),
         logprobs=address("logprobs", logprobs, torch.float32, (rows, limit), device),
-        raw_logprobs=address("raw_logprobs", raw_logprobs, torch.float32, (rows, limit), device),
     )

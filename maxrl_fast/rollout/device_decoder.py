@@ -32,7 +32,7 @@ def _rounded(n: int) -> int:
 class _Grid:
     """Keys, values and state of `groups` prompts of up to `prompt_length` tokens, `rows` samples each of up to `limit`."""
 
-    STATE = ("sample", "keys", "last", "length", "done", "tokens", "logprobs", "raw_logprobs")
+    STATE = ("sample", "keys", "last", "length", "done", "tokens", "logprobs")
 
     def __init__(
         self, model: Decoder, groups: int, rows: int, prompt_length: int, limit: int, dtype: torch.dtype, in_kernel: bool
@@ -57,7 +57,7 @@ class _Grid:
         self.keys, self.last, self.length = whole_numbers(size), whole_numbers(size), whole_numbers(size, value=1)
         self.done = torch.ones(size, dtype=torch.bool, device=device)
         self.tokens = whole_numbers(size, limit)
-        self.logprobs, self.raw_logprobs = (torch.zeros(size, limit, device=device) for _ in range(2))
+        self.logprobs = torch.zeros(size, limit, device=device)
         self.every = torch.arange(size, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
@@ -105,16 +105,16 @@ class _Grid:
         hidden = self.model(self.last, lengths + at, attention, self.every, self.dtype)
         logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.device):
-            state = (self.last, self.length, self.done, self.tokens, self.logprobs, self.raw_logprobs)
+            state = (self.last, self.length, self.done, self.tokens, self.logprobs)
             decode_sample.sample_and_take(logits, sampling, self.keys, self.stops, *state)
         else:
             self.take(self.every, sample(logits, uniforms(self.keys, self.length), sampling), self.length)
 
-    def take(self, rows: Tensor, sampled: tuple[Tensor, Tensor, Tensor], at: Tensor) -> None:
+    def take(self, rows: Tensor, sampled: tuple[Tensor, Tensor], at: Tensor) -> None:
         """Write down what was sampled as token number `at` of these rows, where they have not ended."""
         done = self.done[rows]
         at = at.clamp_max(self.limit - 1)
-        for name, values in zip(("tokens", "logprobs", "raw_logprobs"), sampled, strict=True):
+        for name, values in zip(("tokens", "logprobs"), sampled, strict=True):
             kept: Tensor = getattr(self, name)
             kept[rows, at] = torch.where(done, kept[rows, at], values)
         token = sampled[0]
@@ -217,7 +217,6 @@ class _Job:
         self.results = {
             "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
             "logprobs": torch.zeros(shape, device=device),
-            "raw_logprobs": torch.zeros(shape, device=device),
             "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
         }
         # A group: a prompt and `rows` of its samples, the last ones of a prompt padded with -1.
@@ -251,9 +250,9 @@ class _Job:
                 self.steps += count
             self.cache_bytes = max(self.cache_bytes, grid.bytes)
             alive, lengths = self._hand_in(grid)
-        tokens, logprobs, raw_logprobs, lengths = self.results.values()
+        tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        rollouts = Rollouts.from_padded(tokens, logprobs, raw_logprobs, lengths, ~grid.stops[last])
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~grid.stops[last])
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,

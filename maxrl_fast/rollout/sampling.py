@@ -6,24 +6,22 @@ from torch import Tensor
 from maxrl_fast.rollout import Sampling
 
 
-def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling in the order of the vocabulary.
 
     Shapes: logits [A, V] float32, u [A] in [0, 1) -> tokens [A] int64, their log-probs [A] under what they were sampled from,
-    0 at temperature 0, and under softmax(logits) [A]. Waits for nothing on the device.
+    0 at temperature 0. Waits for nothing on the device.
     """
-    raw = torch.log_softmax(logits, -1)
-    if sampling.temperature == 0:  # all probability lies on the likeliest token
+    if sampling.temperature == 0:
         token = logits.argmax(-1)
-        log_p = torch.where(raw.isfinite(), torch.zeros_like(raw), raw)
-    else:
-        log_p = raw if sampling.temperature == 1 else torch.log_softmax(logits / sampling.temperature, -1)
-        if sampling.leaves_out:
-            log_p = _renormalised(log_p, sampling)
-        cdf = log_p.exp().cumsum(-1)
-        token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-    token = token[:, None]
-    return token[:, 0], log_p.gather(-1, token)[:, 0], raw.gather(-1, token)[:, 0]
+        log_p = torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0]
+        return token, torch.where(log_p.isfinite(), 0.0, log_p)  # logits that are not finite must show
+    log_p = torch.log_softmax(logits / sampling.temperature, -1)
+    if sampling.leaves_out:
+        log_p = _renormalised(log_p, sampling)
+    cdf = log_p.exp().cumsum(-1)
+    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp_max(logits.shape[-1] - 1)
+    return token[:, 0], log_p.gather(-1, token)[:, 0]
 
 
 def _renormalised(log_p: Tensor, sampling: Sampling) -> Tensor:

@@ -130,7 +130,7 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
-        """`num_samples` responses to each prompt; raw log-probs only where they are the same as log-probs.
+        """`num_samples` responses to each prompt.
 
         Raises:
             InputError: where the prompts do not fit the model.
@@ -166,7 +166,6 @@ class VllmEngine:
             cu_seqlens,
             torch.zeros_like(sampled) if is_greedy else sampled,
             torch.tensor([sample.finish_reason == "length" for sample in samples]),
-            sampled if sampling.temperature in (0, 1) and not sampling.leaves_out else None,
         )
         longest = int(rollouts.lengths.max())
         self.statistics = RolloutStatistics(0.0, seconds, longest, len(prompts.tokens), len(packed), self.cache_bytes)

@@ -121,7 +121,7 @@ def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtyp
     if "vllm" in sides:
         from maxrl_fast.rollout.vllm import VllmEngine
 
-        engines["vllm"] = VllmEngine(model, dtype, max_rows=num_prompts * num_samples)
+        engines["vllm"] = VllmEngine(model, dtype, max_batch=num_prompts * num_samples)
     calls: dict[str, Callable[[], int]] = {
         side: partial(count_tokens, engine, prompts, num_samples, sampling) for side, engine in engines.items()
     }

@@ -4,7 +4,7 @@ import torch
 
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import Step
-from maxrl_fast.rollout.decode_sample import sample_and_take
+from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -68,7 +68,7 @@ def check_sampling(vocab, temperature, device, around_kernel):
     logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(vocab, torch.device("cpu"))
     given = sampling_state(vocab, device)
     with around_kernel():
-        sample_and_take(given[0], sampling, *given[1:])
+        sample_and_append(given[0], sampling, *given[1:])
 
     token, log_p = sample(logits, uniforms(keys, length), sampling)
     rows = (~done).nonzero()[:, 0]

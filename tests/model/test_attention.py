@@ -10,7 +10,7 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
-from maxrl_fast.model.flash import Spans, attend, attend_backward, attend_backward_reference, attend_reference
+from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
 
 CPU = torch.device("cpu")
 # Lengths of the first part's sequences, of the responses, and which sequence each answers.
@@ -218,7 +218,7 @@ def installed_flash_attn(monkeypatch, folder, package, interface):
 
 def test_queries_need_a_key():
     with pytest.raises(ValueError, match="at least one key"):
-        Spans(torch.tensor([1, 2]), torch.tensor([3, 0]), CPU)
+        VarlenSpec(torch.tensor([1, 2]), torch.tensor([3, 0]), CPU)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -201,14 +201,14 @@ def edit_weights(directory, change):
         (lambda d: edit_config(d, model_type="llama", attention_bias=True), "attention_bias must be false, got true"),
         (lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]), "must all be full_attention"),
         (lambda d: edit_config(d, hidden_size=None), "lacks the key 'hidden_size'"),
-        (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be a whole number"),
+        (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be an integer"),
         (lambda d: edit_config(d, num_key_value_heads=3), "multiple of num_key_value_heads, got 4 and 3"),
         (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks the key 'factor'"),
         (
             lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}),
             "of type default or llama3",
         ),
-        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and whole"),
+        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and not partial"),
         (lambda d: edit_config(d, rope_parameters="x"), "rope_parameters must be an object, got 'x'"),
         (lambda d: edit_config(d, hidden_act="gelu"), 'hidden_act must be "silu", got "gelu"'),
         (lambda d: (d / "model.safetensors").unlink(), "cannot read the weights .*model.safetensors"),
@@ -222,7 +222,10 @@ def edit_weights(directory, change):
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})),
             "model.norm.weight must be F32, BF16 or F16, got I64",
         ),
-        (lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}), "of type default or llama3, and whole"),
+        (
+            lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}),
+            "of type default or llama3, and not partial",
+        ),
         (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))), "has the tensor extra, which"),
         (
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(33)})),

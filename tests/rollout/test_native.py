@@ -1,4 +1,4 @@
-"""The native engine: its log-probs against the full forward pass, its distribution, and what may not change its samples."""
+"""The native engine: its log-probs against the full forward pass, its distribution, and its independence of the batch."""
 
 import math
 
@@ -129,7 +129,7 @@ def test_responses_end_with_the_first_stop_token_or_at_the_limit(in_cpp):
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-def test_temperature_0_takes_the_likeliest_token(in_cpp):
+def test_temperature_0_is_greedy_decoding(in_cpp):
     model = tiny_decoder()
     rollouts = generate(model, num_samples=2, temperature=0.0, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
@@ -138,13 +138,13 @@ def test_temperature_0_takes_the_likeliest_token(in_cpp):
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-def test_the_samples_of_a_prompt_do_not_depend_on_the_batch_to_the_last_bit():
+def test_the_samples_of_a_prompt_are_bitwise_the_same_in_every_batch():
     model = tiny_decoder()
     whole = generate(model)
     one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(model).decoder.cache_bytes(24)
     threads = torch.get_num_threads()
     try:
-        for options in ({}, {"max_rows": 7}, {"max_rows": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
+        for options in ({}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
             torch.set_num_threads(options.pop("threads", threads))
             other = generate(model, **options)
             assert torch.equal(other.tokens, whole.tokens)
@@ -161,11 +161,11 @@ def test_the_samples_of_a_prompt_do_not_depend_on_the_batch_to_the_last_bit():
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
-def test_in_pytorch_they_depend_on_it_by_rounding_alone():
+def test_in_pytorch_the_batch_changes_samples_only_by_rounding():
     model = tiny_decoder()
     whole = generate(model, in_cpp=False)
     budget = 2 * (3 * make_engine(model, in_cpp=False).decoder.cache_bytes(24) + 8 * 256)
-    for options in ({"max_rows": 7}, {"max_rows": 1}, {"max_rows": 12}, {"cache_bytes": budget}):
+    for options in ({"max_batch": 7}, {"max_batch": 1}, {"max_batch": 12}, {"cache_bytes": budget}):
         other = generate(model, in_cpp=False, **options)
         assert torch.equal(other.tokens, whole.tokens)
         assert torch.equal(other.truncated, whole.truncated)
@@ -198,7 +198,7 @@ def test_memory_stays_within_the_budget(in_cpp):
         ([[5, 6], []], {}, r"at least one token, got prompt 1 with none"),
         ([[5, 32]], {}, r"vocabulary, 0 to 31, got 32"),
         ([[5, -1]], {}, r"vocabulary, 0 to 31, got -1"),
-        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 and max_new_tokens 24"),
+        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 tokens and max_new_tokens 24"),
         ([[5]], {"stop_ids": (3, 32)}, r"stop ids must be in the vocabulary, 0 to 31, got 32"),
         ([[5]], {"top_p": 0.0}, r"0 < top_p <= 1"),
         ([[5]], {"temperature": math.nan}, r"finite temperature >= 0"),
@@ -274,7 +274,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
     model, n = tiny_decoder(seed=1), 20_000
     sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
     prompts = PROMPTS.take(0, 1)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=n).generate(prompts, n, sampling, seed=4, step=2)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=n).generate(prompts, n, sampling, seed=4, step=2)
     tokens, logprobs = rollouts.tokens.view(n, 2), rollouts.logprobs.view(n, 2)
     common = int(tokens[:, 0].mode().values)
     longer = Prompts(
@@ -318,7 +318,7 @@ def test_tokens_are_independent_across_samples_and_positions(in_cpp):
     model.config = type(model.config)(**vars(model.config) | {"tie_word_embeddings": False})
     prompts = PROMPTS.take(0, 2)
     sampling = Sampling(1.0, 2, (), top_k=6)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=2 * n).generate(prompts, n, sampling, seed=8, step=1)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=2 * n).generate(prompts, n, sampling, seed=8, step=1)
     tokens = rollouts.tokens.view(2, n, 2)
     for first, second in (
         (tokens[0, :-1, 0], tokens[0, 1:, 0]),

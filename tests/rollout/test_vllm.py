@@ -48,7 +48,7 @@ def test_a_missing_vllm_gets_the_command_that_installs_it(installed, tmp_path, c
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(installed, version):
     installed(version)
-    with pytest.raises(InputError, match=f"wants vLLM 0.32 up to, not including, 0.34, got {version}"):
+    with pytest.raises(InputError, match=f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
         check_installed()
 
 
@@ -74,10 +74,10 @@ def own_logprobs(model, rollouts, sampling):
     """Under what was sampled from, by the training model's forward pass."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-    if sampling.leaves_out:
-        from maxrl_fast.rollout.sampling import _renormalised
+    if sampling.filters_tokens:
+        from maxrl_fast.rollout.sampling import filtered_logprobs
 
-        log_p = _renormalised(log_p, sampling)
+        log_p = filtered_logprobs(log_p, sampling)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
 
 
@@ -181,7 +181,7 @@ def test_a_cache_that_is_too_small_gets_a_sentence(tmp_path):
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: vLLM refuses this model or --kv-cache-gb: ")
+    assert done.stderr.startswith("error: vLLM rejects this model or --kv-cache-gb: ")
     assert not (tmp_path / "run").exists()
 
 

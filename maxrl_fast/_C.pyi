@@ -199,7 +199,7 @@ class GenerationStatistics:
     steps: int
     decoded_tokens: int
     prompt_tokens: int
-    most_cache_bytes: int
+    peak_cache_bytes: int
 
 class CpuGeneration:
     def __init__(

@@ -10,7 +10,7 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
          Address k, Address v, Address k_cache, Address v_cache, Address lengths, Address prompt_out, Address prompt_lse,
          std::int64_t lse_row_stride, std::int64_t lse_head_stride, Address out, Address stream) {
         for (const Address address : {q, k, v, k_cache, v_cache, prompt_out, out})
-          if (address % 16) throw py::value_error("decode_attention needs tensors that begin at 16-byte boundaries");
+          if (address % 16) throw py::value_error("decode_attention needs tensors aligned to 16 bytes");
         const auto run = [&](auto element) {
           using Element = decltype(element);
           const DecodeAttention<Element> in{num_rows,

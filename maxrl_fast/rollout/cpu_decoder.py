@@ -125,5 +125,5 @@ class CpuDecoder:
             decode_steps=done.steps,
             prompt_tokens=done.prompt_tokens,
             response_tokens=len(rollouts.tokens),
-            cache_bytes=done.most_cache_bytes,
+            cache_bytes=done.peak_cache_bytes,
         )

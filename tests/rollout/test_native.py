@@ -11,7 +11,7 @@ from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, check_finite
-from maxrl_fast.rollout.device_decoder import _Grid
+from maxrl_fast.rollout.grid import Grid
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
@@ -63,14 +63,14 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
 def test_a_burst_asks_the_device_for_nothing(sampling, monkeypatch):
-    steps, bursts = _Grid.steps, []
+    steps, bursts = Grid.steps, []
 
     def watched(grid, *arguments):
         bursts.append(arguments[0])
         with NoWaiting():
             steps(grid, *arguments)
 
-    monkeypatch.setattr(_Grid, "steps", watched)
+    monkeypatch.setattr(Grid, "steps", watched)
     generate(tiny_decoder(), in_cpp=False, **sampling)
     assert sum(bursts) > 8
     with pytest.raises(AssertionError, match="_local_scalar_dense within a burst"), NoWaiting():

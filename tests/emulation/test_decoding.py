@@ -1,4 +1,4 @@
-"""A step of decoding by the CUDA kernels on an emulated GPU: attention against float64, sampling against PyTorch."""
+"""The CUDA kernels of a decoding step on an emulated GPU: attention against float64, sampling against PyTorch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def order(request, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_float64(shape, dtype):
     expected, *caches = attention(shape, dtype, CPU, in_kernel=False)
-    if dtype == torch.bfloat16:  # on the same numbers
+    if dtype == torch.bfloat16:  # with the same inputs
         expected, *_ = attention(shape, torch.float64, CPU, in_kernel=False)
     with emulated_gpu():
         actual, *written = attention(shape, dtype, CPU, in_kernel=True)
@@ -62,7 +62,7 @@ def test_a_logit_that_is_no_number_shows_in_the_logprobs():
     state[4][:] = False
     with emulated_gpu():
         sample_and_append(logits, Sampling(1.0, 9, ()), *state)
-    bad = (~state[-2].isfinite()).any(1).nonzero()[:, 0]
+    bad = (~state[-1].isfinite()).any(1).nonzero()[:, 0]
     assert bad.tolist() == [7, 8]
 
 

@@ -52,7 +52,7 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses the operators that ask the device for a number or a shape, for which a GPU would have to be waited for."""
+    """Refuses the operators whose value or shape the host must wait for on a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::")
@@ -62,7 +62,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
-def test_a_burst_asks_the_device_for_nothing(sampling, monkeypatch):
+def test_a_burst_never_waits_for_the_device(sampling, monkeypatch):
     steps, bursts = Grid.steps, []
 
     def watched(grid, *arguments):
@@ -90,7 +90,7 @@ def test_compiled_layers_draw_the_same():
     [
         {"model_type": "qwen3"},
         {"model_type": "llama", "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "tie_word_embeddings": False},
-        # Nothing a multiple of a vector, one key/value head, more query heads to it than a tile has rows.
+        # No size is a multiple of a vector; one key/value head, shared by more query heads than a tile has rows.
         {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6},
         {"vocab_size": 37, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 20},
     ],
@@ -98,7 +98,7 @@ def test_compiled_layers_draw_the_same():
 )
 def test_every_family_and_odd_sizes(changes, in_cpp):
     model = tiny_decoder(**changes)
-    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several pieces of a prompt
+    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several calls of forward
     rollouts = generate(model, 9, prompts=prompts, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(prompts, rollouts), torch.float32)
     expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
@@ -205,7 +205,7 @@ def test_memory_stays_within_the_budget(in_cpp):
         ([[5]], {"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
     ],
 )
-def test_bad_requests_get_a_sentence(prompts, changes, message, in_cpp):
+def test_bad_requests_are_refused(prompts, changes, message, in_cpp):
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 24, "stop_ids": STOPS} | changes)
     engine = make_engine(tiny_decoder(), in_cpp=in_cpp)
     with pytest.raises(InputError, match=message):
@@ -223,7 +223,7 @@ def test_weights_that_are_not_finite_are_reported(in_cpp):
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-def test_new_weights_are_taken_over(in_cpp):
+def test_load_weights_replaces_the_weights(in_cpp):
     model, other = tiny_decoder(0), tiny_decoder(1)
     engine = make_engine(model, in_cpp=in_cpp)
     engine.load_weights(other)
@@ -241,7 +241,7 @@ def test_a_cpu_decodes_in_cpp_whatever_dtype_training_has():
 
 
 def reference_distribution(logits, sampling):
-    """The sampling's definition, a token at a time."""
+    """The definition of the sampling options, one token at a time."""
     weights = [math.exp((z - max(logits)) / sampling.temperature) for z in logits]
     kept = sorted(range(len(weights)), key=lambda t: (-weights[t], t))
     if sampling.top_k:
@@ -270,7 +270,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 @pytest.mark.parametrize("options", SAMPLINGS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
 def test_tokens_follow_the_exact_distribution(options, in_cpp):
-    """Chi-square of the first tokens of 20,000 samples, and of the second tokens after the commonest first one."""
+    """Chi-square test of the first tokens of 20,000 samples, and of the second tokens after the most frequent first one."""
     model, n = tiny_decoder(seed=1), 20_000
     sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
     prompts = PROMPTS.take(0, 1)
@@ -281,7 +281,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
         torch.cat([prompts.tokens, torch.tensor([common])]), prompts.cu_seqlens + torch.tensor([0, 1]), prompts.ids
     )
     for prompt, column, rows in ((prompts, 0, tokens[:, 0] >= 0), (longer, 1, tokens[:, 0] == common)):
-        one = generate(model, 1, limit=1, prompts=prompt)  # for its batch alone
+        one = generate(model, 1, limit=1, prompts=prompt)  # only to make a batch of
         logits = response_logits(model, one_batch(prompt, one), torch.float32)[0]
         expected = torch.tensor(reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64)
         observed = tokens[rows, column]
@@ -290,7 +290,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
 
 
 def chi_square(observed, expected):
-    """Of tokens against their probabilities, over what one in 10,000 exceeds; tokens expected less than five times together."""
+    """The chi-square statistic of tokens, divided by its 1 - 1e-4 quantile; tokens expected less than 5 times are one class."""
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5
@@ -304,10 +304,12 @@ def chi_square(observed, expected):
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 def test_tokens_are_independent_across_samples_and_positions(in_cpp):
-    """Chi-square of pairs of tokens against the product of their frequencies, in samples side by side and of two prompts; of
-    positions, after a token that does not change what follows."""
+    """Chi-square tests of pairs of tokens against the product of their frequencies.
+
+    The pairs are of adjacent samples, of two prompts, and of two positions where the first token does not affect the second.
+    """
     model, n = tiny_decoder(seed=1), 10_000
-    with torch.no_grad():  # every layer adds nothing, every token looks alike: all positions have one distribution
+    with torch.no_grad():  # layers add nothing and embeddings are equal: all positions have the same distribution
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()

@@ -107,7 +107,7 @@ def count_tokens(engine: Engine, prompts: Prompts, num_samples: int, sampling: S
     return len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
 
 
-def engines_for(model: Decoder, sides: list[str], dtype: torch.dtype, max_rows: int) -> dict[str, Engine]:
+def engines_for(model: Decoder, sides: list[str], dtype: torch.dtype, max_batch: int) -> dict[str, Engine]:
     """Return the rollout engines of a case by name, the native one first."""
     device = model.lm_head.weight.device
     engines: dict[str, Engine] = {"native": NativeEngine(model, dtype)}
@@ -118,7 +118,7 @@ def engines_for(model: Decoder, sides: list[str], dtype: torch.dtype, max_rows: 
     if "vllm" in sides:
         from maxrl_fast.rollout.vllm import VllmEngine
 
-        engines["vllm"] = VllmEngine(model, dtype, max_rows=max_rows)
+        engines["vllm"] = VllmEngine(model, dtype, max_batch=max_batch)
     return engines
 
 

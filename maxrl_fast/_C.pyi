@@ -121,7 +121,6 @@ def decode_sample_cuda(
     done: int,
     tokens: int,
     logprobs: int,
-    raw_logprobs: int,
     stream: int,
 ) -> None: ...
 
@@ -200,7 +199,7 @@ class GenerationStatistics:
     steps: int
     decoded_tokens: int
     prompt_tokens: int
-    most_cache_bytes: int
+    peak_cache_bytes: int
 
 class CpuGeneration:
     def __init__(
@@ -217,7 +216,6 @@ class CpuGeneration:
         sampling: SamplingOptions,
         responses: int,
         logprobs: int,
-        raw_logprobs: int,
         lengths: int,
         truncated: int,
         num_threads: int,

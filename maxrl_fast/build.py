@@ -16,7 +16,7 @@ from maxrl_fast.model.policy import load_policy, new_policy
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.native import MOST_ROWS, NativeEngine
+from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -164,7 +164,7 @@ def build_engine(
     if name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
 
-        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_rows=min(max(max_rows, 256), MOST_ROWS[device.type]))
+        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_batch=min(max(max_rows, 256), MAX_BATCH[device.type]))
     engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
     engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
     return engine

@@ -1,8 +1,8 @@
-"""Errors that end a run with a sentence instead of a traceback. `advice`: what a user can do about it."""
+"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to do."""
 
 
 class InputError(ValueError):
-    """What the user gave cannot work. The message says what was wanted and what came; exit code 2."""
+    """The user's input is invalid. The message says what was expected and what was given; exit code 2."""
 
 
 class NonFiniteError(RuntimeError):
@@ -12,12 +12,12 @@ class NonFiniteError(RuntimeError):
 
 
 class StorageError(RuntimeError):
-    """What a run has to keep could not be written, as on a full disk. The message says what and why; exit code 1."""
+    """A file of the run could not be written, for example on a full disk. The message says which and why; exit code 1."""
 
-    advice = "Make room there, then --resume goes on from it."
+    advice = "Free some disk space, then continue with --resume."
 
 
 class RewardError(RuntimeError):
-    """The reward function fails too often, or cannot be run any more. The message says how, with an example; exit code 1."""
+    """The reward function fails too often or no longer runs. The message says how, with an example; exit code 1."""
 
-    advice = "Mend it, or raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate; then --resume goes on."
+    advice = "Fix it, or raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate; then continue with --resume."

@@ -1,4 +1,4 @@
-"""Which device and number format to compute with, and what machine this is."""
+"""The device and dtype to compute with, and a description of this machine."""
 
 import os
 import platform
@@ -11,19 +11,19 @@ from maxrl_fast.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of "auto", "cpu" or "cuda"."""
+    """Return the device that "auto", "cpu" or "cuda" names."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but this PyTorch finds no CUDA device; --device cpu runs without one")
+        raise InputError("--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of "float32", "bfloat16" or "auto": bfloat16 on a GPU that computes with it, float32 elsewhere.
+    """Return the dtype that "float32", "bfloat16" or "auto" names. "auto" is bfloat16 on a GPU that has it, else float32.
 
-    Not bfloat16 on a CPU, even where it has instructions for it: matrix multiplications are faster there, but a small policy's
-    whole step was slower (bench/README.md). Nothing is timed, so that one machine always computes the same numbers.
+    It is never bfloat16 on a CPU, even if the CPU has instructions for it: matrix multiplications are faster, but a small
+    policy's whole step was slower (bench/README.md). Nothing is timed, so a machine always computes the same numbers.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -32,7 +32,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def versions() -> dict[str, Any]:
-    """What the numbers of a run may depend on besides its configuration."""
+    """Return the versions and hardware that the numbers of a run may depend on besides its configuration."""
     return {
         "maxrl_fast": maxrl_fast.__version__,
         "python": platform.python_version(),
@@ -45,7 +45,7 @@ def versions() -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All of the device's memory; for "cpu" the machine's."""
+    """Return the device's total memory; for "cpu" the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""What the stages hand to each other.
+"""The records that the stages of a step exchange.
 
 Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response tokens,
 V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`.
@@ -13,30 +13,30 @@ from torch import Tensor
 
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token lists end to end: tokens [T] int64 and cu_seqlens [S+1] int64."""
+    """Concatenate token lists; return tokens [T] int64 and cu_seqlens [S+1] int64."""
     tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
     return tokens, cumulative(torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64))
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """cu_seqlens [S+1] of lengths [S], both int64."""
+    """Return cu_seqlens [S+1] of lengths [S], both int64."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Whole numbers from each start on, `lengths` of them, end to end: [sum of lengths] int64."""
+    """Concatenate the ranges start, ..., start + length - 1: int64 [sum of lengths]."""
     shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed positions [T'] of the chosen sequences, end to end, and their own cu_seqlens."""
+    """Return the packed positions [T'] of the chosen sequences, concatenated, and their own cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
     return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
 
 def padded_slots(lengths: Tensor, width: int) -> Tensor:
-    """Where each packed token lies in a flattened [S, width] padded on the right: int64 [T]."""
+    """Return the position of each packed token in a flattened [S, width] that is padded on the right: int64 [T]."""
     sequence = torch.repeat_interleave(lengths)
     starts = torch.repeat_interleave(cumulative(lengths)[:-1], lengths)
     return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
@@ -44,10 +44,12 @@ def padded_slots(lengths: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Prompts:
+    """G prompts."""
+
     tokens: Tensor  # [sum of prompt lengths] int64, packed
     cu_seqlens: Tensor  # [G+1] int64
     ids: Tensor  # [G] int64, each prompt's index in its task
-    columns: tuple[dict[str, Any], ...] | None = None  # [G], what a reward function is told beside the response
+    columns: tuple[dict[str, Any], ...] | None = None  # [G], the dataset columns that reward functions get
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -57,20 +59,20 @@ class Prompts:
         return self.cu_seqlens.diff()
 
     def take(self, start: int, count: int) -> "Prompts":
-        """Prompts `start` to `start + count - 1`, fewer at the end."""
+        """Return prompts `start` to `start + count - 1`, fewer at the end."""
         cu_seqlens = self.cu_seqlens[start : start + count + 1]
         tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
         return Prompts(tokens, cu_seqlens - cu_seqlens[0], ids, self.columns and self.columns[start : start + count])
 
     def select(self, indices: Tensor) -> "Prompts":
-        """The prompts at these indices, int64 [any number]."""
+        """Return the prompts at these indices, int64 [any number]."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, indices)
         columns = self.columns and tuple(self.columns[i] for i in indices.tolist())
         return Prompts(self.tokens[slots], cu_seqlens, self.ids[indices], columns)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Prompts"]) -> "Prompts":
-        """The prompts of all parts, in order."""
+        """Return the prompts of all parts, in order."""
         columns = [part.columns for part in parts if part.columns is not None]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
@@ -84,58 +86,52 @@ class Prompts:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """End to end; None where one has none."""
+    """Concatenate tensors, or return None if one of them is None."""
     known = [part for part in parts if part is not None]
     return torch.cat(known) if len(known) == len(parts) else None
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """N responses to each of G prompts, a group's responses side by side: sequence s answers prompt s // N."""
+    """N responses to each of G prompts, grouped by prompt: sequence s answers prompt s // N."""
 
     tokens: Tensor  # [T] int64, packed, the stop token included
     cu_seqlens: Tensor  # [S+1] int64
     logprobs: Tensor  # [T] float32 under the distribution sampled from
-    truncated: Tensor  # [S] bool, why it finished: by the length limit instead of a stop token
-    raw_logprobs: Tensor | None = None  # [T] float32 under softmax(logits): at temperature 1, no token left out
-    importance_weights: Tensor | None = None  # [T] float32, of the training policy to the one sampled from
+    truncated: Tensor  # [S] bool: ended by the length limit instead of a stop token
+    importance_weights: Tensor | None = None  # [T] float32, training policy / sampling policy
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
-        """Responses that no policy sampled, such as demonstrations: log-probs 0, none truncated."""
+        """Return responses that no policy sampled, such as demonstrations: log-probs are 0, and none is truncated."""
         tokens, cu_seqlens = pack(responses)
         return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
 
     @classmethod
-    def from_padded(
-        cls, tokens: Tensor, logprobs: Tensor, raw_logprobs: Tensor, lengths: Tensor, truncated: Tensor
-    ) -> "Rollouts":
-        """From tokens and log-probs [S, width], padded on the right, lengths [S] and truncated [S]."""
+    def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
+        """Pack tokens and log-probs [S, width], padded on the right; lengths and truncated are [S]."""
         slots = padded_slots(lengths, tokens.shape[1])
-        packed, sampled, raw = (x.flatten()[slots] for x in (tokens, logprobs, raw_logprobs))
-        return cls(packed, cumulative(lengths), sampled, truncated, raw)
+        return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """The sequences of all parts, in order."""
+        """Return the sequences of all parts, in order."""
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
-            raw_logprobs=_joined([part.raw_logprobs for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
-        """The sequences with these indices, int64 [any number]."""
+        """Return the sequences with these indices, int64 [any number]."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
         return Rollouts(
             tokens=self.tokens[slots],
             cu_seqlens=cu_seqlens,
             logprobs=self.logprobs[slots],
             truncated=self.truncated[sequences],
-            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[slots],
             importance_weights=None if self.importance_weights is None else self.importance_weights[slots],
         )
 
@@ -145,7 +141,7 @@ class Rollouts:
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
-        # Not index_add, which on a GPU adds in another order each time.
+        # Not index_add, whose order of additions on a GPU differs between calls.
         sums = torch.segment_reduce(self.logprobs, "sum", lengths=self.lengths, unsafe=True)
         return sums / self.lengths.clamp_min(1)
 
@@ -153,7 +149,7 @@ class Rollouts:
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
     def padded_tokens(self, fill: int) -> Tensor:
-        """Tokens as [S, longest], `fill` on the right."""
+        """Return tokens as [S, longest], padded on the right with `fill`."""
         lengths = self.lengths
         width = int(lengths.max()) if lengths.numel() else 0
         padded = self.tokens.new_full((lengths.numel() * width,), fill)
@@ -163,7 +159,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and the responses to them: what a learner reads."""
+    """Prompts and their responses, the input of a learner."""
 
     prompts: Prompts  # G
     rollouts: Rollouts  # S = G N

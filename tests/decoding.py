@@ -1,14 +1,14 @@
-"""Examples of decoding steps, for the emulated and the real GPU."""
+"""Decoding steps to test, on an emulated and on a real GPU."""
 
 import torch
 
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import Step
-from maxrl_fast.rollout.decode_sample import sample_and_take
+from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
-# Query heads, key/value heads, head size; groups, rows; prompt width, limit.
+# Query heads, key/value heads, head size; groups, samples per group; prompt width, limit.
 SHAPES = [
     (4, 2, 64, 3, 5, 7, 40),
     (8, 1, 16, 2, 4, 5, 70),
@@ -21,7 +21,7 @@ SHAPES = [
 
 
 def attention(shape, dtype, device, in_kernel):
-    """What a step attends to, and its caches afterwards; the same numbers on every device. float64 on the CPU is the truth."""
+    """Return the attention of one step and its caches afterwards. The inputs are the same on every device."""
     heads, kv_heads, dim, groups, rows, prompt_width, limit = shape
     generator = torch.Generator().manual_seed(sum(shape))
 
@@ -48,44 +48,43 @@ TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 
 
 def sampling_state(vocab, device):
-    """Logits and the state of 60 rows, some of which are done."""
+    """Return logits and the state of 60 rows, some of which are done."""
     generator = torch.Generator().manual_seed(vocab)
     rows, limit = 60, 9
     logits = 3 * torch.randn(rows, vocab, generator=generator)
-    logits[5, 1:] = -torch.inf  # one token can be drawn
+    logits[5, 1:] = -torch.inf  # only one token can be sampled
     stops = torch.rand(vocab, generator=generator) < 0.3
     length = torch.randint(1, limit, (rows,), generator=generator)
     done = torch.rand(rows, generator=generator) < 0.2
     keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     last = torch.randint(vocab, (rows,), generator=generator)
-    written = torch.full((rows, limit), -7), torch.full((rows, limit), -7.0), torch.full((rows, limit), -7.0)
+    written = torch.full((rows, limit), -7), torch.full((rows, limit), -7.0)
     return [x.to(device) for x in (logits, keys, stops, last, length, done, *written)]
 
 
 def check_sampling(vocab, temperature, device, around_kernel):
-    """The kernel against sampling.sample on the CPU, in all that it writes."""
+    """Compare everything that the kernel writes with sampling.sample on the CPU."""
     sampling = Sampling(temperature, 9, ())
-    logits, keys, stops, last, length, done, tokens, logprobs, raw_logprobs = sampling_state(vocab, torch.device("cpu"))
+    logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(vocab, torch.device("cpu"))
     given = sampling_state(vocab, device)
     with around_kernel():
-        sample_and_take(given[0], sampling, *given[1:])
+        sample_and_append(given[0], sampling, *given[1:])
 
-    token, log_p, raw = sample(logits, uniforms(keys, length), sampling)
+    token, log_p = sample(logits, uniforms(keys, length), sampling)
     rows = (~done).nonzero()[:, 0]
-    if vocab > 5000 and temperature:  # sums come in another order: near a bound of the CDF its neighbour may be drawn
+    if vocab > 5000 and temperature:  # sums differ by rounding: near a step of the CDF the neighbour may be drawn
         drawn = given[6].cpu()[torch.arange(len(length)), length].where(~done, token)[:, None]
         p = (logits.double() / temperature).softmax(-1)
         upper, u = p.cumsum(-1).gather(1, drawn), uniforms(keys, length)[:, None]
         assert ((upper - p.gather(1, drawn) - 1e-4 <= u) & (u <= upper + 1e-4))[rows].all()
         token = drawn[:, 0]
-        log_p, raw = (z.log_softmax(-1).gather(1, drawn)[:, 0] for z in (logits / temperature, logits))
-    for to, values in ((tokens, token), (logprobs, log_p), (raw_logprobs, raw)):
+        log_p = (logits / temperature).log_softmax(-1).gather(1, drawn)[:, 0]
+    for to, values in ((tokens, token), (logprobs, log_p)):
         to[rows, length[rows]] = values[rows]
     last[rows], length[rows] = token[rows], length[rows] + 1
     done |= stops[last] & ~done | (length == tokens.shape[1])
 
-    _, _, _, *state, logprobs_written, raw_written = (x.cpu() for x in given)
+    _, _, _, *state, logprobs_written = (x.cpu() for x in given)
     for actual, expected in zip(state, (last, length, done, tokens), strict=True):
         assert torch.equal(actual, expected)
     torch.testing.assert_close(logprobs_written, logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(raw_written, raw_logprobs, rtol=1e-5, atol=1e-5)

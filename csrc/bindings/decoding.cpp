@@ -10,7 +10,7 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
          Address k, Address v, Address k_cache, Address v_cache, Address lengths, Address prompt_out, Address prompt_lse,
          std::int64_t lse_row_stride, std::int64_t lse_head_stride, Address out, Address stream) {
         for (const Address address : {q, k, v, k_cache, v_cache, prompt_out, out})
-          if (address % 16) throw py::value_error("decode_attention needs tensors that begin at 16-byte boundaries");
+          if (address % 16) throw py::value_error("decode_attention needs tensors aligned to 16 bytes");
         const auto run = [&](auto element) {
           using Element = decltype(element);
           const DecodeAttention<Element> in{num_rows,
@@ -42,8 +42,7 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
   m.def(
       "decode_sample_cuda",
       [](std::int64_t num_rows, std::int64_t vocab_size, std::int64_t limit, Address logits, double temperature, Address keys,
-         Address stops, Address last, Address length, Address done, Address tokens, Address logprobs, Address raw_logprobs,
-         Address stream) {
+         Address stops, Address last, Address length, Address done, Address tokens, Address logprobs, Address stream) {
         const DecodeSample in{num_rows,
                               vocab_size,
                               limit,
@@ -55,12 +54,11 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
                               pointer<std::int64_t>(length),
                               pointer<bool>(done),
                               pointer<std::int64_t>(tokens),
-                              pointer<float>(logprobs),
-                              pointer<float>(raw_logprobs)};
+                              pointer<float>(logprobs)};
         cuda::decode_sample(in, reinterpret_cast<cudaStream_t>(stream));
       },
       py::kw_only(), "num_rows"_a, "vocab_size"_a, "limit"_a, "logits"_a, "temperature"_a, "keys"_a, "stops"_a, "last"_a,
-      "length"_a, "done"_a, "tokens"_a, "logprobs"_a, "raw_logprobs"_a, "stream"_a);
+      "length"_a, "done"_a, "tokens"_a, "logprobs"_a, "stream"_a);
 #endif
 }
 

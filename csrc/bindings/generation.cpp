@@ -19,8 +19,8 @@ void bind_generation(py::module_& m) {
            "o"_a, "post_norm"_a, "gate"_a, "up"_a, "down"_a);
   py::class_<Decoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t layers, std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
-                       std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, double norm_eps, std::int64_t positions,
-                       Address cos, Address sin) {
+                       std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, double norm_eps,
+                       std::int64_t positions, Address cos, Address sin) {
              return Decoder({layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps}, positions,
                             pointer<const float>(cos), pointer<const float>(sin));
            }),
@@ -48,23 +48,22 @@ void bind_generation(py::module_& m) {
       .def_readonly("steps", &GenerationStatistics::steps)
       .def_readonly("decoded_tokens", &GenerationStatistics::decoded_tokens)
       .def_readonly("prompt_tokens", &GenerationStatistics::prompt_tokens)
-      .def_readonly("most_cache_bytes", &GenerationStatistics::most_cache_bytes);
+      .def_readonly("peak_cache_bytes", &GenerationStatistics::peak_cache_bytes);
   py::class_<Generation>(m, "CpuGeneration")
       .def(py::init([](const Decoder& decoder, std::int64_t num_prompts, std::int64_t num_samples, std::int64_t max_new_tokens,
-                       std::int64_t num_slots, Address tokens, Address cu_seqlens, Address keys, const SamplingOptions& sampling,
-                       Address responses, Address logprobs, Address raw_logprobs, Address lengths, Address truncated,
-                       int num_threads) {
+                       std::int64_t num_slots, Address tokens, Address cu_seqlens, Address keys,
+                       const SamplingOptions& sampling, Address responses, Address logprobs, Address lengths, Address truncated, int num_threads) {
              return std::make_unique<Generation>(
                  decoder,
                  GenerationJob{num_prompts, num_samples, max_new_tokens, num_slots, pointer<const std::int64_t>(tokens),
                                pointer<const std::int64_t>(cu_seqlens), pointer<const std::int64_t>(keys), sampling,
-                               pointer<std::int64_t>(responses), pointer<float>(logprobs), pointer<float>(raw_logprobs),
+                               pointer<std::int64_t>(responses), pointer<float>(logprobs),
                                pointer<std::int64_t>(lengths), pointer<bool>(truncated)},
                  num_threads);
            }),
            py::keep_alive<1, 2>(), py::kw_only(), "decoder"_a, "num_prompts"_a, "num_samples"_a, "max_new_tokens"_a,
            "num_slots"_a, "tokens"_a, "cu_seqlens"_a, "keys"_a, "sampling"_a, "responses"_a, "logprobs"_a,
-           "raw_logprobs"_a, "lengths"_a, "truncated"_a, "num_threads"_a)
+           "lengths"_a, "truncated"_a, "num_threads"_a)
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("statistics", &Generation::statistics);
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "dispatch.h"
 
@@ -23,6 +24,23 @@ void norm_row(const float* x, int64_t size, const float* weight, double eps, flo
   for (i = 0; i < size; ++i) y[i] = x[i] * scale * weight[i];
 }
 
+constexpr float kMasked = -std::numeric_limits<float>::infinity();  // the score of padding
+
+// Replaces scores by their exponentials relative to the greatest score, and returns their sum.
+template <typename Vectors>
+float exponentials(float* scores, int64_t size) {
+  auto top = Vectors::all(kMasked);
+  for (int64_t j = 0; j < size; j += Vectors::kLanes) top = Vectors::greater(top, Vectors::read(scores + j));
+  const auto base = Vectors::all(Vectors::greatest(top)), lowest = Vectors::all(Vectors::kLowestExponent);
+  auto sum = Vectors::all(0);
+  for (int64_t j = 0; j < size; j += Vectors::kLanes) {
+    const auto e = Vectors::exponential(Vectors::greater(lowest, Vectors::read(scores + j) - base));
+    Vectors::write(scores + j, e);
+    sum += e;
+  }
+  return Vectors::sum(sum);
+}
+
 template <typename Vectors>
 TileRow<Vectors> silu(TileRow<Vectors> x) {
   for (auto& part : x.part) {
@@ -41,7 +59,7 @@ void Decoder::Matrix::reset(int64_t out_size, int64_t in_size) {
   panels.assign(panels_of(out) * in * kPanel, 0.0f);
 }
 
-// Puts `rows` rows at first, first + 1, ..., panels `step` apart.
+// Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
 void Decoder::Matrix::pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
@@ -91,24 +109,25 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
 }
 
 void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_new_tokens) const {
-  workspace.hidden.resize(kMostRows * row_stride(sizes_.hidden));
-  workspace.normed.resize(kMostRows * row_stride(sizes_.hidden));
-  workspace.qkv.resize(kMostRows * row_stride(qkv_size_));
-  workspace.attended.resize(kMostRows * row_stride(query_size_));
-  workspace.gate_up.resize(kMostRows * row_stride(2 * padded(sizes_.intermediate)));
-  workspace.activated.resize(kMostRows * row_stride(sizes_.intermediate));
-  workspace.logits.resize(kMostRows * row_stride(sizes_.vocab));
-  workspace.scores.resize(kMostTileRows * (padded(longest_prompt) + padded(max_new_tokens)));
-  workspace.mixed.resize(kMostTileRows * padded(sizes_.head_dim));
+  workspace.hidden.resize(kMaxRows * row_stride(sizes_.hidden));
+  workspace.normed.resize(kMaxRows * row_stride(sizes_.hidden));
+  workspace.qkv.resize(kMaxRows * row_stride(qkv_size_));
+  workspace.attended.resize(kMaxRows * row_stride(query_size_));
+  workspace.gate_up.resize(kMaxRows * row_stride(2 * padded(sizes_.intermediate)));
+  workspace.activated.resize(kMaxRows * row_stride(sizes_.intermediate));
+  workspace.logits.resize(kMaxRows * row_stride(sizes_.vocab));
+  workspace.scores.resize(kMaxTileRows * (padded(longest_prompt) + padded(max_new_tokens)));
+  workspace.mixed.resize(kMaxTileRows * padded(sizes_.head_dim));
 }
 
 template <typename Vectors>
 void Decoder::rms_norm(const float* x, int64_t rows, const std::vector<float>& weight, float* y) const {
   const int64_t stride = row_stride(sizes_.hidden);
-  for (int64_t i = 0; i < rows; ++i) norm_row<Vectors>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
+  for (int64_t i = 0; i < rows; ++i)
+    norm_row<Vectors>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
 }
 
-// Queries, divided by the root of head_dim, and keys rotated; keys and values to their caches.
+// Rotates queries, scaled by 1 / sqrt(head_dim), and keys, and writes keys and values to their caches.
 template <typename Vectors>
 void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const {
   const int64_t dim = sizes_.head_dim, half = dim / 2;
@@ -136,7 +155,7 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
   }
 }
 
-// Queries of rows that share a prefix, and of heads that share keys, go through its keys together.
+// Multiplies the queries of all rows that share a prefix, and of all heads that share keys, with the prefix's keys at once.
 template <typename Vectors>
 void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const {
   constexpr int kRows = tile_rows<Vectors>();
@@ -151,12 +170,12 @@ void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, co
   }
 }
 
-// Query q of a key/value head: that of row q / repeats and of its query head number q % repeats.
+// Attention of `count` queries of a key/value head. Query q belongs to row q / repeats and to query head q % repeats of this
+// key/value head.
 template <typename Vectors>
 void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                           Workspace& workspace) const {
   using Row = TileRow<Vectors>;
-  constexpr float kNothing = -std::numeric_limits<float>::infinity();
   const int64_t repeats = sizes_.heads / sizes_.kv_heads, dim = sizes_.head_dim, dim_panels = panels_of(dim);
   const auto row_of = [&](int64_t i) -> const DecoderRow& { return rows[(first + i) / repeats]; };
   const auto place_of = [&](int64_t i) { return (head * repeats + (first + i) % repeats) * dim; };
@@ -168,7 +187,7 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     longest_own = std::max(longest_own, row_of(i).own_length);
   }
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
-  float* const scores = workspace.scores.data();  // [count, width]: of the prefix, then of the row's own tokens
+  float* const scores = workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
   product<Vectors>(count, query_of, dim, prefix.keys(layer, head), panels_of(longest), dim * kPanel,
                    [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
@@ -185,21 +204,12 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
                      });
   });
 
-  float sums[kMostTileRows];
+  float sums[kMaxTileRows];
   for (int i = 0; i < count; ++i) {
     float* const row = scores + i * width;
-    std::fill(row + row_of(i).prefix_length, row + own_at, kNothing);
-    std::fill(row + own_at + row_of(i).own_length, row + width, kNothing);
-    auto top = Vectors::all(kNothing);
-    for (int64_t j = 0; j < width; j += Vectors::kLanes) top = Vectors::greater(top, Vectors::read(row + j));
-    const auto base = Vectors::all(Vectors::greatest(top)), lowest = Vectors::all(Vectors::kLowestExponent);
-    auto sum = Vectors::all(0);
-    for (int64_t j = 0; j < width; j += Vectors::kLanes) {
-      const auto e = Vectors::exponential(Vectors::greater(lowest, Vectors::read(row + j) - base));
-      Vectors::write(row + j, e);
-      sum += e;
-    }
-    sums[i] = Vectors::sum(sum);
+    std::fill(row + row_of(i).prefix_length, row + own_at, kMasked);
+    std::fill(row + own_at + row_of(i).own_length, row + width, kMasked);
+    sums[i] = exponentials<Vectors>(row, width);
   }
 
   float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
@@ -222,7 +232,7 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 }
 
-// silu(gate) * up
+// Computes silu(gate) * up.
 template <typename Vectors>
 void Decoder::activate(int64_t num_rows, Workspace& workspace) const {
   using Row = TileRow<Vectors>;
@@ -241,9 +251,10 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
   const int64_t stride = row_stride(sizes_.hidden);
   float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
   float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
-  for (int64_t i = 0; i < num_rows; ++i) std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
+  for (int64_t i = 0; i < num_rows; ++i)
+    std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
 
-  // All panels of y times a matrix.
+  // Multiplies the rows of `from` with a matrix.
   const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
     with_widest_floats([&](auto vectors) {
       using Vectors = decltype(vectors);
@@ -270,7 +281,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     });
     with_widest_floats(
         [&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
-    if (index + 1 == sizes_.layers) {  // nobody reads what becomes of the others
+    if (index + 1 == sizes_.layers) {  // no one reads the outputs of the other rows
       rows += first;
       num_rows -= first;
       x += first * stride;
@@ -283,7 +294,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
       row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
-    // Not while the products are in registers: its constants would push some of them out.
+    // Not fused with the multiplication: the constants of the exponential would cause register spills there.
     with_widest_floats([&](auto vectors) { activate<decltype(vectors)>(num_rows, workspace); });
     multiply(activated, row_stride(sizes_.intermediate), layer.down, add_to_hidden);
   }

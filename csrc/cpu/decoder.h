@@ -1,4 +1,4 @@
-// The decoder of Qwen2, Qwen3 and Llama on a CPU in float32, for sampling: rows of tokens in, logits out, one thread a call.
+// The decoder of Qwen2, Qwen3 and Llama on a CPU in float32, for sampling: from rows of tokens to logits, one thread per call.
 #pragma once
 #include <vector>
 
@@ -6,53 +6,53 @@
 
 namespace maxrl::cpu {
 
-// A token, and whom it attends to: `prefix_length` tokens of a cache that others may share, then `own_length` of its own.
-// Its own key and value are the last of its own cache, or of the prefix where it has none.
+// A token and the caches that it attends to: `prefix_length` tokens of a cache that rows may share, then `own_length` tokens of
+// its own. The token's key and value are the last ones of its own cache, or of the prefix if it has no own cache.
 struct DecoderRow {
   int64_t token, position;
   KeyValueCache* prefix;
   int64_t prefix_length;
-  KeyValueCache* own;  // null in a prompt
+  KeyValueCache* own;  // null for tokens of a prompt
   int64_t own_length;
 };
 
-// Memory of a thread.
+// Scratch memory of one thread.
 struct Workspace {
-  std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // rows of row_stride(their length)
-  std::vector<float> scores, mixed;  // of a tile of queries
-  std::vector<float> probabilities;   // of a row of logits, with the next
-  std::vector<int64_t> order;
+  std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
+  std::vector<float> scores, mixed;   // of a tile of queries
+  std::vector<float> probabilities;   // [vocab], for sampling
+  std::vector<int64_t> order;         // [vocab], for sampling
 };
 
 class Decoder {
  public:
-  static constexpr int64_t kMostRows = 96;  // in one call of forward
+  static constexpr int64_t kMaxRows = 96;  // per call of forward
 
-  // cos, sin: [positions, head_dim / 2], of the rotary embedding.
+  // cos, sin: [positions, head_dim / 2], the tables of the rotary embedding.
   Decoder(const DecoderSizes& sizes, int64_t positions, const float* cos, const float* sin);
 
-  // Packs the weights, which need not be kept.
+  // Copies and packs the weights.
   void load(const DecoderWeights& weights, int num_threads);
 
-  // Logits of rows `first` to `num_rows` - 1, [num_rows - first] rows of row_stride(vocab) numbers in workspace.logits; all
-  // keys and values are written. Rows that share a prefix should stand side by side.
+  // Writes keys and values of all rows to their caches, and the logits of rows `first` to `num_rows` - 1 to workspace.logits,
+  // [num_rows - first][row_stride(vocab)]. It is fastest if rows that share a prefix are adjacent.
   void forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const;
 
-  // Makes a workspace large enough for prompts of at most this length. Allocates; forward does not.
+  // Allocates a workspace for sequences of at most these lengths; forward allocates nothing.
   void prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_new_tokens) const;
 
   const DecoderSizes& sizes() const { return sizes_; }
 
  private:
-  struct Matrix {  // packed
+  struct Matrix {  // packed into panels
     int64_t out = 0, in = 0;
-    std::vector<float> panels, bias;  // bias: padded to panels, or empty
+    std::vector<float> panels, bias;  // bias: padded to whole panels, or empty
     void pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
     void reset(int64_t out, int64_t in);
   };
   struct Layer {
     std::vector<float> input_norm, post_norm, q_norm, k_norm;
-    Matrix qkv, o, gate_up, down;  // gate_up: a panel of gates, the same panel of ups, and so on
+    Matrix qkv, o, gate_up, down;  // gate_up: panels of gate and up alternate
   };
 
   template <typename Vectors>

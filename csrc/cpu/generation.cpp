@@ -38,32 +38,34 @@ bool Generation::run(double seconds) {
   const double deadline = now() + seconds;
   do {
     admit();
-    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;  // all of the admitted ended at once
+    // Rows are also empty if all admitted samples ended with their first token.
+    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;
     decode();
   } while (now() < deadline);
   return false;
 }
 
-// Waiting samples take free slots; a quarter of the slots at least, since small batches cost more for each token.
+// Admits waiting samples into free slots, into at least a quarter of all slots at a time, because small batches cost more per
+// token.
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
-  const int64_t places = std::min<int64_t>(waiting, static_cast<int64_t>(free_slots_.size()));
-  if (places == 0 || (!rows_.empty() && 4 * free_slots_.size() < slots_.size())) return;
+  const int64_t count = std::min<int64_t>(waiting, static_cast<int64_t>(free_slots_.size()));
+  if (count == 0 || (!rows_.empty() && 4 * free_slots_.size() < slots_.size())) return;
   const size_t old = rows_.size();
-  for (int64_t i = 0; i < places; ++i, ++next_sample_) {
+  for (int64_t i = 0; i < count; ++i, ++next_sample_) {
     rows_.push_back({next_sample_, 0, free_slots_.back()});
     free_slots_.pop_back();
   }
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(num_threads_) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
-    choose(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
-  drop_finished();
+    append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
+  finish();
   statistics_.prefill_seconds += now() - start;
 }
 
-// Each prompt on one thread.
+// Each prompt runs on one thread.
 void Generation::prefill(int64_t begin, int64_t end) {
   const DecoderSizes& sizes = decoder_.sizes();
   for (int64_t p = begin; p < end; ++p) {
@@ -71,14 +73,14 @@ void Generation::prefill(int64_t begin, int64_t end) {
     cache_bytes_ += cache_bytes(sizes, prompt_length(p));
     statistics_.prompt_tokens += prompt_length(p);
   }
-  statistics_.most_cache_bytes = std::max(statistics_.most_cache_bytes, cache_bytes_);
+  statistics_.peak_cache_bytes = std::max(statistics_.peak_cache_bytes, cache_bytes_);
 #pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
   for (int64_t p = begin; p < end; ++p) {
     Workspace& workspace = workspaces_[omp_get_thread_num()];
     const int64_t length = prompt_length(p);
-    DecoderRow rows[Decoder::kMostRows];
-    for (int64_t first = 0; first < length; first += Decoder::kMostRows) {
-      const int64_t count = std::min(Decoder::kMostRows, length - first);
+    DecoderRow rows[Decoder::kMaxRows];
+    for (int64_t first = 0; first < length; first += Decoder::kMaxRows) {
+      const int64_t count = std::min(Decoder::kMaxRows, length - first);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t position = first + i;
         rows[i] = {job_.tokens[job_.cu_seqlens[p] + position], position, prompts_[p].cache.get(), position + 1, nullptr, 0};
@@ -94,14 +96,14 @@ void Generation::prefill(int64_t begin, int64_t end) {
 void Generation::decode() {
   const double start = now();
   const auto num_rows = static_cast<int64_t>(rows_.size());
-  // As many equal pieces as threads, or more where they would be too large.
-  const int64_t rounds = (num_rows + num_threads_ * Decoder::kMostRows - 1) / (num_threads_ * Decoder::kMostRows);
+  // Split the batch into equal pieces, one per thread; several per thread if a piece would exceed kMaxRows.
+  const int64_t rounds = (num_rows + num_threads_ * Decoder::kMaxRows - 1) / (num_threads_ * Decoder::kMaxRows);
   const int64_t pieces = std::min(num_rows, rounds * num_threads_);
 #pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = piece * num_rows / pieces, end = (piece + 1) * num_rows / pieces;
     Workspace& workspace = workspaces_[omp_get_thread_num()];
-    DecoderRow rows[Decoder::kMostRows];
+    DecoderRow rows[Decoder::kMaxRows];
     for (int64_t i = begin; i < end; ++i) {
       const Row& row = rows_[i];
       const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
@@ -110,21 +112,20 @@ void Generation::decode() {
     }
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
-      choose(rows_[i], workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
+      append_token(rows_[i], workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
   }
   ++statistics_.steps;
   statistics_.decoded_tokens += num_rows;
-  drop_finished();
+  finish();
   statistics_.decode_seconds += now() - start;
 }
 
-void Generation::choose(Row& row, const float* logits, Workspace& workspace) const {
+void Generation::append_token(Row& row, const float* logits, Workspace& workspace) const {
   const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling, uniform(job_.keys[row.sample], row.length),
                                  workspace.probabilities.data(), workspace.order.data());
   const int64_t at = row.sample * job_.max_new_tokens + row.length++;
   job_.responses[at] = sampled.token;
   job_.logprobs[at] = sampled.logprob;
-  job_.raw_logprobs[at] = sampled.raw_logprob;
 }
 
 bool Generation::is_done(const Row& row) const {
@@ -136,7 +137,7 @@ bool Generation::is_done(const Row& row) const {
   return stopped || row.length == job_.max_new_tokens;
 }
 
-void Generation::drop_finished() {
+void Generation::finish() {
   const auto kept = std::remove_if(rows_.begin(), rows_.end(), [this](const Row& row) {
     if (!is_done(row)) return false;
     free_slots_.push_back(row.cache);

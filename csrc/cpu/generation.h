@@ -1,4 +1,4 @@
-// Sampling all responses of a job on a CPU. Prompts are computed once; a response that ends frees its slot for the next one.
+// Sampling of all responses of a job on a CPU. Each prompt is computed once; a finished response frees its slot for the next.
 #pragma once
 #include <memory>
 #include <vector>
@@ -9,24 +9,24 @@ namespace maxrl::cpu {
 
 class Generation {
  public:
-  // The job's arrays, and the decoder, must outlive it.
+  // The job's arrays and the decoder must outlive this object.
   Generation(const Decoder& decoder, const GenerationJob& job, int num_threads);
 
-  // Works on for about this long, by whole steps; returns whether all responses are done.
+  // Runs whole steps for about this long; returns whether all responses are done.
   bool run(double seconds);
 
   const GenerationStatistics& statistics() const { return statistics_; }
 
-  // Memory of the caches of a prompt or of a response of this length.
+  // Returns the KV-cache bytes of a prompt or response of this length.
   static int64_t cache_bytes(const DecoderSizes& sizes, int64_t length) { return KeyValueCache::bytes(sizes, length); }
 
  private:
   struct Prompt {
     std::unique_ptr<KeyValueCache> cache;
-    std::vector<float> logits;  // of its last token, until its samples have their first
+    std::vector<float> logits;  // of the last token, until all samples have their first token
     int64_t unfinished;
   };
-  struct Row {  // a response at work
+  struct Row {  // an active response
     int64_t sample, length;
     KeyValueCache* cache;
   };
@@ -34,9 +34,9 @@ class Generation {
   void admit();
   void prefill(int64_t begin, int64_t end);
   void decode();
-  void choose(Row& row, const float* logits, Workspace& workspace) const;  // its next token
+  void append_token(Row& row, const float* logits, Workspace& workspace) const;  // samples the next token
   bool is_done(const Row& row) const;
-  void drop_finished();
+  void finish();  // removes rows that are done and frees their slots
   int64_t prompt_of(const Row& row) const { return row.sample / job_.num_samples; }
   int64_t prompt_length(int64_t prompt) const { return job_.cu_seqlens[prompt + 1] - job_.cu_seqlens[prompt]; }
 
@@ -46,9 +46,9 @@ class Generation {
   std::vector<Prompt> prompts_;
   std::vector<std::unique_ptr<KeyValueCache>> slots_;
   std::vector<KeyValueCache*> free_slots_;
-  std::vector<Row> rows_;  // by sample, so that those of a prompt stand side by side
+  std::vector<Row> rows_;  // in order of the samples, so that the rows of a prompt are adjacent
   std::vector<Workspace> workspaces_;
-  int64_t next_sample_ = 0, next_prompt_ = 0;  // not yet begun, not yet computed
+  int64_t next_sample_ = 0, next_prompt_ = 0;  // the first sample and the first prompt that are still waiting
   int64_t cache_bytes_ = 0;
   GenerationStatistics statistics_{};
 };

@@ -1,4 +1,4 @@
-// Fewer page faults on fresh memory: a gradient of hundreds of megabytes costs more to map, 4 KiB at a time, than to compute.
+// Fewer page faults on new memory: mapping a gradient of hundreds of megabytes in 4 KiB pages takes longer than computing it.
 #pragma once
 #include <cstdint>
 #ifdef __linux__
@@ -7,8 +7,8 @@
 
 namespace maxrl::cpu {
 
-// Asks the system for huge pages behind [begin, begin + bytes), where it grants them to who asks. Only advice: the content and
-// everything else stays as it is, and whether it is taken does not matter.
+// Asks the operating system for huge pages for [begin, begin + bytes). This is only advice: it may be ignored, and the content
+// of the memory does not change.
 inline void advise_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096;

@@ -1,5 +1,5 @@
-// Keys and values of one sequence in all layers, as panels for products: scores are queries times keys, outputs probabilities
-// times values.
+// Keys and values of one sequence in all layers, packed in panels for two matrix multiplications: queries times keys gives
+// scores, and probabilities times values gives outputs.
 #pragma once
 #include <memory>
 
@@ -8,13 +8,13 @@
 
 namespace maxrl::cpu {
 
-// Keys of a layer and head: [capacity / 16][head_dim][16], values [head_dim / 16][capacity][16], both padded to panels.
+// For each layer and head, keys are [capacity / 16][head_dim][16] and values [head_dim / 16][capacity][16], padded to panels.
 class KeyValueCache {
  public:
   KeyValueCache(const DecoderSizes& sizes, int64_t length)
       : head_dim_(sizes.head_dim), capacity_(padded(length)), keys_size_(capacity_ * head_dim_),
         head_size_(keys_size_ + capacity_ * padded(head_dim_)), layer_size_(sizes.kv_heads * head_size_),
-        data_(new float[sizes.layers * layer_size_]) {}  // not set: what was not written is never used
+        data_(new float[sizes.layers * layer_size_]) {}  // uninitialised: a position is read only after it was written
 
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     return 4 * sizes.layers * sizes.kv_heads * padded(length) * (sizes.head_dim + padded(sizes.head_dim));

@@ -1,7 +1,7 @@
-// Products with matrices packed for reading: C [m, n] = A [m, k] B^T, B [n, k] in panels of 16 of its rows, each [k][16].
+// Matrix multiplication with packed matrices: C [m, n] = A [m, k] B^T, with B [n, k] in panels of 16 rows, each [k][16].
 //
-// An element of C is one chain of multiply-adds over k, whatever m is and wherever its row stands: a sample's numbers do not
-// depend, to the last bit, on what else is in the batch.
+// An element of C is one chain of multiply-adds over k, independent of m and of the row's position. A sample's numbers are
+// therefore bitwise independent of what else is in the batch.
 #pragma once
 #include <cstdint>
 
@@ -10,25 +10,25 @@
 namespace maxrl::cpu {
 
 constexpr int64_t kPanel = 16;
-constexpr int kMostTileRows = 12;
+constexpr int kMaxTileRows = 12;
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 inline int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-// Numbers from a row of a matrix to the next: rows a power of two apart would share few sets of the first cache.
+// Distance between rows of a matrix in floats; with a power of two, rows would compete for few sets of the L1 cache.
 inline int64_t row_stride(int64_t n) { return padded(n) + kPanel; }
 
-// Rows of a tile whose sums, with a panel's row and a factor, fill the registers.
+// Rows of a tile: as many as the registers hold accumulators for, besides one row of a panel and one factor.
 template <typename Vectors>
 constexpr int tile_rows() {
 #if defined(__aarch64__)
   return 6;
 #else
-  return Vectors::kLanes == 4 ? 2 : Vectors::kLanes == 8 ? 6 : kMostTileRows;
+  return Vectors::kLanes == 4 ? 2 : Vectors::kLanes == 8 ? 6 : kMaxTileRows;
 #endif
 }
 
-// A tile's row: 16 numbers.
+// One row of a tile: 16 floats.
 template <typename Vectors>
 struct TileRow {
   static constexpr int kParts = kPanel / Vectors::kLanes;
@@ -51,7 +51,7 @@ struct TileRow {
   }
 };
 
-// sink(i, row) for `rows` rows a[i] [k] times a panel.
+// Multiplies `rows` rows a[i] [k] with one panel, and calls sink(i, row) for each.
 template <typename Vectors, int rows, typename Sink>
 inline void tile(const float* const* a, int64_t k, const float* panel, const Sink& sink) {
   using Row = TileRow<Vectors>;
@@ -80,7 +80,7 @@ inline void tile_of(int rows, const float* const* a, int64_t k, const float* pan
   tile<Vectors, most>(a, k, panel, sink);
 }
 
-// sink(i, panel, row) for all rows row_of(i) and panels, which are `panel_stride` numbers apart.
+// Multiplies m rows row_of(i) with all panels, `panel_stride` floats apart, and calls sink(i, panel, row) for each.
 template <typename Vectors, typename RowOf, typename Sink>
 inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
                     const Sink& sink) {

@@ -9,7 +9,7 @@
 namespace maxrl::cpu {
 namespace {
 
-// probabilities[i] = e^((z_i - top) / temperature); returns their sum.
+// Sets probabilities[i] = exp((z_i - top) / temperature), unnormalised, and returns their sum.
 double exponentials(const float* logits, int64_t vocab, float top, double temperature, float* probabilities) {
   const auto inverse = static_cast<float>(1.0 / temperature);
   double sum = 0.0;
@@ -28,16 +28,16 @@ double exponentials(const float* logits, int64_t vocab, float top, double temper
   return sum;
 }
 
-// Sets to 0 all that the options leave out; returns the sum of the rest.
+// Applies top-k, top-p and min-p: sets the probabilities of excluded tokens to 0 and returns the sum of the others.
 double filter(int64_t vocab, const SamplingOptions& options, double sum, float* probabilities, int64_t* order) {
-  const auto likelier = [=](int64_t a, int64_t b) {
+  const auto more_probable = [=](int64_t a, int64_t b) {
     return probabilities[a] != probabilities[b] ? probabilities[a] > probabilities[b] : a < b;
   };
   std::iota(order, order + vocab, int64_t{0});
   int64_t kept = vocab;
   if (options.top_k > 0 && options.top_k < vocab) {
     kept = options.top_k;
-    std::nth_element(order, order + kept - 1, order + vocab, likelier);
+    std::nth_element(order, order + kept - 1, order + vocab, more_probable);
     sum = 0.0;
     for (int64_t i = 0; i < kept; ++i) sum += probabilities[order[i]];
   }
@@ -45,9 +45,9 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
     double mass = 0.0;
     int64_t sorted = 0, nucleus = 0;
     while (nucleus < kept && (nucleus == 0 || mass < options.top_p * sum)) {
-      if (nucleus == sorted) {  // a few at a time: the nucleus is small mostly
+      if (nucleus == sorted) {  // sort a few at a time, because the nucleus is usually small
         sorted = std::min(kept, std::max<int64_t>(64, 8 * sorted));
-        std::partial_sort(order + nucleus, order + sorted, order + kept, likelier);
+        std::partial_sort(order + nucleus, order + sorted, order + kept, more_probable);
       }
       mass += probabilities[order[nucleus++]];
     }
@@ -55,7 +55,7 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
   }
   for (int64_t i = kept; i < vocab; ++i) probabilities[order[i]] = 0.0f;
   double total = 0.0;
-  const auto least = static_cast<float>(options.min_p);  // the likeliest has e^0 = 1
+  const auto least = static_cast<float>(options.min_p);  // relative to the most probable token, which has exp(0) = 1
   for (int64_t i = 0; i < vocab; ++i) {
     if (probabilities[i] < least) probabilities[i] = 0.0f;
     total += probabilities[i];
@@ -65,21 +65,19 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
 
 }  // namespace
 
-Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u, float* probabilities, int64_t* order) {
-  const int64_t likeliest = std::max_element(logits, logits + vocab) - logits;
-  const float top = logits[likeliest];
-  double sum = exponentials(logits, vocab, top, 1.0, probabilities);
-  const auto log_p = [&](int64_t token, double temperature, double total) {
-    return static_cast<float>((logits[token] - top) / temperature - std::log(total));
-  };
-  const double raw_sum = sum;
-  if (options.temperature == 0.0)
-    return {likeliest, sum == sum ? 0.0f : log_p(likeliest, 1.0, sum), log_p(likeliest, 1.0, sum)};
-  if (options.temperature != 1.0) sum = exponentials(logits, vocab, top, options.temperature, probabilities);
+Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u, float* probabilities,
+               int64_t* order) {
+  const int64_t best = std::max_element(logits, logits + vocab) - logits;
+  const float top = logits[best];
+  const bool is_greedy = options.temperature == 0.0;
+  const double temperature = is_greedy ? 1.0 : options.temperature;
+  double sum = exponentials(logits, vocab, top, temperature, probabilities);
+  const auto log_p = [&](int64_t token) { return static_cast<float>((logits[token] - top) / temperature - std::log(sum)); };
+  if (is_greedy) return {best, sum == sum ? 0.0f : log_p(best)};
   if ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 || options.min_p > 0.0)
     sum = filter(vocab, options, sum, probabilities, order);
   const double wanted = u * sum;
-  int64_t token = likeliest;
+  int64_t token = best;
   double below = 0.0;
   for (int64_t i = 0; i < vocab; ++i) {
     below += probabilities[i];
@@ -88,7 +86,7 @@ Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& option
       break;
     }
   }
-  return {token, log_p(token, options.temperature, sum), log_p(token, 1.0, raw_sum)};
+  return {token, log_p(token)};
 }
 
 }  // namespace maxrl::cpu

@@ -1,9 +1,9 @@
-// Attention of every row's newest token to the row's own tokens, merged with its attention to the prompt: one launch reads
-// the keys and values that there are once, in their own precision, whatever the length of the longest row.
+// Attention of every row's newest token to the row's own tokens, merged with its attention to the prompt. One launch reads the
+// existing keys and values once, in their own precision, whatever the length of the longest row.
 //
-// A block has one row and one key/value head, with all query heads that share it. The lanes of a warp lie side by side along
-// a key, 16 bytes each, and several keys beside one another: such a slot has its own running softmax, and the slots' are
-// merged at the end.
+// A block computes one row and one key/value head, with all query heads that share it. Several lanes of a warp form a slot and
+// share a key, 16 bytes per lane. Each slot has its own online softmax over every num_slots-th key, and at the end the slots are
+// merged.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -14,13 +14,13 @@
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kKeysAtOnce = 4;          // of a slot: loads in flight
-constexpr int kMaxWarps = 8;            // of a block
-constexpr float kLowest = -1e30f;       // below any score, and finite: the difference of two is 0
-constexpr int64_t kWantedWarps = 2048;  // of a launch, to fill a GPU
+constexpr int kKeysAtOnce = 4;          // keys that a slot loads at a time, to have several loads in flight
+constexpr int kMaxWarps = 8;            // per block
+constexpr float kLowest = -1e30f;       // below any score, and finite, so that kLowest - kLowest is 0
+constexpr int64_t kWantedWarps = 2048;  // per launch, to fill a GPU
 
-// The softmax over some of the keys, of the query heads of a key/value head: their maximum, sum, and this lane's values. Scores
-// are in units of log2.
+// Online softmax over some of the keys, for each query head: maximum score, sum of exponentials, and this lane's part of the
+// output. Scores are multiplied by log2(e).
 template <int kQueries, int kSize>
 struct Attended {
   float top[kQueries], sum[kQueries], values[kQueries][kSize];
@@ -42,113 +42,129 @@ struct Attended {
   }
 };
 
+// One thread's part of the attention of the kQueries query heads of a row that share a key/value head.
 template <typename Element, int kQueries>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const int64_t row = blockIdx.x / in.kv_heads;
-  const int head = blockIdx.x % in.kv_heads, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int num_warps = blockDim.x / kWarp;
-  const int part = lane % lanes_of_key, slot = threadIdx.x / lanes_of_key, num_slots = blockDim.x / lanes_of_key;
-  const bool has_part = part * kSize < in.head_dim;  // lanes of a key are a power of two
-  const int64_t newest = max(int64_t(0), min(in.lengths[row], in.limit) - 1);
+struct OwnAttention {
+  static constexpr int kSize = Chunk<Element>::kSize;
+  const DecodeAttention<Element>& in;
+  const int64_t row;
+  const int head, lanes_of_key;  // a power of two
+  const int part, slot;          // this lane's 16 bytes of a key; its slot
+  const bool has_part;           // false in lanes past head_dim
+  const int64_t newest;          // position of the newest token
+  float queries[kQueries][kSize];
+  Attended<kQueries, kSize> attended;
 
-  // 16 bytes of a head's vector; zeros where there are none.
-  const auto load = [&](const Element* vector, bool exists) {
+  __device__ OwnAttention(const DecodeAttention<Element>& in, int lanes_of_key)
+      : in(in), row(blockIdx.x / in.kv_heads), head(blockIdx.x % in.kv_heads), lanes_of_key(lanes_of_key),
+        part(threadIdx.x % kWarp % lanes_of_key), slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
+        newest(max(int64_t(0), min(in.lengths[row], in.limit) - 1)) {
+    const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
+#pragma unroll
+    for (int r = 0; r < kQueries; ++r) {
+      unpack(load(in.q + query_offset(r), true), queries[r]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
+    }
+    attended.clear();
+  }
+
+  // Loads this lane's 16 bytes of a head's vector, or zeros.
+  __device__ Chunk<Element> load(const Element* vector, bool exists) const {
     Chunk<Element> chunk;
     chunk.bits = uint4{0, 0, 0, 0};
     if (exists && has_part) chunk.bits = *reinterpret_cast<const uint4*>(vector + part * kSize);
     return chunk;
-  };
-  const auto cached = [&](Element* cache, int64_t position) {
-    return cache + ((row * in.limit + position) * in.kv_heads + head) * in.head_dim;
-  };
-  const int64_t of_new = (row * in.kv_heads + head) * in.head_dim;
-  const int64_t first_query = row * in.heads + head * kQueries;
-
-  float queries[kQueries][kSize];
-  const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
-#pragma unroll
-  for (int r = 0; r < kQueries; ++r) {
-    unpack(load(in.q + (first_query + r) * in.head_dim, true), queries[r]);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
   }
-  // The score of a key, in all lanes of its slot; every lane of the warp must call it.
-  const auto score = [&](int r, const Chunk<Element>& chunk) {
+  __device__ int64_t query_offset(int r) const { return (row * in.heads + head * kQueries + r) * in.head_dim; }
+  __device__ Element* cached(Element* cache, int64_t position) const {
+    return cache + ((row * in.limit + position) * in.kv_heads + head) * in.head_dim;
+  }
+
+  // Returns the score of a key in all lanes of its slot; every lane of the warp must call it.
+  __device__ float score(int r, const Chunk<Element>& chunk) const {
     float sum = 0.0f, key[kSize];
     unpack(chunk, key);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum += queries[r][i] * key[i];
     for (int offset = lanes_of_key / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     return sum;
-  };
+  }
 
-  Attended<kQueries, kSize> attended;
-  attended.clear();
-  for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // as often for all threads
-    Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
-    bool exists[kKeysAtOnce];
-#pragma unroll
-    for (int u = 0; u < kKeysAtOnce; ++u) {
-      const int64_t position = first + u * num_slots + slot;
-      exists[u] = position < newest;
-      keys[u] = load(cached(in.k_cache, position), exists[u]);
-      values[u] = load(cached(in.v_cache, position), exists[u]);
-    }
-#pragma unroll
-    for (int r = 0; r < kQueries; ++r) {
-      float scores[kKeysAtOnce], greatest = attended.top[r];
+  __device__ void attend_to_cache() {
+    const int num_slots = blockDim.x / lanes_of_key;
+    for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
+      Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
+      bool exists[kKeysAtOnce];
 #pragma unroll
       for (int u = 0; u < kKeysAtOnce; ++u) {
-        scores[u] = score(r, keys[u]);
-        if (exists[u]) greatest = fmaxf(greatest, scores[u]);
+        const int64_t position = first + u * num_slots + slot;
+        exists[u] = position < newest;
+        keys[u] = load(cached(in.k_cache, position), exists[u]);
+        values[u] = load(cached(in.v_cache, position), exists[u]);
       }
-      const float kept = exponential2(attended.top[r] - greatest);
-      attended.top[r] = greatest;
-      attended.sum[r] *= kept;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) attended.values[r][i] *= kept;
+      for (int r = 0; r < kQueries; ++r) {
+        float scores[kKeysAtOnce], greatest = attended.top[r];
 #pragma unroll
-      for (int u = 0; u < kKeysAtOnce; ++u) {
-        const float p = exists[u] ? exponential2(scores[u] - greatest) : 0.0f;
-        float value[kSize];
-        unpack(values[u], value);
-        attended.sum[r] += p;
+        for (int u = 0; u < kKeysAtOnce; ++u) {
+          scores[u] = score(r, keys[u]);
+          if (exists[u]) greatest = fmaxf(greatest, scores[u]);
+        }
+        const float kept = exponential2(attended.top[r] - greatest);
+        attended.top[r] = greatest;
+        attended.sum[r] *= kept;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) attended.values[r][i] += p * value[i];
+        for (int i = 0; i < kSize; ++i) attended.values[r][i] *= kept;
+#pragma unroll
+        for (int u = 0; u < kKeysAtOnce; ++u) {
+          const float p = exists[u] ? exponential2(scores[u] - greatest) : 0.0f;
+          float value[kSize];
+          unpack(values[u], value);
+          attended.sum[r] += p;
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) attended.values[r][i] += p * value[i];
+        }
       }
     }
   }
 
-  // The newest token, by the first slot, which also puts it into the cache.
-  const Chunk<Element> new_key = load(in.k + of_new, true), new_value = load(in.v + of_new, true);
-  float new_values[kSize];
-  unpack(new_value, new_values);
-#pragma unroll
-  for (int r = 0; r < kQueries; ++r) {
-    const float of_newest = score(r, new_key);
-    if (slot == 0) attended.merge(r, of_newest, 1.0f, new_values);
-  }
-  if (slot == 0 && has_part) {
-    *reinterpret_cast<uint4*>(cached(in.k_cache, newest) + part * kSize) = new_key.bits;
-    *reinterpret_cast<uint4*>(cached(in.v_cache, newest) + part * kSize) = new_value.bits;
-  }
-
-  // Slots of a warp, then warps.
-  for (int offset = lanes_of_key; offset < kWarp; offset *= 2)
+  // The first slot adds the newest token to its softmax and writes it to the cache.
+  __device__ void attend_to_newest() {
+    const int64_t offset = (row * in.kv_heads + head) * in.head_dim;
+    const Chunk<Element> new_key = load(in.k + offset, true), new_value = load(in.v + offset, true);
+    float new_values[kSize];
+    unpack(new_value, new_values);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-      float other[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) other[i] = __shfl_xor_sync(kAllLanes, attended.values[r][i], offset);
-      const float top = __shfl_xor_sync(kAllLanes, attended.top[r], offset);
-      const float sum = __shfl_xor_sync(kAllLanes, attended.sum[r], offset);
-      attended.merge(r, top, sum, other);
+      const float new_score = score(r, new_key);
+      if (slot == 0) attended.merge(r, new_score, 1.0f, new_values);
     }
-  if (num_warps > 1) {
-    // [num_warps, kQueries, lanes_of_key, kSize + 2]
-    auto* of_warps = reinterpret_cast<float*>(dynamic_shared());
-    const auto place = [&](int w, int r) { return of_warps + ((w * kQueries + r) * lanes_of_key + part) * (kSize + 2); };
+    if (slot == 0 && has_part) {
+      *reinterpret_cast<uint4*>(cached(in.k_cache, newest) + part * kSize) = new_key.bits;
+      *reinterpret_cast<uint4*>(cached(in.v_cache, newest) + part * kSize) = new_value.bits;
+    }
+  }
+
+  __device__ void merge_slots_of_warp() {
+    for (int offset = lanes_of_key; offset < kWarp; offset *= 2)
+#pragma unroll
+      for (int r = 0; r < kQueries; ++r) {
+        float other[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) other[i] = __shfl_xor_sync(kAllLanes, attended.values[r][i], offset);
+        const float top = __shfl_xor_sync(kAllLanes, attended.top[r], offset);
+        const float sum = __shfl_xor_sync(kAllLanes, attended.sum[r], offset);
+        attended.merge(r, top, sum, other);
+      }
+  }
+
+  // Merges all warps into the first slot of the first warp.
+  __device__ void merge_warps() {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
+    if (num_warps == 1) return;
+    auto* warps = reinterpret_cast<float*>(dynamic_shared());  // [num_warps, kQueries, lanes_of_key, kSize + 2]
+    const auto place = [&](int w, int r) { return warps + ((w * kQueries + r) * lanes_of_key + part) * (kSize + 2); };
     if (lane < lanes_of_key)
 #pragma unroll
       for (int r = 0; r < kQueries; ++r) {
@@ -171,21 +187,35 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_c
         }
   }
 
-  if (warp > 0 || lane >= lanes_of_key || !has_part) return;
+  // Merges with the attention to the prompt, whose weight is sigmoid(prompt_lse - own_lse), and writes the result.
+  __device__ void write() const {
+    if (slot > 0 || !has_part) return;
 #pragma unroll
-  for (int r = 0; r < kQueries; ++r) {
-    const int64_t at = (first_query + r) * in.head_dim;
-    const Chunk<Element> of_prompt = load(in.prompt_out + at, true);
-    const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + (head * kQueries + r) * in.lse_head_stride];
-    const float own_lse = attended.top[r] + log2f(attended.sum[r]);
-    const float prompts_share = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
-    const float own_factor = (1.0f - prompts_share) / attended.sum[r];
-    float out[kSize];
+    for (int r = 0; r < kQueries; ++r) {
+      const int64_t at = query_offset(r);
+      const Chunk<Element> prompt_out = load(in.prompt_out + at, true);
+      const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + (head * kQueries + r) * in.lse_head_stride];
+      const float own_lse = attended.top[r] + log2f(attended.sum[r]);
+      const float prompt_weight = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
+      const float own_factor = (1.0f - prompt_weight) / attended.sum[r];
+      float out[kSize];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i)
-      out[i] = attended.values[r][i] * own_factor + to_real(of_prompt.elements[i]) * prompts_share;
-    *reinterpret_cast<uint4*>(in.out + at + part * kSize) = rounded<Element>(out).bits;
+      for (int i = 0; i < kSize; ++i)
+        out[i] = attended.values[r][i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
+      *reinterpret_cast<uint4*>(in.out + at + part * kSize) = rounded<Element>(out).bits;
+    }
   }
+};
+
+template <typename Element, int kQueries>
+__global__ void __launch_bounds__(kMaxWarps* kWarp)
+    attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
+  OwnAttention<Element, kQueries> own(in, lanes_of_key);
+  own.attend_to_cache();
+  own.attend_to_newest();
+  own.merge_slots_of_warp();
+  own.merge_warps();
+  own.write();
 }
 
 template <typename Element, int kQueries>

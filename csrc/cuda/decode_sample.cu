@@ -1,5 +1,5 @@
-// The next token of every row, from its logits: softmax, inverse-CDF sampling in the order of the vocabulary, and what is
-// written down of it, in one launch. A block to a row; a row's numbers depend on the row alone.
+// Samples the next token of every row from its logits, by inverting the CDF in the order of the vocabulary, and appends it to
+// the row, in one launch. One block computes one row, and the result depends only on that row.
 #include "../kernels.h"
 #include "../random.h"
 #include "elements.cuh"
@@ -24,7 +24,7 @@ __device__ Value over_block(Value value, Value* of_warps, const Combine& combine
   return value;
 }
 
-// The sum over this thread and those before it, and over all.
+// Returns the sum over this thread and the threads before it; `total` is the sum over all threads.
 __device__ float prefix_sum(float value, float* of_warps, float& total) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -57,19 +57,16 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   for (int i = thread; i < size; i += num_threads) top = logits[i] > top ? logits[i] : top;
   top = over_block(top, of_warps, [](float a, float b) { return a > b ? a : b; });
 
-  // A NaN makes the sums NaN, and with them the log-probs.
+  // A NaN makes the sum NaN, and with it the log-prob.
   const bool is_greedy = in.temperature == 0.0;
-  const float rate = kLog2E, tempered_rate = is_greedy ? 0.0f : static_cast<float>(kLog2E / in.temperature);
-  float raw_total = 0.0f, total = 0.0f;
+  const float rate = is_greedy ? kLog2E : static_cast<float>(kLog2E / in.temperature);
+  float total = 0.0f;
   int likeliest = kNone;
   for (int i = thread; i < size; i += num_threads) {
-    const float distance = logits[i] - top;
-    raw_total += exponential2(distance * rate);
-    if (!is_greedy && tempered_rate != rate) total += exponential2(distance * tempered_rate);
+    total += exponential2((logits[i] - top) * rate);
     if (logits[i] == top) likeliest = least(likeliest, i);
   }
-  raw_total = over_block(raw_total, of_warps, sum);
-  total = tempered_rate == rate ? raw_total : over_block(total, of_warps, sum);
+  total = over_block(total, of_warps, sum);
 
   int token = kNone;
   if (is_greedy) {
@@ -77,9 +74,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   } else {
     const float wanted = uniform(in.keys[row], in.length[row]) * total;
     float below = 0.0f;
-    for (int start = 0; start < size; start += num_threads) {  // as often for all threads
+    for (int start = 0; start < size; start += num_threads) {  // the same number of times in all threads
       const int i = start + thread;
-      const float e = i < size ? exponential2((logits[i] - top) * tempered_rate) : 0.0f;
+      const float e = i < size ? exponential2((logits[i] - top) * rate) : 0.0f;
       float of_these;
       const float up_to = below + prefix_sum(e, of_warps, of_these);
       token = over_block(i < size && up_to > wanted ? i : kNone, of_warps_index, least);
@@ -91,11 +88,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   if (thread != 0) return;
 
   const int64_t at = min(in.length[row], in.limit - 1), place = row * in.limit + at;
-  const float distance = logits[token] - top, raw = distance - logf(raw_total);
+  const float scale = is_greedy ? 1.0f : static_cast<float>(1.0 / in.temperature);
+  const float logprob = (logits[token] - top) * scale - logf(total);
   in.tokens[place] = token;
-  in.raw_logprobs[place] = raw;
-  in.logprobs[place] = is_greedy ? (raw - raw == 0.0f ? 0.0f : raw)
-                                 : distance * static_cast<float>(1.0 / in.temperature) - logf(total);
+  in.logprobs[place] = is_greedy && logprob - logprob == 0.0f ? 0.0f : logprob;
   in.last[row] = token;
   in.length[row] = at + 1;
   in.done[row] = in.stops[token] || at + 1 == in.limit;

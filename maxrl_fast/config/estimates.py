@@ -12,7 +12,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.ops._gate import kernels_for
-from maxrl_fast.rollout.native import MOST_ROWS, default_cache_bytes
+from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
@@ -68,7 +68,7 @@ def _memory(config: ResolvedConfig, task: Task, model: Decoder) -> dict[str, flo
     sizes, options, device = model.config, config.rollout, torch.device(config.run.device)
     parameters, trained = _parameters(model), _trained(model)
     element = torch.empty((), dtype=getattr(torch, config.run.dtype)).element_size()
-    rows = min(max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples), MOST_ROWS[device.type])
+    rows = min(max(options.prompts * options.rollouts, 32 * config.evaluation.eval_samples), MAX_BATCH[device.type])
     budget = default_cache_bytes(device) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
     kv_token = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * element
     cached_tokens = rows * options.max_new_tokens + rows // min(options.rollouts, rows) * task.prompt_length

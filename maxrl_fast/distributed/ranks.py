@@ -106,7 +106,6 @@ class Ranks:
             cu_seqlens=cumulative(self.concatenate(rollouts.lengths)),
             logprobs=self.concatenate(rollouts.logprobs),
             truncated=self.concatenate(rollouts.truncated.to(torch.uint8)).bool(),
-            raw_logprobs=None if rollouts.raw_logprobs is None else self.concatenate(rollouts.raw_logprobs),
         )
 
     @contextlib.contextmanager

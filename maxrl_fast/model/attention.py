@@ -1,12 +1,12 @@
-"""Attention of N responses that share one prompt, the prompt's keys and values computed once.
+"""Attention of N responses that share one prompt, whose keys and values are computed once.
 
 A response attends to its prompt and, causally, to itself. Both parts are ordinary FlashAttention calls that also return
 their log-sum-exp, and they merge exactly:
 
     l = logaddexp(l1, l2)        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-Backward, each part's own backward is called with the *merged* o and l. The probabilities it rebuilds, exp(s - l), are
-then those over prompt and response together, so the gradients are exact and those of the two parts add up.
+In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It then recomputes the
+probabilities exp(s - l) over prompt and response together, so the gradients are exact and the two parts add up.
 """
 
 from dataclasses import dataclass
@@ -16,36 +16,39 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model import flash
-from maxrl_fast.model.flash import Spans
+from maxrl_fast.model.flash import VarlenSpec
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two key sets together from attention over each: o [..., D], l [...]."""
+    """Return the attention over two sets of keys together, from the attention over each: o [..., D], l [...]."""
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
 
 @dataclass(frozen=True)
 class SharedPromptLayout:
-    """Who attends to whom in a packed stream: ordinary causal sequences, then responses to some of them.
+    """A packed stream of causal sequences, followed by responses to some of them, and the attention between them.
 
-    The first part holds prompts that several responses share, and whole sequences, a prompt with its response, where
-    sharing would not pay.
+    The causal sequences are prompts that several responses share, and whole sequences (a prompt with its response) where
+    sharing would not save time.
     """
 
-    sequences: Spans  # causal, the first part
-    to_prompts: Spans | None  # run b: all responses to sequence b, side by side, see all of it; None without any
-    responses: Spans | None  # causal, each response by itself
+    sequences: VarlenSpec  # causal attention of the first part
+    to_prompts: VarlenSpec | None  # all responses to sequence b attend to all of sequence b; None without responses
+    responses: VarlenSpec | None  # causal attention of each response to itself
 
     @classmethod
     def build(cls, lengths: Tensor, response_lengths: Tensor, answers: Tensor, device: torch.device) -> "SharedPromptLayout":
-        """From sequence lengths [B], response lengths [S] and the sequence that each answers [S], ascending, on the host."""
+        """Return the layout of sequences with lengths [B] and responses with response_lengths [S].
+
+        answers [S]: the index of the sequence that each response answers, ascending. All three are on the host.
+        """
         by_prompt = torch.zeros_like(lengths).index_add(0, answers, response_lengths)
         has_responses = bool(by_prompt.any())
         return cls(
-            sequences=Spans(lengths, lengths, device, causal=True),
-            to_prompts=Spans(by_prompt, lengths, device) if has_responses else None,
-            responses=Spans(response_lengths, response_lengths, device, causal=True) if has_responses else None,
+            sequences=VarlenSpec(lengths, lengths, device, causal=True),
+            to_prompts=VarlenSpec(by_prompt, lengths, device) if has_responses else None,
+            responses=VarlenSpec(response_lengths, response_lengths, device, causal=True) if has_responses else None,
         )
 
     @property
@@ -61,8 +64,8 @@ class _SharedPromptAttention(torch.autograd.Function):
         o, lse = flash.forward(q1, k1, v1, layout.sequences)
         if layout.to_prompts is not None:
             assert layout.responses is not None
-            by_prompt, own = flash.forward(q2, k1, v1, layout.to_prompts), flash.forward(q2, k2, v2, layout.responses)
-            merged = merge(*by_prompt, *own)
+            to_prompts, own = flash.forward(q2, k1, v1, layout.to_prompts), flash.forward(q2, k2, v2, layout.responses)
+            merged = merge(*to_prompts, *own)
             o, lse = torch.cat([o, merged[0]]), torch.cat([lse, merged[1]])
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.layout = layout
@@ -72,19 +75,19 @@ class _SharedPromptAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layout, sizes = ctx.layout, ctx.layout.sizes
         first, second = zip(*(x.split(sizes) for x in (grad, *ctx.saved_tensors)), strict=True)
-        grad1, q1, k1, v1, o1, lse1 = first
-        by_q1, by_k1, by_v1 = flash.backward(grad1, q1, k1, v1, o1, lse1, layout.sequences)
+        grad_o1, q1, k1, v1, o1, lse1 = first
+        grad_q1, grad_k1, grad_v1 = flash.backward(grad_o1, q1, k1, v1, o1, lse1, layout.sequences)
         if layout.to_prompts is None:
-            return by_q1, by_k1, by_v1, None
-        grad2, q2, k2, v2, o2, lse2 = second
-        by_q, by_k, by_v = flash.backward(grad2, q2, k1, v1, o2, lse2, layout.to_prompts)
-        by_q2, by_k2, by_v2 = flash.backward(grad2, q2, k2, v2, o2, lse2, layout.responses)
-        pairs = (by_q1, by_q2.add_(by_q)), (by_k1.add_(by_k), by_k2), (by_v1.add_(by_v), by_v2)
+            return grad_q1, grad_k1, grad_v1, None
+        grad_o2, q2, k2, v2, o2, lse2 = second
+        grad_q, grad_k, grad_v = flash.backward(grad_o2, q2, k1, v1, o2, lse2, layout.to_prompts)
+        grad_q2, grad_k2, grad_v2 = flash.backward(grad_o2, q2, k2, v2, o2, lse2, layout.responses)
+        pairs = (grad_q1, grad_q2.add_(grad_q)), (grad_k1.add_(grad_k), grad_k2), (grad_v1.add_(grad_v), grad_v2)
         return *(torch.cat(pair) for pair in pairs), None
 
 
 def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
-    """Causal attention of every response over [its prompt, itself], and of every other sequence over itself.
+    """Return causal attention, of every response over [its prompt, itself] and of every other sequence over itself.
 
     Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout` describes; Hq is a multiple of
     Hkv. Returns [U, Hq, D]. Differentiable in q, k and v.

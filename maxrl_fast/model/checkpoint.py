@@ -1,5 +1,7 @@
-"""Hugging Face checkpoint directories in and out: config.json, weights in safetensors, the tokenizer's files. Nothing is
-pickled, and no code of a checkpoint is run."""
+"""Reading and writing of Hugging Face checkpoint directories: config.json, weights in safetensors, the tokenizer's files.
+
+Nothing is pickled, and no code of a checkpoint is executed.
+"""
 
 import dataclasses
 import json
@@ -18,7 +20,7 @@ from maxrl_fast.files.untrusted import check_regular, read_json, shown
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 2 * 10**9  # of a file: written in one call, in which a process says nothing to the other ranks
+SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,13 +33,15 @@ def save_checkpoint(
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model so that `transformers` loads it. The folder appears complete or not at all.
+    """Write a model in a form that `transformers` loads.
+
+    It is written to a temporary folder and renamed, so that a killed process leaves a whole checkpoint or none.
 
     Args:
-        weights: of Decoder.weights; stored in config.dtype.
-        tokenizer_files: by file name, JSON contents or the bytes of the file.
-        stop_ids: the ids that end a response, for generation_config.json.
-        shard_bytes: of one file of weights; larger models are sharded.
+        weights: from Decoder.weights; stored in config.dtype.
+        tokenizer_files: by file name, JSON contents or bytes.
+        stop_ids: the token ids that end a response, for generation_config.json.
+        shard_bytes: size limit of one file of weights; larger models are sharded.
     """
     with atomic_directory(directory) as temporary:
         write_policy(temporary, config, weights, tokenizer_files, stop_ids, shard_bytes)
@@ -51,7 +55,7 @@ def write_policy(
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The files of `save_checkpoint`, into a folder that is there."""
+    """Write the files of `save_checkpoint` into an existing folder."""
     generation = {"eos_token_id": list(stop_ids), "do_sample": True}
     files = {"config.json": hf_config(config), "generation_config.json": generation, **tokenizer_files}
     for name, content in files.items():
@@ -81,6 +85,7 @@ def _save_weights(aside: Path, config: DecoderConfig, weights: Iterable[tuple[st
 
 
 def hf_config(config: DecoderConfig) -> dict[str, Any]:
+    """Return the contents of config.json."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}
@@ -90,11 +95,11 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[config.model_type]],
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "attention_bias": False,  # of Qwen3 and Llama; Qwen2's biases are not an option
+        "attention_bias": False,  # an option of Qwen3 and Llama; Qwen2 always has biases
         "mlp_bias": False,
         "use_sliding_window": False,
         **fields,
-        "rope_parameters": rope,  # transformers 5; below, transformers 4
+        "rope_parameters": rope,  # for transformers 5; the next line is for transformers 4
         "rope_scaling": None if config.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
         "torch_dtype": config.dtype,
         "dtype": config.dtype,
@@ -102,11 +107,12 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def load_checkpoint(directory: Path) -> Decoder:
-    """The decoder of a checkpoint directory, on the CPU in float32. Everything is checked before any weight is read, and
-    before memory is taken: what config.json declares must be in the files.
+    """Return the decoder of a checkpoint directory, on the CPU in float32.
+
+    The files are checked against config.json before any weight is read and before memory is allocated.
 
     Raises:
-        InputError: naming the file, and the tensor or key, that is missing, unknown, of the wrong shape or broken.
+        InputError: naming the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
     path = directory / "config.json"
     config = read_config(path)
@@ -114,7 +120,7 @@ def load_checkpoint(directory: Path) -> Decoder:
     files = _check_tensors(directory, config, where)
     try:
         model = Decoder.empty(config)
-    except RuntimeError as error:  # of PyTorch's allocator
+    except RuntimeError as error:  # from PyTorch's allocator
         raise InputError(f"the model of {directory} does not fit into memory: {error}") from error
     with torch.no_grad():
         for name, weight in model.weights():
@@ -126,13 +132,13 @@ def load_checkpoint(directory: Path) -> Decoder:
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path]) -> dict[Path, Any]:
-    """The open files, whose headers have the tensors that the configuration wants, in these shapes, and no others."""
-    if config.num_hidden_layers > len(where):  # not even their names are made
-        raise InputError(f"{_named(directory)} has {len(where)} tensors, too few for {config.num_hidden_layers} layers")
+    """Return the open files, after checking that they have the configuration's tensors, in its shapes, and no others."""
+    if config.num_hidden_layers > len(where):  # checked first: a huge number must not build a huge table of names
+        raise InputError(f"{_tensor_list(directory)} has {len(where)} tensors, too few for {config.num_hidden_layers} layers")
     wanted = _shapes(config)
     for name in wanted:
         if name not in where:
-            raise InputError(f"{_named(directory)} lacks the tensor {name}")
+            raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
     for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
         raise InputError(f"{where[name]} has the tensor {shown(name)}, which {layers} does not")
@@ -147,37 +153,37 @@ def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path
 
 
 def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights, from a model of one layer that has no memory."""
+    """Return the shapes of all weights, from a one-layer model on the meta device."""
     with torch.device("meta"):
-        one = Decoder(dataclasses.replace(config, num_hidden_layers=1))
-    of_one = {name: tuple(weight.shape) for name, weight in one.weights()}
+        model = Decoder(dataclasses.replace(config, num_hidden_layers=1))
+    all_shapes = {name: tuple(weight.shape) for name, weight in model.weights()}
     first = "model.layers.0."
-    shapes = {name: shape for name, shape in of_one.items() if not name.startswith(first)}
-    of_layer = {name.removeprefix(first): shape for name, shape in of_one.items() if name.startswith(first)}
+    shapes = {name: shape for name, shape in all_shapes.items() if not name.startswith(first)}
+    layer_shapes = {name.removeprefix(first): shape for name, shape in all_shapes.items() if name.startswith(first)}
     for i in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
     return shapes
 
 
-def _named(directory: Path) -> Path:
-    """The file that lists the tensors of a checkpoint."""
+def _tensor_list(directory: Path) -> Path:
+    """Return the file that lists the tensors of a checkpoint: the index of a sharded one, else the weights."""
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
 def _open(path: Path) -> Any:
-    """The tensors of a file; its header is checked against its size."""
+    """Open a file of tensors; safetensors checks the header against the file's size."""
     try:
         check_regular(path)
         return safe_open(path, framework="pt")
     except InputError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: of PyTorch's mmap
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
         raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
-    """The file of every tensor, by the headers of the files themselves, not by the index alone."""
-    path = _named(directory)
+    """Return the file of every tensor, from the headers of the files and not only from the index."""
+    path = _tensor_list(directory)
     if path.name == WEIGHTS:
         return dict.fromkeys(_open(path).keys(), path)
     listed = read_json(path).get("weight_map")
@@ -195,10 +201,10 @@ def _is_file_name(name: object) -> bool:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """The sizes of a checkpoint from its config.json.
+    """Return the configuration of a checkpoint from its config.json.
 
     Raises:
-        InputError: on a file that cannot be read, an unknown architecture, or a variant that is not supported.
+        InputError: if the file cannot be read, or the architecture or one of its variants is not supported.
     """
     fields = read_json(path)
     model_type = fields.get("model_type")
@@ -212,14 +218,14 @@ def read_config(path: Path) -> DecoderConfig:
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise InputError(f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}")
     rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):  # of transformers 4 and 5
+    for key in ("rope_scaling", "rope_parameters"):  # written by transformers 4 and 5
         if not isinstance(fields.get(key) or {}, dict):
             raise InputError(f"{path}: {key} must be an object, got {fields[key]!r:.80}")
         rope |= fields.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "llama3") or part != 1.0:
-        raise InputError(f"{path}: rotary embeddings must be of type default or llama3, and whole, got {rope!r:.200}")
+        raise InputError(f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}")
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -246,7 +252,7 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
-    """hidden_size, and those that may be left to follow from it and the number of heads."""
+    """Return hidden_size and the sizes of attention; head_dim and num_key_value_heads have defaults."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     check_sizes(hidden_size=hidden, num_attention_heads=heads)
     size = fields.get("head_dim")
@@ -260,7 +266,7 @@ def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """A number above 0."""
+    """Return the field `name`, a finite number above 0."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r:.80}")

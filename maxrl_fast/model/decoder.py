@@ -1,8 +1,8 @@
-"""The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2. Modules carry the names of Hugging Face checkpoints, so that state
-dicts are theirs.
+"""The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2.
 
-Parameters are the float32 masters. A forward pass computes in the dtype it is asked for: each layer casts its weights,
-and their gradients come back, and add up, in float32; where ranks share the weights (FSDP2), those of a pass in the dtype.
+Modules have the names of Hugging Face checkpoints, so state dicts are interchangeable. Parameters are the float32 master
+weights. A forward pass computes in the dtype that is asked for: each layer casts its weights, and gradients are accumulated in
+float32. With sharded weights (FSDP2), the gradients of one backward pass are in that dtype.
 """
 
 import dataclasses
@@ -18,29 +18,28 @@ from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.linear import Linear, LoraLinear, whole
 
-# What a layer asks for: attention of layer i's q [U, Hq, D], k and v [U, Hkv, D] -> [U, Hq, D].
+# A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Rotary = tuple[Tensor, Tensor]  # cos and sin [U, 1, D/2]
 
-# What tells the families apart, by the model_type of their configurations: biases of q, k and v, and norms of q and k.
+# By model_type: whether q, k and v have biases, and whether q and k have norms.
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
 
-
-_LARGEST_SIZE = 2**31 - 1  # so that the number of a matrix's elements fits into 64 bits
+_LARGEST_SIZE = 2**31 - 1  # so that the number of elements of a matrix fits into 64 bits
 
 
 def check_sizes(**sizes: object) -> None:
-    """A ValueError where one of the sizes is no whole number of at least 1, or so large that no tensor could have it."""
+    """Raise ValueError unless every size is an integer of at least 1 that a tensor can have."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r:.80}")
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.80}")
         if value > _LARGEST_SIZE:
-            raise ValueError(f"{name} must be a whole number of at most {_LARGEST_SIZE}, got {value!r:.80}")
+            raise ValueError(f"{name} must be an integer of at most {_LARGEST_SIZE}, got {value!r:.80}")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretch of the rotary embedding to contexts longer than it was trained on at first."""
+    """Llama 3's scaling of the rotary embedding to contexts longer than the original training context."""
 
     factor: float
     low_freq_factor: float
@@ -50,7 +49,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes under the names that Hugging Face configurations use."""
+    """Sizes of a decoder, under the names of Hugging Face configurations."""
 
     vocab_size: int
     hidden_size: int
@@ -65,7 +64,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = True
     model_type: str = "qwen2"
     rope_scaling: RopeScaling | None = None
-    dtype: str = "float32"  # of the weights in checkpoints
+    dtype: str = "float32"  # dtype of the weights in checkpoints
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
@@ -100,24 +99,24 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> Rotary:
-    """cos and sin [U, 1, D/2] float32 of positions [U]."""
+    """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
     if config.rope_scaling is not None:
-        frequencies = _stretched(frequencies, config.rope_scaling)
+        frequencies = _scaled_frequencies(frequencies, config.rope_scaling)
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Low frequencies divided by the factor, high ones kept, and a linear blend between."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+def _scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and interpolate linearly between."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # rotations over the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary position embedding of x [U, heads, D], tables of its dtype: dimension i is paired with i + D/2."""
+    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2. Tables have x's dtype."""
     cos, sin = rotary
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
@@ -137,7 +136,7 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """q [U, Hq, D] and k [U, Hkv, D], rotated, and v [U, Hkv, D] of x [U, H]."""
+        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary), v
 
@@ -160,12 +159,12 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        # Held here for compile_layers to replace.
+        # Attributes, so that compile_layers can replace them.
         self.before: Callable[[Layer, Tensor, Rotary], tuple[Tensor, Tensor, Tensor]] = before_attention
         self.after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
 
     def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None) -> Tensor:
-        """x [U, H] -> [U, H], or of the asked rows [R] only: [R, H]."""
+        """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
         attended = attention(i, *self.before(self, x, rotary)).flatten(1)  # [U, Hq * D]
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
@@ -173,12 +172,12 @@ class Layer(nn.Module):
 
 
 def before_attention(layer: Layer, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of x [U, H]."""
+    """Return q, k and v of x [U, H]."""
     return layer.self_attn.qkv(layer.input_layernorm(x), rotary)
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-    """The layer's output [U, H] from its input and what attention made of it [U, Hq * D]."""
+    """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
     x = x + layer.self_attn.o_proj(attended)
     output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
     return output
@@ -187,7 +186,7 @@ def after_attention(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
 class Body(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        # Without its own initialisation, which without a device would import torch._dynamo: three seconds of every start.
+        # Pass a weight to skip nn.Embedding's initialisation: on the meta device it imports torch._dynamo, which takes 3 s.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -195,9 +194,9 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decoder over a packed stream of tokens; how tokens attend to one another is the caller's.
+    """Decoder over a packed stream of tokens. The caller supplies the attention function.
 
-    Set `checkpoint_activations` to keep only each layer's input for the backward pass, which computes the layer again.
+    If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which recomputes the layer.
     """
 
     checkpoint_activations = False
@@ -212,7 +211,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def empty(cls, config: DecoderConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
-        """A decoder whose weights are still to be written."""
+        """Return a decoder with uninitialised weights."""
         with torch.device("meta"):
             model = cls(config)
         model = model.to(dtype).to_empty(device=device)
@@ -222,14 +221,14 @@ class Decoder(nn.Module):
 
     @classmethod
     def count(cls, config: DecoderConfig) -> int:
-        """How many weights a decoder of these sizes has; no memory is taken, whatever they are."""
+        """Return the number of weights of a decoder of these sizes, without allocating them."""
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
         return sum(weight.numel() for weight in one.parameters()) + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
-        """Weights from N(0, 0.02), biases 0, norms 1, as Qwen2 starts; the same for a seed on every machine."""
+        """Draw weights from N(0, 0.02) as Qwen2 does, biases 0, norms 1; the seed gives the same weights on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -240,7 +239,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse what stands before and after attention in every layer; one compilation serves all."""
+        """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation."""
         before = torch.compile(before_attention, dynamic=True)
         after = torch.compile(after_attention, dynamic=True)
         for layer in self.model.layers:
@@ -256,18 +255,18 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         finish: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Any:
-        """Final hidden states of the asked rows of a packed stream.
+        """Return the final hidden states of the chosen rows of a packed stream.
 
         Args:
             tokens, positions: [U] int64.
-            attention: called once a layer.
-            rows: int64 [R]; after the last attention only these rows are computed, since no other is read.
-            dtype: of the computation.
-            finish: called with the hidden states and the output matrix [V, H]. What reads the matrix must do so here: sharded
-                over ranks, it is whole only during the forward pass.
+            attention: called once per layer.
+            rows: int64 [R]; after the last layer's attention only these rows are computed.
+            dtype: the compute dtype.
+            finish: called with the hidden states and the output matrix [V, H]. Code that reads the matrix must run here: if
+                it is sharded over ranks, it is whole only during the forward pass.
 
         Returns:
-            hidden states [R, H] after the last norm, in `dtype`, or what `finish` makes of them.
+            hidden states [R, H] after the last norm, in `dtype`, or the result of `finish`.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         cos, sin = rotary_table(self.config, positions)
@@ -283,9 +282,9 @@ class Decoder(nn.Module):
         return hidden if finish is None else finish(hidden, self.lm_head.weight)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in checkpoints, adapters merged in, whole where ranks share it, tied ones once.
+        """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.
 
-        Ranks that share weights must all go through it together.
+        With sharded weights, all ranks must iterate together.
         """
         for name, module in self.named_modules():
             for own, parameter in module.named_parameters(recurse=False):
@@ -297,6 +296,6 @@ class Decoder(nn.Module):
                 yield full, module.merged() if is_adapted else whole(parameter.detach())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] in float32 from hidden [R, H]."""
+        """Return logits [R, V] in float32 of hidden states [R, H]."""
         logits: Tensor = self.lm_head(hidden).float()
         return logits

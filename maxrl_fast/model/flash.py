@@ -1,7 +1,7 @@
-"""FlashAttention of packed sequences by what is there, forward and backward, with the log-sum-exp.
+"""FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-torch's own FlashAttention-2 or the flash-attn package on a GPU in half precision, torch's CPU kernel on a CPU, and plain
-PyTorch elsewhere. `kernel_for` says which.
+`kernel_for` picks the available backend: the flash-attn package or torch's own FlashAttention-2 on a GPU in half precision,
+torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
 """
 
 import importlib.util
@@ -20,10 +20,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Which keys queries attend to: run b of the packed queries sees run b of the packed keys, all of it or causally.
+class VarlenSpec:
+    """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
 
-    Causal runs have as many queries as keys. A run without queries may have keys, never the other way round.
+    A causal sequence has as many queries as keys. A sequence without queries may have keys; one with queries must have keys.
     """
 
     q_lengths: Tensor  # [B] int64, on the host
@@ -33,21 +33,21 @@ class Spans:
 
     def __post_init__(self) -> None:
         if bool(((self.q_lengths > 0) & (self.k_lengths < 1)).any()):
-            raise ValueError("every run of queries must have at least one key")
+            raise ValueError("every sequence of queries must have at least one key")
 
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
-        """cu_seqlens of queries and keys, int32 [B+1] on the device, and the longest runs."""
+        """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
         cu_q, cu_k = (
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
             for lengths in (self.q_lengths, self.k_lengths)
         )
-        # At 1 the kernels reorder heads as for decoding, which wants exactly one query in every run.
+        # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
     @cached_property
     def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
-        """The queries and keys of runs of similar length, and the mask of the keys' padding."""
+        """Padded tiles of queries and keys, of sequences with similar length, and the mask of the keys' padding."""
         tiles = []
         for chosen in length_buckets(self.q_lengths):
             mask = None if self.causal else padding_mask(self.k_lengths[chosen])
@@ -56,33 +56,33 @@ class Spans:
         return tiles
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Softmax attention, scores scaled by D**-0.5, and its log-sum-exp.
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
+    """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
 
-    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spans` says; Hq is a multiple of Hkv. Returns o [Tq, Hq, D] and
+    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of Hkv. Returns o [Tq, Hq, D] and
     l [Tq, Hq] (float32; float64 for float64 inputs).
     """
-    return kernel_for(q.device, q.dtype, q.shape[-1]).forward(q, k, v, spans)
+    return kernel_for(q.device, q.dtype, q.shape[-1]).forward(q, k, v, spec)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to q, k and v given that to o; o and lse are those of this call or of the merge it went into."""
-    return kernel_for(q.device, q.dtype, q.shape[-1]).backward(grad, q, k, v, o, lse, spans)
+    """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention, or merged with another."""
+    return kernel_for(q.device, q.dtype, q.shape[-1]).backward(grad, q, k, v, o, lse, spec)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute `forward` and `backward`."""
+    """A backend of `forward` and `backward`."""
 
-    name: str  # as a run reports it
-    forward: Callable[[Tensor, Tensor, Tensor, Spans], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Spans], tuple[Tensor, Tensor, Tensor]]
+    name: str  # printed at the start of a run
+    forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor, Tensor]]
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel that attention of these inputs runs."""
+    """Return the kernel for inputs on this device, of this dtype and head size."""
     if device.type == "cpu":
         return PADDED_CPU
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
@@ -92,35 +92,35 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Whether FlashAttention runs there: Ampere or newer."""
+    """Return whether the GPU is Ampere or newer, which FlashAttention needs."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# A GPU in half precision: packed sequences as they are.
+# On a GPU in half precision: packed sequences without padding.
 
 
-def _torch_varlen_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spans.varlen, 0.0, spans.causal, False)
+def _torch_varlen_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spec.varlen, 0.0, spec.causal, False)
     return o, lse.t()
 
 
 def _torch_varlen_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a generator that nothing draws from
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of the dropout, which is off
     unused = torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spans.varlen, 0.0, spans.causal, no_dropout, unused
+        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen, 0.0, spec.causal, no_dropout, unused
     )
     return grads
 
 
 @cache
 def _flash_attn() -> Any:
-    """The flash-attn package's functions on packed sequences; None without the package, or with one older than 2.7.
+    """Return flash-attn's module with the varlen functions; None if the package is absent or older than 2.7.
 
     Raises:
-        InputError: where it is installed and cannot be imported.
+        InputError: if the package is installed but cannot be imported.
     """
     if importlib.util.find_spec("flash_attn") is None:
         return None
@@ -131,27 +131,27 @@ def _flash_attn() -> Any:
         return interface if (int(major), int(minor)) >= (2, 7) else None
     except ImportError as error:
         if getattr(error, "name", None) == "flash_attn.flash_attn_interface":
-            return None  # another package of that name, such as one with FlashAttention-4 alone
+            return None  # a package of the same name without FlashAttention-2, such as FlashAttention-4
         raise InputError(
             f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch {torch.__version__}, or "
             f"uninstall it: torch's own FlashAttention then runs"
         ) from error
 
 
-def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
-        q, k, v, *spans.varlen, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=spans.causal
+        q, k, v, *spec.varlen, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=spec.causal
     )
     return o, lse.t()
 
 
 def _flash_attn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _flash_attn()._flash_attn_varlen_backward(
-        *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spans.varlen),
-        **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spans.causal},
+        *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spec.varlen),
+        **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spec.causal},
         **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "deterministic": False},
     )
     return grads
@@ -161,10 +161,10 @@ def _flash_attn_backward(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`forward` of sequences of one length: q [B, Lq, heads, D], k and v [B, Lk, heads, D].
+    """Compute `forward` for sequences of equal length: q [B, Lq, heads, D], k and v [B, Lk, heads, D].
 
     mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D] and l [B, Lq, heads].
-    Neither Lq nor Lk may be 0: the CPU kernel divides by them and takes the process down.
+    Lq and Lk must not be 0: the CPU kernel divides by them, which kills the process.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
@@ -177,7 +177,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tenso
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` of sequences of one length."""
+    """Compute `backward` for sequences of equal length."""
     grad, q, k, v, o, lse = (x.transpose(1, 2) for x in (grad, q, k, v, o, lse))
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -188,12 +188,12 @@ def attend_backward(
 
 
 def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as the CPU kernel reads it: for float64 queries it would read a float32 one as float64 numbers."""
+    """Return the mask in the dtype that the CPU kernel reads; it would misread a float32 mask of float64 queries."""
     return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """In float32 at least: scores rounded to bfloat16 before the softmax would triple its error."""
+    """Cast to float32 at least: scores rounded to bfloat16 before the softmax would triple its error."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
@@ -207,7 +207,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`attend` written out for [B, heads, L, D], in any dtype and on any device."""
+    """Compute `attend` in plain PyTorch for [B, heads, L, D], in any dtype and on any device."""
     wide_q, wide_k, wide_v = _wide(q, k, v)
     scores = _scores(wide_q, wide_k, causal, mask)
     lse = scores.logsumexp(-1)
@@ -217,7 +217,7 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor
 def attend_backward_reference(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` written out for [B, heads, L, D]."""
+    """Compute `attend_backward` in plain PyTorch for [B, heads, L, D]."""
     dtype = q.dtype
     grad, q, k, v, o = _wide(grad, q, k, v, o)
     p = (_scores(q, k, causal, mask) - lse[..., None]).exp()
@@ -228,33 +228,33 @@ def attend_backward_reference(
 
 
 def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """[B, L, Hkv, D] -> [B, L, Hkv * repeats, D], each head `repeats` times in a row."""
+    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D], each head repeated `repeats` times."""
     return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
-def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     repeats = q.shape[1] // k.shape[1]
-    for q_tile, k_tile, mask in spans.tiles:
+    for q_tile, k_tile, mask in spec.tiles:
         keys = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        part = attend(q_tile.pad(q), *keys, causal=spans.causal, mask=mask)
+        part = attend(q_tile.pad(q), *keys, causal=spec.causal, mask=mask)
         q_tile.unpad_into(o, part[0])
         q_tile.unpad_into(lse, part[1])
     return o, lse
 
 
 def _padded_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spans: Spans
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # runs without queries give their keys nothing
+    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # keys without queries get gradient 0
     repeats = q.shape[1] // k.shape[1]
-    for q_tile, k_tile, mask in spans.tiles:
+    for q_tile, k_tile, mask in spec.tiles:
         padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
         padded = (q_tile.pad(grad), q_tile.pad(q), padded_k, padded_v, q_tile.pad(o), q_tile.pad(lse))
-        by_q, *by_keys = attend_backward(*padded, causal=spans.causal, mask=mask)
-        q_tile.unpad_into(grads[0], by_q)
-        for packed, part in zip(grads[1:], by_keys, strict=True):
+        grad_q, *grad_kv = attend_backward(*padded, causal=spec.causal, mask=mask)
+        q_tile.unpad_into(grads[0], grad_q)
+        for packed, part in zip(grads[1:], grad_kv, strict=True):
             k_tile.unpad_into(packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3))
     return grads
 

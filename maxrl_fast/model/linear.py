@@ -1,4 +1,4 @@
-"""Linear layers that compute in the dtype of their input, with a low-rank adapter where asked (LoRA, Hu et al. 2021)."""
+"""Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA, Hu et al. 2021)."""
 
 import math
 
@@ -16,7 +16,7 @@ class Linear(nn.Linear):
 
 
 class LoraLinear(Linear):
-    """A frozen matrix W that learns a low-rank change: W + (alpha / rank) B A."""
+    """A linear layer with a frozen matrix W and a trained low-rank update: W + (alpha / rank) B A."""
 
     ADAPTER = ("lora_a", "lora_b")
 
@@ -26,7 +26,7 @@ class LoraLinear(Linear):
         self.requires_grad_(False)
         self.scale = alpha / rank
         device = base.weight.device
-        # A as a layer of its own would start, B at 0: the first step starts from W itself.
+        # A is initialised like a linear layer and B with zeros, so that training starts from W itself.
         bound = 1 / math.sqrt(base.in_features)
         a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a.to(device))
@@ -37,7 +37,7 @@ class LoraLinear(Linear):
         return super().forward(x) + self.scale * F.linear(low, self.lora_b.to(x.dtype))
 
     def merged(self) -> Tensor:
-        """The matrix with its change, [out, in] float32."""
+        """Return W + (alpha / rank) B A, [out, in] float32."""
         a, b, weight = (whole(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
         return torch.addmm(weight, b, a, alpha=self.scale)
 
@@ -49,19 +49,19 @@ def own_part(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The tensor itself, gathered from the ranks where they share it."""
+    """Return the whole tensor, gathered from all ranks if it is sharded."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
-    """Freeze a model and give the linear layers of these names adapters.
+    """Freeze a model and add adapters to its linear layers named in `targets`.
 
     Args:
-        targets: names separated by commas, such as "q_proj,v_proj"; the output matrix cannot be one.
+        targets: names separated by commas, such as "q_proj,v_proj"; not the output matrix.
 
     Raises:
-        InputError: on a name that no layer has.
+        InputError: if no layer has one of the names.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

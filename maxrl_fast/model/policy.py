@@ -1,4 +1,4 @@
-"""The policy of a run: a new decoder, or a checkpoint that fits the task."""
+"""The initial policy of a run: a new decoder, or a checkpoint that fits the task."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def new_policy(
     """Return a new decoder of the Qwen2 architecture, on the CPU in float32.
 
     Raises:
-        InputError: where this machine cannot hold it.
+        InputError: if the sizes are invalid or the weights exceed this machine's memory.
     """
     try:
         sizes = DecoderConfig(
@@ -55,11 +55,11 @@ def load_policy(directory: Path, *, task: str, vocab_size: int, prompt_length: i
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
     Args:
-        task: its name, for messages.
-        prompt_length: the longest prompt, in tokens.
+        task: name of the task, for error messages.
+        prompt_length: length of the longest prompt, in tokens.
 
     Raises:
-        InputError: where it cannot be read, has another vocabulary than the task, or too few positions.
+        InputError: if it cannot be read, its vocabulary is not the task's, or it has too few positions.
     """
     model = load_checkpoint(directory)
     if model.config.vocab_size != vocab_size:

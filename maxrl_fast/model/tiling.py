@@ -1,4 +1,4 @@
-"""Packed sequences as padded tiles, for attention kernels that want every row equally long."""
+"""Padding of packed sequences into tiles, for attention kernels that need rows of equal length."""
 
 from dataclasses import dataclass
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 from maxrl_fast.records import padded_slots
 
-SMALL_PADDING = 512  # slots, which cost less than the calls for another tile
+SMALL_PADDING = 512  # positions; padding so many costs less than the kernel calls for another tile
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Where packed tokens lie in a tile [rows, width, ...] padded on the right. Not every token need be in it."""
+    """The mapping from packed tokens, or a part of them, to a tile [rows, width, ...] padded on the right."""
 
-    tokens: Tensor | None  # [T'] int64, the packed tokens of this tile, ascending; None: all of them
-    slots: Tensor  # [T'] int64, their places in the flattened tile, ascending
+    tokens: Tensor | None  # [T'] int64, indices of this tile's packed tokens, ascending; None: all tokens
+    slots: Tensor  # [T'] int64, their positions in the flattened tile, ascending
     rows: int
     width: int
 
     def pad(self, x: Tensor) -> Tensor:
-        """Packed [T, ...] -> [rows, width, ...], zeros in the padding."""
+        """Copy packed tokens [T, ...] into a tile [rows, width, ...] with zeros in the padding."""
         x = x if self.tokens is None else x.index_select(0, self.tokens)
-        if len(self.slots) < self.rows * self.width:  # otherwise the slots, ascending, are every one
+        if len(self.slots) < self.rows * self.width:  # otherwise there is no padding
             x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slots, x)
         return x.reshape(self.rows, self.width, *x.shape[1:])
 
     def unpad(self, x: Tensor) -> Tensor:
-        """[rows, width, ...] -> this tile's tokens, packed [T', ...]."""
+        """Return the tokens of a tile [rows, width, ...], packed [T', ...]."""
         x = x.flatten(0, 1)
         return x if len(self.slots) == len(x) else x.index_select(0, self.slots)
 
     def unpad_into(self, packed: Tensor, x: Tensor) -> None:
-        """Write this tile's tokens to their places in a packed tensor [T, ...]."""
+        """Write the tokens of a tile to their positions in a packed tensor [T, ...]."""
         if self.tokens is None:
             packed.copy_(self.unpad(x))
         else:
@@ -40,7 +40,7 @@ class Tiling:
 
 
 def tile(lengths: Tensor, chosen: Tensor | None = None, device: torch.device | None = None) -> Tiling:
-    """The chosen sequences [B] (bool; None: all) of a packed stream, a row each, from all lengths [B] on the host."""
+    """Return the tiling of a stream's chosen sequences [B] (bool; None: all), one row each; lengths [B] are on the host."""
     device = lengths.device if device is None else device
     if chosen is None or bool(chosen.all()):
         width = int(lengths.max())
@@ -48,15 +48,15 @@ def tile(lengths: Tensor, chosen: Tensor | None = None, device: torch.device | N
     own = lengths[chosen]
     width = int(own.max())
     tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0]
-    every = len(tokens) == int(lengths.sum())
-    return Tiling(None if every else tokens.to(device), padded_slots(own, width).to(device), len(own), width)
+    has_all = len(tokens) == int(lengths.sum())
+    return Tiling(None if has_all else tokens.to(device), padded_slots(own, width).to(device), len(own), width)
 
 
 def length_buckets(lengths: Tensor) -> list[Tensor]:
-    """Which sequences [B] (bool) go into a tile together, so that one long response does not pad all others.
+    """Group sequences of similar length, one mask [B] (bool) per tile, so that one long response does not pad all others.
 
-    Lengths between two powers of two share a tile, and a tile takes in shorter ones where that pads by few slots; sequences of
-    length 0 are in none.
+    Lengths between two powers of two share a tile, and shorter ones join it if that adds little padding. Sequences of length 0
+    are in no tile.
     """
     bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
@@ -70,7 +70,7 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
 
 
 def padding_mask(lengths: Tensor) -> Tensor | None:
-    """[B, 1, 1, longest] float32 to add to scores, -inf on padding; None when there is no padding."""
+    """Return an additive mask [B, 1, 1, longest] float32 with -inf on padding, or None if there is no padding."""
     width = int(lengths.max())
     if int(lengths.min()) == width:
         return None

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of checkpoint directories, through transformers, which is imported only here and then."""
+"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one is loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ FILES = (
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. No code of the directory is run.
+    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
 
     Raises:
-        InputError: where transformers is missing, or the directory has no tokenizer that it can read.
+        InputError: if transformers is not installed, or it cannot read a tokenizer from the directory.
     """
     try:
         from transformers import AutoTokenizer
@@ -26,34 +26,34 @@ def load_tokenizer(directory: Path) -> Any:
     _check_files(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the file's parser does
+    except Exception as error:  # parsers of these files raise anything
         raise InputError(f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of messages {"role": ..., "content": ...} by the tokenizer's chat template, ready for the answer.
+    """Encode messages {"role": ..., "content": ...} with the tokenizer's chat template, up to where the answer starts.
 
     Raises:
-        InputError: where it has no template, or the template refuses the messages.
+        InputError: if the tokenizer has no template, or the template rejects the messages.
     """
     if tokenizer.chat_template is None:
         raise InputError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # jinja's errors, and what templates raise themselves
-        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses {messages!r:.200}: {error}") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes its own
+    except Exception as error:  # errors of jinja and of the template itself
+        raise InputError(f"the chat template of {tokenizer.name_or_path} rejects {messages!r:.200}: {error}") from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them itself
     return ids
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """The tokenizer's files by name, for checkpoints of a policy that started from this directory."""
+    """Return the tokenizer's files by name, for checkpoints of a policy that started from this directory."""
     _check_files(directory)
     return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse what its reader would wait for, or read without end."""
+    """Raise InputError for files that would block or never end, such as pipes and devices."""
     for name in (*FILES, "config.json", "generation_config.json"):
         if (directory / name).exists():
             check_regular(directory / name, TOKENIZER_BYTES)

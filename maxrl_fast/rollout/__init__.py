@@ -1,4 +1,4 @@
-"""Rollout engines: prompts in, sampled responses with their log-probs out."""
+"""Rollout engines: they take prompts and return sampled responses with their log-probs."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,28 +13,23 @@ from maxrl_fast.records import Prompts, Rollouts
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample.
+    """How responses are sampled. The filters apply in the order top_k, top_p, min_p, after the temperature."""
 
-    Temperature, 0 for the likeliest token; then, of what the temperature makes, the `top_k` likeliest tokens (0: all), of
-    these the fewest likeliest that have at least `top_p` of the probability, and of these those with at least `min_p` of the
-    likeliest one's. At most max_new_tokens tokens a response, ending with the first of stop_ids.
-    """
-
-    temperature: float
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float  # 0: greedy decoding
+    max_new_tokens: int  # of one response
+    stop_ids: tuple[int, ...]  # a response ends with the first of these tokens
+    top_k: int = 0  # keep the k most probable tokens; 0: all
+    top_p: float = 1.0  # nucleus sampling
+    min_p: float = 0.0  # keep tokens with at least min_p times the probability of the most probable one
 
     @property
     def greedy(self) -> "Sampling":
-        """The same at temperature 0."""
+        """These options at temperature 0."""
         return replace(self, temperature=0.0)
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether some tokens may get no probability."""
+    def filters_tokens(self) -> bool:
+        """Whether some tokens may be excluded from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -42,43 +37,43 @@ class Sampling:
 class RolloutStatistics:
     """What one call of `generate` did."""
 
-    prefill_seconds: float  # the prompts, and the first token of each response
+    prefill_seconds: float  # for the prompts and the first token of each response
     decode_seconds: float
-    decode_steps: int  # model passes after the prompts'
+    decode_steps: int  # forward passes after the prefill
     prompt_tokens: int
     response_tokens: int
-    cache_bytes: int  # of keys and values at the most; 0 where the engine does not say
+    cache_bytes: int  # peak size of the KV cache; 0 if the engine does not report it
 
 
 class Engine(Protocol):
-    """What the trainer asks of a rollout engine."""
+    """The interface of a rollout engine."""
 
     statistics: RolloutStatistics  # of the last call of generate
 
     def describe(self) -> str:
-        """What runs, for the report at the start of a run."""
+        """Describe the engine in a few words, for the report at the start of a run."""
 
     def load_weights(self, model: Decoder) -> None:
-        """Take over the policy's weights."""
+        """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
-        """Give memory back until the next call, where the engine can."""
+        """Free memory until the next call, if the engine can."""
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
-        """`num_samples` responses to each prompt.
+        """Sample `num_samples` responses to each prompt.
 
-        Log-probs are those of the distribution sampled from, 0 at temperature 0; raw log-probs those of softmax(logits).
+        Log-probs are under the distribution that tokens were sampled from; at temperature 0 they are 0.
 
         Raises:
-            InputError: where the request cannot be met, with a sentence.
+            InputError: if the engine cannot serve the request.
         """
 
 
 def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model: DecoderConfig) -> None:
-    """Refuse what no engine can do.
+    """Raise InputError for a request that no engine can serve.
 
-    Raises:
-        InputError: on empty prompts, unknown tokens, prompts too long for the model's context, or options out of range.
+    These are empty prompts, token ids outside the vocabulary, prompts too long for the model's context, and sampling options
+    out of range.
     """
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
@@ -96,7 +91,7 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
     if longest + sampling.max_new_tokens > model.max_position_embeddings:
         raise InputError(
             f"a prompt and its response must fit the model's context of {model.max_position_embeddings} tokens, got prompt "
-            f"{int(prompts.ids[lengths.argmax()])} of {longest} and max_new_tokens {sampling.max_new_tokens}"
+            f"{int(prompts.ids[lengths.argmax()])} of {longest} tokens and max_new_tokens {sampling.max_new_tokens}"
         )
     for stop in sampling.stop_ids:
         if not 0 <= stop < model.vocab_size:

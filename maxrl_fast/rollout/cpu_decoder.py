@@ -1,4 +1,7 @@
-"""Decoding on a CPU in float32 by the C++ decoder of csrc/cpu/: rows of tokens through the whole model on each thread."""
+"""Decoding on a CPU in float32 with the C++ decoder of csrc/cpu/.
+
+Each thread runs its part of the batch through the whole model.
+"""
 
 import torch
 from torch import Tensor
@@ -10,14 +13,14 @@ from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
 CPU = torch.device("cpu")
-TURN = 0.2  # seconds in C++, after which signals are looked at
+TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 
 
 class CpuDecoder:
-    """The policy's weights packed for reading, in float32.
+    """The C++ decoder with its own packed float32 copy of the policy's weights.
 
-    The numbers of a sample are to the last bit the same whatever else is in the batch, whatever the number of slots and
-    threads: every one of them is one chain of operations over its own row.
+    A sample is bitwise identical whatever else is in the batch and whatever the number of slots and threads: each of its
+    numbers is computed by one chain of operations over its own row.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -40,11 +43,11 @@ class CpuDecoder:
         )
 
     def cache_bytes(self, length: int) -> int:
-        """Memory of the keys and values of a prompt or response of this length."""
+        """Return the KV-cache bytes of a prompt or response of this length."""
         return self._decoder.cache_bytes(length)
 
     def load_weights(self, model: Decoder) -> None:
-        """Pack the policy's weights."""
+        """Copy the policy's weights and pack them for the matrix kernels."""
         weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
         c = self.config
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -84,10 +87,10 @@ class CpuDecoder:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, num_slots: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Responses to checked prompts, num_slots of them at work side by side; keys [S] int64 of the random numbers."""
+        """Sample responses to checked prompts, at most num_slots at a time; keys [S] int64 select the random numbers."""
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        logprobs, raw_logprobs = torch.zeros(shape), torch.zeros(shape)
+        logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
         generation = _C.CpuGeneration(
@@ -108,20 +111,19 @@ class CpuDecoder:
             ),
             responses=tokens.data_ptr(),
             logprobs=logprobs.data_ptr(),
-            raw_logprobs=raw_logprobs.data_ptr(),
             lengths=lengths.data_ptr(),
             truncated=truncated.data_ptr(),
             num_threads=torch.get_num_threads(),
         )
-        while not generation.run(TURN):
+        while not generation.run(TURN_SECONDS):
             pass
         done = generation.statistics
-        rollouts = Rollouts.from_padded(tokens, logprobs, raw_logprobs, lengths, truncated)
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         return rollouts, RolloutStatistics(
             prefill_seconds=done.prefill_seconds,
             decode_seconds=done.decode_seconds,
             decode_steps=done.steps,
             prompt_tokens=done.prompt_tokens,
             response_tokens=len(rollouts.tokens),
-            cache_bytes=done.most_cache_bytes,
+            cache_bytes=done.peak_cache_bytes,
         )

@@ -1,4 +1,4 @@
-"""The next token of every row on a GPU, sampled and written down in one launch of csrc/cuda/decode_sample.cu."""
+"""Sampling of the next token of every sample on a GPU, in one launch of csrc/cuda/decode_sample.cu."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, device: torch.device) -> bool:
-    """Whether it samples so: from all of the vocabulary."""
-    return not sampling.leaves_out and _gate.is_gpu(device) and _gate.has_kernels(device)
+    """Return whether the CUDA kernel can sample so; it supports no top-k, top-p or min-p."""
+    return not sampling.filters_tokens and _gate.is_gpu(device) and _gate.has_kernels(device)
 
 
-def sample_and_take(
+def sample_and_append(
     logits: Tensor,
     sampling: Sampling,
     keys: Tensor,
@@ -23,28 +23,30 @@ def sample_and_take(
     done: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
-    raw_logprobs: Tensor,
 ) -> None:
-    """Sample from logits [A, V] float32 as `sampling.sample` does with the uniform numbers of keys [A] at length [A], and
-    change last, length, done [A] and number `length` of tokens, logprobs and raw_logprobs [A, limit] where done is False.
+    """Sample one token per row as `sampling.sample` does, and append it to the rows that are not done.
 
-    stops [V] bool: the tokens that end a row.
+    Args:
+        logits: [A, V] float32.
+        keys: [A] int64; with length they select the uniform random numbers.
+        stops: [V] bool, the tokens that end a response.
+        last, length, done: [A], updated in place: newest token, number of tokens, whether the response has ended.
+        tokens, logprobs: [A, limit], written in place at column `length`.
     """
-    (rows, size), limit, device = logits.shape, tokens.shape[1], logits.device
+    (batch, size), limit, device = logits.shape, tokens.shape[1], logits.device
     _gate.launch(
         "decode_sample",
         device,
-        num_rows=rows,
+        num_rows=batch,
         vocab_size=size,
         limit=limit,
-        logits=address("logits", logits, torch.float32, (rows, size), device),
+        logits=address("logits", logits, torch.float32, (batch, size), device),
         temperature=sampling.temperature,
-        keys=address("keys", keys, torch.int64, (rows,), device),
+        keys=address("keys", keys, torch.int64, (batch,), device),
         stops=address("stops", stops, torch.bool, (size,), device),
-        last=address("last", last, torch.int64, (rows,), device),
-        length=address("length", length, torch.int64, (rows,), device),
-        done=address("done", done, torch.bool, (rows,), device),
-        tokens=address("tokens", tokens, torch.int64, (rows, limit), device),
-        logprobs=address("logprobs", logprobs, torch.float32, (rows, limit), device),
-        raw_logprobs=address("raw_logprobs", raw_logprobs, torch.float32, (rows, limit), device),
+        last=address("last", last, torch.int64, (batch,), device),
+        length=address("length", length, torch.int64, (batch,), device),
+        done=address("done", done, torch.bool, (batch,), device),
+        tokens=address("tokens", tokens, torch.int64, (batch, limit), device),
+        logprobs=address("logprobs", logprobs, torch.float32, (batch, limit), device),
     )

@@ -1,4 +1,4 @@
-"""The native rollout engine: each prompt is computed once, its keys and values serve all its samples."""
+"""The native rollout engine. It computes each prompt once; all samples of a prompt share its keys and values."""
 
 import torch
 
@@ -11,26 +11,26 @@ from maxrl_fast.rollout.cpu_decoder import CpuDecoder
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
 
-MOST_ROWS = {"cpu": 1024, "cuda": 16384}  # side by side: more of them are no faster
+MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """An eighth of a machine's memory, a quarter of a GPU's."""
+    """Return the default KV-cache limit: a quarter of a GPU's memory, an eighth of the machine's."""
     return memory_bytes(device) // (4 if device.type == "cuda" else 8)
 
 
 class NativeEngine:
     """Samples responses with a copy of the policy in the compute dtype.
 
-    The random numbers of a sample depend on (seed, step, prompt id, sample, position) alone.
+    The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
 
     Args:
-        model: the policy; its weights are copied by `load_weights`.
-        dtype: of the policy's computation in training. PyTorch decodes in it; the C++ decoder runs in float32 always.
-        cache_bytes: most memory of keys and values; samples beyond it wait for others to end.
-        max_rows: most samples computed side by side.
-        in_cpp: whether to decode in C++, which runs on a CPU; None: wherever it can.
-        compiled: whether torch.compile fuses what PyTorch decodes with.
+        model: the policy; `load_weights` copies its weights.
+        dtype: the compute dtype of training. The PyTorch decoder uses it too; the C++ decoder always uses float32.
+        cache_bytes: KV-cache limit; samples beyond it wait until others finish.
+        max_batch: maximum number of samples decoded at a time.
+        in_cpp: whether to use the C++ decoder, which needs a CPU; None: use it on every CPU.
+        compiled: whether to run torch.compile on the PyTorch decoder.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class NativeEngine:
         dtype: torch.dtype,
         *,
         cache_bytes: int | None = None,
-        max_rows: int | None = None,
+        max_batch: int | None = None,
         in_cpp: bool | None = None,
         compiled: bool = False,
     ):
         device = model.lm_head.weight.device
         self.config = model.config
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
-        self.max_rows = MOST_ROWS[device.type] if max_rows is None else max_rows
+        self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
         self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
         self.decoder: CpuDecoder | DeviceDecoder = (
@@ -56,11 +56,11 @@ class NativeEngine:
 
     @property
     def in_cpp(self) -> bool:
-        """Whether it decodes in C++."""
+        """Whether the engine uses the C++ decoder."""
         return isinstance(self.decoder, CpuDecoder)
 
     def describe(self) -> str:
-        """What runs, for the report at the start of a run."""
+        """Describe the engine in a few words, for the report at the start of a run."""
         if isinstance(self.decoder, CpuDecoder):
             how = "C++, float32"
         else:
@@ -71,10 +71,10 @@ class NativeEngine:
         return f"native ({how}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Memory of the keys and values of a prompt and of a response.
+        """Return the KV-cache bytes of a prompt and of a response.
 
         Raises:
-            InputError: where the cache cannot hold one of each.
+            InputError: if the KV cache cannot hold one prompt and one response.
         """
         prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
         if prompt + own > self.cache_bytes:
@@ -85,19 +85,17 @@ class NativeEngine:
         return prompt, own
 
     def load_weights(self, model: Decoder) -> None:
-        """Take over the policy's weights."""
+        """Copy the policy's weights into the decoder."""
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:
-        """Nothing: its weights and caches are small beside the training's memory."""
+        """Do nothing: weights and caches of the engine are small compared with the memory of training."""
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
-        """`num_samples` responses to each prompt.
-
-        Log-probs are those of the distribution sampled from, 0 at temperature 0; raw log-probs those of softmax(logits).
+        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
 
         Raises:
-            InputError: where the prompts do not fit the model, or a prompt and one sample not the cache.
+            InputError: if the prompts do not fit the model, or a prompt and one response exceed the KV cache.
         """
         check_request(prompts, num_samples, sampling, self.config)
         device = prompts.tokens.device
@@ -105,13 +103,13 @@ class NativeEngine:
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         if isinstance(self.decoder, CpuDecoder):
-            # Samples at work are of at most slots / num_samples prompts, and parts of two more.
+            # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
             slots = int((self.cache_bytes - 2 * prompt) / (own + prompt / num_samples))
-            slots = min(max(1, slots), self.max_rows)
+            slots = min(max(1, slots), self.max_batch)
             rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots)
         else:
-            # Half of it for the grid, half for the smaller ones that it shrinks to.
-            rows = max(1, min(num_samples, self.max_rows, (self.cache_bytes // 2 - prompt) // own))
-            places = max(1, min(self.max_rows // rows, self.cache_bytes // 2 // (rows * own + prompt)))
-            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, places, rows)
+            # Half of the cache is for the first grid, half for the smaller grids that it is compacted into.
+            group_size = max(1, min(num_samples, self.max_batch, (self.cache_bytes // 2 - prompt) // own))
+            slots = max(1, min(self.max_batch // group_size, self.cache_bytes // 2 // (group_size * own + prompt)))
+            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots, group_size)
         return rollouts

@@ -1,4 +1,4 @@
-"""Random numbers by counter: what a sample draws depends on its own coordinates, never on what else is in the batch."""
+"""Counter-based random numbers: a sample's numbers depend on its own coordinates, never on what else is in the batch."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ _MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers; int64 products wrap."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers; int64 products wrap."""
 
     def logical_shift(x: Tensor, bits: int) -> Tensor:
         return (x >> bits) & (2 ** (64 - bits) - 1)
@@ -24,7 +24,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """One key per sample: int64, of the common shape of prompt_ids and sample_ids."""
+    """Return one int64 key per sample, in the shape that prompt_ids and sample_ids share."""
     key = torch.zeros_like(prompt_ids)
     for coordinate in (seed, step, prompt_ids, sample_ids):
         key = _mix((key ^ coordinate) + _INCREMENT)
@@ -32,7 +32,7 @@ def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) ->
 
 
 def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
-    """One number in [0, 1) per key, float32 with 24 random bits, for its token at `positions`, one for all or each its own."""
+    """Return one float32 number in [0, 1) with 24 random bits per key, for the token at `positions` (an int or one per key)."""
     offset = _signed((positions + 1) * _INCREMENT) if isinstance(positions, int) else (positions + 1) * _INCREMENT
     bits = _mix(keys + offset)
     return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24

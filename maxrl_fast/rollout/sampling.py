@@ -1,4 +1,4 @@
-"""Tokens sampled from rows of logits in plain PyTorch; csrc/cpu/sample.cpp does the same for the C++ decoder."""
+"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.cpp does the same for the C++ decoder."""
 
 import torch
 from torch import Tensor
@@ -6,28 +6,30 @@ from torch import Tensor
 from maxrl_fast.rollout import Sampling
 
 
-def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse-CDF sampling in the order of the vocabulary.
+def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Sample one token per row by inverting the CDF in the order of the vocabulary; does not synchronise with the device.
 
-    Shapes: logits [A, V] float32, u [A] in [0, 1) -> tokens [A] int64, their log-probs [A] under what they were sampled from,
-    0 at temperature 0, and under softmax(logits) [A]. Waits for nothing on the device.
+    Args:
+        logits: [A, V] float32.
+        u: [A] uniform random numbers in [0, 1).
+
+    Returns:
+        tokens [A] int64, and their log-probs [A] under the distribution sampled from, 0 at temperature 0.
     """
-    raw = torch.log_softmax(logits, -1)
-    if sampling.temperature == 0:  # all probability lies on the likeliest token
+    if sampling.temperature == 0:
         token = logits.argmax(-1)
-        log_p = torch.where(raw.isfinite(), torch.zeros_like(raw), raw)
-    else:
-        log_p = raw if sampling.temperature == 1 else torch.log_softmax(logits / sampling.temperature, -1)
-        if sampling.leaves_out:
-            log_p = _renormalised(log_p, sampling)
-        cdf = log_p.exp().cumsum(-1)
-        token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-    token = token[:, None]
-    return token[:, 0], log_p.gather(-1, token)[:, 0], raw.gather(-1, token)[:, 0]
+        log_p = torch.log_softmax(logits, -1).gather(-1, token[:, None])[:, 0]
+        return token, torch.where(log_p.isfinite(), 0.0, log_p)  # logits that are not finite must show
+    log_p = torch.log_softmax(logits / sampling.temperature, -1)
+    if sampling.filters_tokens:
+        log_p = filtered_logprobs(log_p, sampling)
+    cdf = log_p.exp().cumsum(-1)
+    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).clamp_max(logits.shape[-1] - 1)
+    return token[:, 0], log_p.gather(-1, token)[:, 0]
 
 
-def _renormalised(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """log_p [A, V] of the tokens that the sampling keeps, normalised again, and -inf for the others."""
+def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
+    """Apply top-k, top-p and min-p to log-probs [A, V]: renormalise the tokens that remain, and set the others to -inf."""
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     rank = torch.arange(p.shape[-1], device=p.device)

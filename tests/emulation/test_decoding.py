@@ -1,4 +1,4 @@
-"""A step of decoding by the CUDA kernels on an emulated GPU: attention against float64, sampling against PyTorch."""
+"""The CUDA kernels of a decoding step on an emulated GPU: attention against float64, sampling against PyTorch."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_sample import sample_and_take
+from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.native import NativeEngine
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
 from tests.emulation.test_kernels import CPU, emulated_gpu
@@ -25,7 +25,7 @@ def order(request, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_float64(shape, dtype):
     expected, *caches = attention(shape, dtype, CPU, in_kernel=False)
-    if dtype == torch.bfloat16:  # on the same numbers
+    if dtype == torch.bfloat16:  # with the same inputs
         expected, *_ = attention(shape, torch.float64, CPU, in_kernel=False)
     with emulated_gpu():
         actual, *written = attention(shape, dtype, CPU, in_kernel=True)
@@ -61,12 +61,12 @@ def test_a_logit_that_is_no_number_shows_in_the_logprobs():
     logits[7, 40], logits[8, 0], logits[9, 3] = torch.nan, torch.inf, -torch.inf
     state[4][:] = False
     with emulated_gpu():
-        sample_and_take(logits, Sampling(1.0, 9, ()), *state)
-    bad = (~state[-2].isfinite()).any(1).nonzero()[:, 0]
+        sample_and_append(logits, Sampling(1.0, 9, ()), *state)
+    bad = (~state[-1].isfinite()).any(1).nonzero()[:, 0]
     assert bad.tolist() == [7, 8]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 7}])
+@pytest.mark.parametrize("options", [{}, {"max_batch": 7}])
 def test_a_rollout_with_it_draws_what_the_cpu_draws(options):
     model, sampling = tiny_decoder(), Sampling(1.3, 12, (3, 17))
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)

@@ -52,7 +52,7 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("options", [{}, {"max_rows": 12}, {"max_rows": 7}])
+@pytest.mark.parametrize("options", [{}, {"max_batch": 12}, {"max_batch": 7}])
 def test_graphs_draw_what_the_cpu_draws(sampling, options):
     model = tiny_decoder()
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)

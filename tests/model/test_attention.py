@@ -10,10 +10,10 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
-from maxrl_fast.model.flash import Spans, attend, attend_backward, attend_backward_reference, attend_reference
+from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
 
 CPU = torch.device("cpu")
-# Lengths of the first part's sequences, of the responses, and which sequence each answers.
+# Lengths of the sequences, lengths of the responses, and the sequence that each response answers.
 CASES = {
     "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
     "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),
@@ -27,7 +27,7 @@ CASES = {
 
 
 def ordinary_attention(q, k, v):
-    """q [L, Hq, D], k and v [L, Hkv, D], causal."""
+    """Causal attention in plain PyTorch: q [L, Hq, D], k and v [L, Hkv, D]."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
@@ -72,7 +72,7 @@ def test_any_grouping_of_heads(heads):
 
 
 def emulated_varlen(calls):
-    """The calling conventions of FlashAttention's functions on packed sequences, run by attend_reference a run at a time.
+    """FlashAttention's varlen functions, forward and backward, computed by attend_reference one sequence at a time.
 
     Log-sum-exps are [H, T]; keys and values keep their own number of heads.
     """
@@ -113,7 +113,7 @@ def emulated_varlen(calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_torch_varlen_calls(case, monkeypatch):
-    """What a GPU in half precision runs, with torch's kernels replaced by an emulation of their signatures."""
+    """The calls on a GPU in half precision, with torch's kernels replaced by an emulation with the same signatures."""
     calls = []
     forward, backward = emulated_varlen(calls)
 
@@ -159,7 +159,7 @@ def fake_flash_attn(calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_flash_attn_calls(case, monkeypatch):
-    """The flash-attn package, replaced by an emulation of its signatures."""
+    """The calls of the flash-attn package, replaced by an emulation with the same signatures."""
     calls = []
     package = fake_flash_attn(calls)
     monkeypatch.setattr(flash, "_flash_attn", lambda: package)
@@ -193,7 +193,7 @@ def test_a_broken_flash_attn_is_named(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("version", "interface"), [("2.6.3", ""), ("4.0.0", None)])
 def test_another_flash_attn_is_left_alone(monkeypatch, tmp_path, version, interface):
-    """One older than 2.7, whose functions return other things, or without FlashAttention-2: torch's own runs."""
+    """A version below 2.7 returns other values, and version 4 has no FlashAttention-2: torch's own kernel runs instead."""
     with installed_flash_attn(monkeypatch, tmp_path, f"__version__ = '{version}'", interface):
         assert flash._flash_attn() is None
 
@@ -218,7 +218,7 @@ def installed_flash_attn(monkeypatch, folder, package, interface):
 
 def test_queries_need_a_key():
     with pytest.raises(ValueError, match="at least one key"):
-        Spans(torch.tensor([1, 2]), torch.tensor([3, 0]), CPU)
+        VarlenSpec(torch.tensor([1, 2]), torch.tensor([3, 0]), CPU)
 
 
 @pytest.mark.parametrize("causal", [False, True])

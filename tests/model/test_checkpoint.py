@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: transformers computes the same logits from what we write, and we say what is wrong with a file."""
+"""Hugging Face checkpoints: transformers computes the same logits, and errors name what is wrong with a file."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def save(directory, shard_bytes=SHARD_BYTES, **changes):
 
 
 def check_equal_logits(ours, theirs, limit=1e-4):
-    """Prompts of 42 tokens and short responses, computed by both."""
+    """Compare both models on prompts of 42 tokens and short responses."""
     prompts = TASK.prompts("train", 0, 2)
     rollouts = Rollouts.given([[13, 15, 7], [16, 16, 16, 14, 7], [14, 7], [7]])
     logits = response_logits(ours, one_batch(prompts, rollouts), torch.float32)
@@ -137,7 +137,7 @@ def test_a_missing_transformers_is_named(tmp_path, monkeypatch):
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path):
-    """A configuration that names its own classes, as remote code does, is read as the family it says it is, or not at all."""
+    """A configuration with custom classes (remote code) is read as the family that model_type names, or refused."""
     save(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path, monkeypatch):
         save(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
     monkeypatch.undo()
-    save(tmp_path / "checkpoint")  # what was left aside does not get in the way
+    save(tmp_path / "checkpoint")  # a leftover temporary folder is no obstacle
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -201,14 +201,14 @@ def edit_weights(directory, change):
         (lambda d: edit_config(d, model_type="llama", attention_bias=True), "attention_bias must be false, got true"),
         (lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]), "must all be full_attention"),
         (lambda d: edit_config(d, hidden_size=None), "lacks the key 'hidden_size'"),
-        (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be a whole number"),
+        (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be an integer"),
         (lambda d: edit_config(d, num_key_value_heads=3), "multiple of num_key_value_heads, got 4 and 3"),
         (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks the key 'factor'"),
         (
             lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}),
             "of type default or llama3",
         ),
-        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and whole"),
+        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and not partial"),
         (lambda d: edit_config(d, rope_parameters="x"), "rope_parameters must be an object, got 'x'"),
         (lambda d: edit_config(d, hidden_act="gelu"), 'hidden_act must be "silu", got "gelu"'),
         (lambda d: (d / "model.safetensors").unlink(), "cannot read the weights .*model.safetensors"),
@@ -222,7 +222,10 @@ def edit_weights(directory, change):
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})),
             "model.norm.weight must be F32, BF16 or F16, got I64",
         ),
-        (lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}), "of type default or llama3, and whole"),
+        (
+            lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}),
+            "of type default or llama3, and not partial",
+        ),
         (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))), "has the tensor extra, which"),
         (
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(33)})),

@@ -1,4 +1,4 @@
-"""The decoder's switches: the same outputs and gradients with checkpointed activations and with compiled layers."""
+"""The decoder: checkpointed activations and compiled layers give the same outputs and gradients."""
 
 import copy
 
@@ -33,7 +33,7 @@ def test_checkpointed_activations_give_bitwise_the_same_gradients(family, dtype)
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     logits_again, gradients_again = run(model, dtype)
-    assert len(calls) == 2  # once more in the backward pass
+    assert len(calls) == 2  # the backward pass computes it again
     assert torch.equal(logits, logits_again)
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-3
@@ -49,7 +49,7 @@ def test_compiled_layers_give_the_same_gradients_and_are_compiled_once():
     compilations.clear()
     run(compiled)
     first = compilations["unique_graphs"]
-    assert 2 <= first <= 4  # before and after attention, each perhaps once more for the last layer
+    assert 2 <= first <= 4  # before and after attention, and possibly both again for the last layer
     other = one_batch(PROMPTS.take(0, 2), Rollouts.given([[1, 2, 3, 4, 5, 6, 7], [3], [4, 5, 6], [7, 8]]))
     for batch in (one_batch(PROMPTS, ROLLOUTS), other):
         logits, gradients = run(model, batch=batch)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they compute, what is trained, what is exported."""
+"""Low-rank adapters: their outputs, the weights that are trained, the weights that are exported."""
 
 import copy
 
@@ -21,7 +21,7 @@ BATCH = one_batch(make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], 
 
 
 def adapted(targets=ALL, **changes):
-    """A decoder with adapters that do something."""
+    """A decoder with adapters whose update is not zero."""
     model = tiny_decoder(**changes)
     add_adapters(model, 3, 6.0, targets, seed=0)
     generator = torch.Generator().manual_seed(1)

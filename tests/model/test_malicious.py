@@ -1,4 +1,4 @@
-"""Checkpoints made to harm: each is refused in a sentence that names the file, at once and without the memory it asks for."""
+"""Malicious checkpoints: each is refused quickly, with a message that names the file, without allocating what it declares."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def save(directory, **options):
 
 
 def refusal(directory, load=load_checkpoint, seconds=5.0):
-    """The sentence, which comes soon, whatever was declared."""
+    """Return the error message; it must come quickly, whatever the file declares."""
     start = time.monotonic()
     with pytest.raises(InputError) as caught:
         load(directory)
@@ -65,7 +65,7 @@ def test_sizes_that_cannot_be(directory, name, value):
 @pytest.mark.parametrize("name", set(SIZES) - {"max_position_embeddings"})
 @pytest.mark.parametrize("value", [2**31 - 2, 10**9, 10**6, 20])
 def test_sizes_that_no_file_has(directory, name, value):
-    """As many layers or columns as fit into a number, and a file that has two layers of 32."""
+    """A huge number of layers or columns, with a file of two layers of size 32."""
     edit_config(directory, {name: value})
     assert str(directory) in refusal(directory)
 
@@ -126,10 +126,10 @@ def test_broken_json(directory, name, content):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_a_file_too_large_is_not_read(directory, name):
     with open(directory / name, "wb") as file:
-        file.truncate(10**12)  # sparse: it takes no room
+        file.truncate(10**12)  # sparse: it takes no disk space
     assert f"must have at most {JSON_BYTES} bytes, got 1000000000000" in refusal(directory)
     (directory / name).unlink()
-    (directory / name).symlink_to("/proc/self/status")  # which says that it has no bytes, and has some
+    (directory / name).symlink_to("/proc/self/status")  # its size is 0, but it has content
     assert name in refusal(directory)
 
 
@@ -148,7 +148,7 @@ def exchange(directory, name, kind):
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "nowhere", "pipe behind a link"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
-def test_what_is_no_file(directory, name, kind):
+def test_what_is_not_a_regular_file(directory, name, kind):
     exchange(directory, name, kind)
     if name == "tokenizer.json":
         if kind not in ("loop", "nowhere"):
@@ -190,7 +190,7 @@ def changed(header, **fields):
 
 
 def doubled(header, shape):
-    """The header with its first tensor twice, the second time as large as a lie."""
+    """The header with its first tensor twice, the second time with a false size."""
     text = json.dumps(header)
     lie = json.dumps({NORM: {"dtype": "F32", "shape": shape, "data_offsets": header[NORM]["data_offsets"]}})
     return (text[:-1] + ", " + lie[1:]).encode()
@@ -212,7 +212,7 @@ def doubled(header, shape):
         lambda path, h, d: write(path, changed(h, data_offsets=[len(d), len(d) + 128]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[128, 0]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[-128, 0]), d),
-        lambda path, h, d: write(path, changed(h, data_offsets=[0, 128]), d),  # where another tensor is
+        lambda path, h, d: write(path, changed(h, data_offsets=[0, 128]), d),  # overlaps another tensor
         lambda path, h, d: write(path, changed(h, shape=[2**40]), d),
         lambda path, h, d: write(path, changed(h, shape=[2**32, 2**32]), d),
         lambda path, h, d: write(path, changed(h, shape=[2**63, 2]), d),
@@ -298,7 +298,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_what_is_declared_takes_no_memory(directory):
-    """Sizes of a model of 8 TB, a file to which it does not belong, and a process that may not grow by 1 GB."""
+    """The configuration declares a model of 8 TB that is not in the file; the process must not grow by 200 MB."""
     edit_config(directory, dict.fromkeys(("hidden_size", "intermediate_size"), 10**6) | {"vocab_size": 10**6})
     run = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
     sentence, megabytes = run.stdout.splitlines()
@@ -307,7 +307,7 @@ def test_what_is_declared_takes_no_memory(directory):
 
 
 def test_pages_of_a_sparse_file_are_not_read_for_a_header(directory):
-    """A file may be as long as its header says and yet hold nothing: 4 TB of zeros, of which the machine has less memory."""
+    """A sparse file of 4 TB has the length that its header declares; loading must not read its pages."""
     size = 10**12
     path = directory / "model.safetensors"
     header, data = header_of(path)

@@ -1,4 +1,4 @@
-"""The native engine: its log-probs against the full forward pass, its distribution, and what may not change its samples."""
+"""The native engine: its log-probs against the full forward pass, its distribution, and its independence of the batch."""
 
 import math
 
@@ -11,7 +11,7 @@ from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, check_finite
-from maxrl_fast.rollout.device_decoder import _Grid
+from maxrl_fast.rollout.grid import Grid
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
@@ -41,18 +41,18 @@ def generate(model, num_samples=6, temperature=1.3, limit=24, seed=4, step=2, pr
 )
 def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
     model = tiny_decoder()
-    rollouts = generate(model, in_cpp=in_cpp, dtype=dtype)
-    logits = response_logits(model, one_batch(PROMPTS, rollouts), dtype)
-    for temperature, logprobs in ((1.3, rollouts.logprobs), (1.0, rollouts.raw_logprobs)):
+    for temperature in (1.3, 1.0):
+        rollouts = generate(model, temperature=temperature, in_cpp=in_cpp, dtype=dtype)
+        logits = response_logits(model, one_batch(PROMPTS, rollouts), dtype)
         expected, _ = token_logprobs(logits, rollouts.tokens, temperature=temperature)
-        assert logprobs.dtype == torch.float32
-        assert logprobs.std() > 0.5
-        assert (logprobs - expected).abs().max() < tolerance
-    assert rollouts.lengths.unique().numel() > 3  # rows finished at different times
+        assert rollouts.logprobs.dtype == torch.float32
+        assert rollouts.logprobs.std() > 0.5
+        assert (rollouts.logprobs - expected).abs().max() < tolerance
+        assert rollouts.lengths.unique().numel() > 3  # responses finished at different times
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses the operators that ask the device for a number or a shape, for which a GPU would have to be waited for."""
+    """Refuses the operators whose value or shape the host must wait for on a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::")
@@ -62,15 +62,15 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
-def test_a_burst_asks_the_device_for_nothing(sampling, monkeypatch):
-    steps, bursts = _Grid.steps, []
+def test_a_burst_never_waits_for_the_device(sampling, monkeypatch):
+    steps, bursts = Grid.steps, []
 
     def watched(grid, *arguments):
         bursts.append(arguments[0])
         with NoWaiting():
             steps(grid, *arguments)
 
-    monkeypatch.setattr(_Grid, "steps", watched)
+    monkeypatch.setattr(Grid, "steps", watched)
     generate(tiny_decoder(), in_cpp=False, **sampling)
     assert sum(bursts) > 8
     with pytest.raises(AssertionError, match="_local_scalar_dense within a burst"), NoWaiting():
@@ -90,7 +90,7 @@ def test_compiled_layers_draw_the_same():
     [
         {"model_type": "qwen3"},
         {"model_type": "llama", "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "tie_word_embeddings": False},
-        # Nothing a multiple of a vector, one key/value head, more query heads to it than a tile has rows.
+        # No size is a multiple of a vector; one key/value head, shared by more query heads than a tile has rows.
         {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6},
         {"vocab_size": 37, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 20},
     ],
@@ -98,7 +98,7 @@ def test_compiled_layers_draw_the_same():
 )
 def test_every_family_and_odd_sizes(changes, in_cpp):
     model = tiny_decoder(**changes)
-    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several pieces of a prompt
+    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several calls of forward
     rollouts = generate(model, 9, prompts=prompts, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(prompts, rollouts), torch.float32)
     expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
@@ -112,7 +112,6 @@ def test_both_decoders_draw_the_same_samples():
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.truncated, second.truncated)
         torch.testing.assert_close(first.logprobs, second.logprobs, rtol=0, atol=1e-4)
-        torch.testing.assert_close(first.raw_logprobs, second.raw_logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
@@ -130,28 +129,26 @@ def test_responses_end_with_the_first_stop_token_or_at_the_limit(in_cpp):
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-def test_temperature_0_takes_the_likeliest_token(in_cpp):
+def test_temperature_0_is_greedy_decoding(in_cpp):
     model = tiny_decoder()
     rollouts = generate(model, num_samples=2, temperature=0.0, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
     assert torch.equal(logits.argmax(-1), rollouts.tokens)
     assert (rollouts.logprobs == 0).all()
-    torch.testing.assert_close(rollouts.raw_logprobs, torch.log_softmax(logits, -1).amax(-1), rtol=0, atol=1e-4)
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-def test_the_samples_of_a_prompt_do_not_depend_on_the_batch_to_the_last_bit():
+def test_the_samples_of_a_prompt_are_bitwise_the_same_in_every_batch():
     model = tiny_decoder()
     whole = generate(model)
     one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(model).decoder.cache_bytes(24)
     threads = torch.get_num_threads()
     try:
-        for options in ({}, {"max_rows": 7}, {"max_rows": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
+        for options in ({}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
             torch.set_num_threads(options.pop("threads", threads))
             other = generate(model, **options)
             assert torch.equal(other.tokens, whole.tokens)
             assert torch.equal(other.logprobs, whole.logprobs)
-            assert torch.equal(other.raw_logprobs, whole.raw_logprobs)
     finally:
         torch.set_num_threads(threads)
     alone = generate(model, prompts=PROMPTS.take(2, 1))
@@ -164,11 +161,11 @@ def test_the_samples_of_a_prompt_do_not_depend_on_the_batch_to_the_last_bit():
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
-def test_in_pytorch_they_depend_on_it_by_rounding_alone():
+def test_in_pytorch_the_batch_changes_samples_only_by_rounding():
     model = tiny_decoder()
     whole = generate(model, in_cpp=False)
     budget = 2 * (3 * make_engine(model, in_cpp=False).decoder.cache_bytes(24) + 8 * 256)
-    for options in ({"max_rows": 7}, {"max_rows": 1}, {"max_rows": 12}, {"cache_bytes": budget}):
+    for options in ({"max_batch": 7}, {"max_batch": 1}, {"max_batch": 12}, {"cache_bytes": budget}):
         other = generate(model, in_cpp=False, **options)
         assert torch.equal(other.tokens, whole.tokens)
         assert torch.equal(other.truncated, whole.truncated)
@@ -201,14 +198,14 @@ def test_memory_stays_within_the_budget(in_cpp):
         ([[5, 6], []], {}, r"at least one token, got prompt 1 with none"),
         ([[5, 32]], {}, r"vocabulary, 0 to 31, got 32"),
         ([[5, -1]], {}, r"vocabulary, 0 to 31, got -1"),
-        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 and max_new_tokens 24"),
+        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 tokens and max_new_tokens 24"),
         ([[5]], {"stop_ids": (3, 32)}, r"stop ids must be in the vocabulary, 0 to 31, got 32"),
         ([[5]], {"top_p": 0.0}, r"0 < top_p <= 1"),
         ([[5]], {"temperature": math.nan}, r"finite temperature >= 0"),
         ([[5]], {"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
     ],
 )
-def test_bad_requests_get_a_sentence(prompts, changes, message, in_cpp):
+def test_bad_requests_are_refused(prompts, changes, message, in_cpp):
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 24, "stop_ids": STOPS} | changes)
     engine = make_engine(tiny_decoder(), in_cpp=in_cpp)
     with pytest.raises(InputError, match=message):
@@ -226,7 +223,7 @@ def test_weights_that_are_not_finite_are_reported(in_cpp):
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-def test_new_weights_are_taken_over(in_cpp):
+def test_load_weights_replaces_the_weights(in_cpp):
     model, other = tiny_decoder(0), tiny_decoder(1)
     engine = make_engine(model, in_cpp=in_cpp)
     engine.load_weights(other)
@@ -244,7 +241,7 @@ def test_a_cpu_decodes_in_cpp_whatever_dtype_training_has():
 
 
 def reference_distribution(logits, sampling):
-    """The sampling's definition, a token at a time."""
+    """The definition of the sampling options, one token at a time."""
     weights = [math.exp((z - max(logits)) / sampling.temperature) for z in logits]
     kept = sorted(range(len(weights)), key=lambda t: (-weights[t], t))
     if sampling.top_k:
@@ -273,18 +270,18 @@ SAMPLINGS = [
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 @pytest.mark.parametrize("options", SAMPLINGS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
 def test_tokens_follow_the_exact_distribution(options, in_cpp):
-    """Chi-square of the first tokens of 20,000 samples, and of the second tokens after the commonest first one."""
+    """Chi-square test of the first tokens of 20,000 samples, and of the second tokens after the most frequent first one."""
     model, n = tiny_decoder(seed=1), 20_000
     sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
     prompts = PROMPTS.take(0, 1)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=n).generate(prompts, n, sampling, seed=4, step=2)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=n).generate(prompts, n, sampling, seed=4, step=2)
     tokens, logprobs = rollouts.tokens.view(n, 2), rollouts.logprobs.view(n, 2)
     common = int(tokens[:, 0].mode().values)
     longer = Prompts(
         torch.cat([prompts.tokens, torch.tensor([common])]), prompts.cu_seqlens + torch.tensor([0, 1]), prompts.ids
     )
     for prompt, column, rows in ((prompts, 0, tokens[:, 0] >= 0), (longer, 1, tokens[:, 0] == common)):
-        one = generate(model, 1, limit=1, prompts=prompt)  # for its batch alone
+        one = generate(model, 1, limit=1, prompts=prompt)  # only to make a batch of
         logits = response_logits(model, one_batch(prompt, one), torch.float32)[0]
         expected = torch.tensor(reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64)
         observed = tokens[rows, column]
@@ -293,7 +290,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
 
 
 def chi_square(observed, expected):
-    """Of tokens against their probabilities, over what one in 10,000 exceeds; tokens expected less than five times together."""
+    """The chi-square statistic of tokens, divided by its 1 - 1e-4 quantile; tokens expected less than 5 times are one class."""
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5
@@ -307,10 +304,12 @@ def chi_square(observed, expected):
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 def test_tokens_are_independent_across_samples_and_positions(in_cpp):
-    """Chi-square of pairs of tokens against the product of their frequencies, in samples side by side and of two prompts; of
-    positions, after a token that does not change what follows."""
+    """Chi-square tests of pairs of tokens against the product of their frequencies.
+
+    The pairs are of adjacent samples, of two prompts, and of two positions where the first token does not affect the second.
+    """
     model, n = tiny_decoder(seed=1), 10_000
-    with torch.no_grad():  # every layer adds nothing, every token looks alike: all positions have one distribution
+    with torch.no_grad():  # layers add nothing and embeddings are equal: all positions have the same distribution
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -321,7 +320,7 @@ def test_tokens_are_independent_across_samples_and_positions(in_cpp):
     model.config = type(model.config)(**vars(model.config) | {"tie_word_embeddings": False})
     prompts = PROMPTS.take(0, 2)
     sampling = Sampling(1.0, 2, (), top_k=6)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_rows=2 * n).generate(prompts, n, sampling, seed=8, step=1)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=2 * n).generate(prompts, n, sampling, seed=8, step=1)
     tokens = rollouts.tokens.view(2, n, 2)
     for first, second in (
         (tokens[0, :-1, 0], tokens[0, 1:, 0]),

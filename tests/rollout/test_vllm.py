@@ -1,4 +1,4 @@
-"""vLLM as the engine. Marked vllm: with the real engine, in an environment of its own (`make test-vllm`)."""
+"""The vLLM engine. Tests marked vllm need the real one, which has its own environment (`make test-vllm`)."""
 
 import importlib.machinery
 import importlib.metadata
@@ -25,7 +25,7 @@ STOPS = (3, 17)
 
 @pytest.fixture
 def installed(monkeypatch):
-    """What check_installed finds of vLLM."""
+    """Pretend that this version of vLLM is installed, or none."""
 
     def pretend(version):
         spec = None if version is None else importlib.machinery.ModuleSpec("vllm", None)
@@ -48,7 +48,7 @@ def test_a_missing_vllm_gets_the_command_that_installs_it(installed, tmp_path, c
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(installed, version):
     installed(version)
-    with pytest.raises(InputError, match=f"wants vLLM 0.32 up to, not including, 0.34, got {version}"):
+    with pytest.raises(InputError, match=f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
         check_installed()
 
 
@@ -64,20 +64,20 @@ def engine():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     environment = SETTINGS | dict(os.environ)
     engine = VllmEngine(model, torch.float32, cache_bytes=2**28)
-    assert torch.get_num_threads() == threads  # the process is as it was
+    assert torch.get_num_threads() == threads  # the process is unchanged
     assert torch.equal(torch.get_rng_state(), state)
     assert dict(os.environ) == environment
     return engine
 
 
 def own_logprobs(model, rollouts, sampling):
-    """Under what was sampled from, by the training model's forward pass."""
+    """The log-probs under the distribution sampled from, by the training model's forward pass."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-    if sampling.leaves_out:
-        from maxrl_fast.rollout.sampling import _renormalised
+    if sampling.filters_tokens:
+        from maxrl_fast.rollout.sampling import filtered_logprobs
 
-        log_p = _renormalised(log_p, sampling)
+        log_p = filtered_logprobs(log_p, sampling)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
 
 
@@ -148,7 +148,7 @@ def test_tokens_follow_the_distribution(engine):
 
 
 @pytest.mark.vllm
-def test_bad_requests_get_a_sentence(engine):
+def test_bad_requests_are_refused(engine):
     with pytest.raises(InputError, match="vocabulary, 0 to 31, got 40"):
         engine.generate(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), seed=0, step=0)
 
@@ -156,7 +156,7 @@ def test_bad_requests_get_a_sentence(engine):
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families(family):
-    """In a process of their own: one engine is enough for one process."""
+    """In their own process, because a process can have only one engine."""
     code = f"""
 import torch
 from maxrl_fast.rollout import Sampling
@@ -176,21 +176,21 @@ print("done")
 
 
 @pytest.mark.vllm
-def test_a_cache_that_is_too_small_gets_a_sentence(tmp_path):
+def test_a_cache_that_is_too_small_is_refused(tmp_path):
     flags = ["--rollout", "vllm", "--kv-cache-gb", "1e-6", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: vLLM refuses this model or --kv-cache-gb: ")
+    assert done.stderr.startswith("error: vLLM rejects this model or --kv-cache-gb: ")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.vllm
 def test_the_default_job_trains(tmp_path):
-    """By the command line, small: rewards come, weights move, and the screen is the trainer's alone."""
+    """A small run from the command line: rewards are found, weights change, and nothing but the trainer prints."""
     flags = ["--rollout", "vllm", "--steps", "3", "--sft-steps", "40", "--eval-prompts", "16", "--eval-samples", "4"]
     flags += ["--prompts", "8", "--maze-size", "5", "--kv-cache-gb", "0.2", "--out", str(tmp_path / "run")]
-    flags += ["--dtype", "float32"]  # the tolerances below are those of float32
+    flags += ["--dtype", "float32"]  # the tolerances below are for float32
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -200,5 +200,5 @@ def test_the_default_job_trains(tmp_path):
     assert [record["step"] for record in records] == [1, 2, 3]
     assert max(record["reward_mean"] for record in records) > 0
     for record in records:
-        assert 0 < record["mismatch"] < 1e-3  # of other kernels, in float32
+        assert 0 < record["mismatch"] < 1e-3  # the kernels differ, in float32
         assert record["importance_weight"] == pytest.approx(1, abs=1e-3)

@@ -37,7 +37,7 @@ class NumberedEngine:
         responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
         tokens, cu_seqlens = pack(responses)
         logprobs = -torch.arange(1.0, num_samples + 1).repeat(len(prompts)).repeat_interleave(cu_seqlens.diff())
-        return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool), raw_logprobs=logprobs)
+        return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool))
 
 
 def collected(table, num_batches, first=0, needs_greedy=False):
@@ -80,7 +80,7 @@ def test_the_earliest_groups_that_live_are_taken(table, num_batches, ids, num_sa
     assert step.rollouts.lengths.tolist() == [i + 1 for i in ids for _ in range(2)]
     assert step.rollouts.tokens.tolist() == [token for i in ids for _ in range(2) for token in [UP] * i + [DONE]]
     expected = [-float(n + 1) for i in ids for n in range(2) for _ in range(i + 1)]
-    assert step.rollouts.logprobs.tolist() == step.rollouts.raw_logprobs.tolist() == expected
+    assert step.rollouts.logprobs.tolist() == expected
     whole = MazeTask(5).prompts("train", 0, 6)
     for place, i in enumerate(ids):
         assert torch.equal(step.prompts.take(place, 1).tokens, whole.take(i, 1).tokens)

@@ -24,7 +24,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.ops.estimator_tables import subset_ratios
-from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
 K = 4

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_choice, check_finite, check_tensor, check_whole
-from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS, log_ratio_reward_reference, pacs_loss_reference
+from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS
+from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")

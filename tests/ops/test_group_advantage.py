@@ -14,7 +14,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
-from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from tests import brute_force
 from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, opo, qae, standardised, std
 

@@ -1,5 +1,7 @@
-"""The gate in front of the kernels: which of them run where, and what they take on trust is checked, once."""
+"""The gate in front of the kernels: which of them run on which device, how they are registered as operators of PyTorch, and
+the checks of everything that a kernel takes on trust."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +25,30 @@ def has_kernels(device: torch.device) -> bool:
 def is_gpu(device: torch.device) -> bool:
     """Whether the CUDA kernels run there; the tests that emulate a GPU say so of the CPU."""
     return device.type == "cuda"
+
+
+def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
+
+    The function's annotations are the schema; `mutates` names the tensors that it writes to. This is torch.library.custom_op
+    without the wrapper around each call, which costs 8 us of the 14 us that a small group_advantage takes.
+    """
+
+    def register(implementation: Callable[..., Any]) -> Any:
+        name = implementation.__name__
+        schema = torch.library.infer_schema(implementation, mutates_args=mutates)
+        torch.library.define(f"maxrl_fast::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            torch.library.impl(f"maxrl_fast::{name}", device, implementation)
+        return getattr(torch.ops.maxrl_fast, name).default
+
+    return register
+
+
+def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function with the operator's signature that allocates its results without computing them, for tracing."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(op)
+    return register
 
 
 def launch(name: str, device: torch.device, **arguments: Any) -> Any:

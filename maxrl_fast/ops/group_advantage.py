@@ -10,10 +10,10 @@ from torch import Tensor
 from maxrl_fast.ops.arguments import can_look_at, check_flag, check_tensor, check_whole, is_integer
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
+from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-_kernel = torch.ops.maxrl_fast.group_advantage.default
 _LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
 
 

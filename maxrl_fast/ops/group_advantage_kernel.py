@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import address, operator, register_fake
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 
@@ -25,107 +25,85 @@ DTYPES = {
 }
 _LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
 
-# parameter: the size (0: the largest that fits) or the quantile; max_group_size: 0 where it is not known.
-torch.library.define(
-    "maxrl_fast::group_advantage",
-    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, Tensor? lengths, str estimator, float parameter, "
-    "float eps, int ddof, float gain, float bias, int max_group_size) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-def _fake(rewards: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
-
-
-def _on_cpu(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
+@operator()
+def group_advantage(
+    rewards: Tensor,  # [G, N], or [S] with offsets
+    offsets: Tensor | None,  # [G+1]
+    order: Tensor | None,  # [S]
+    valid: Tensor | None,  # like rewards
+    lengths: Tensor | None,  # like rewards
     estimator: str,
-    parameter: float,
+    parameter: float,  # the size (0: the largest that fits) or the quantile
     eps: float,
     ddof: int,
     gain: float,
     bias: float,
-    max_group_size: int,
+    max_group_size: int,  # 0 where it is not known
 ) -> Tensor:
-    groups = _groups(rewards, offsets, order, valid)
-    formula, has_table = _formula(estimator, eps, ddof, gain, bias)
-    tables = starts = largest = 0
-    if offsets is not None or valid is not None:
-        sizes = tuple(groups.distinct_sizes())
-        largest = sizes[-1] if sizes else 0
-        _check_sizes(estimator, parameter, largest, max_group_size)
-        if has_table:
-            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
-    elif has_table:
-        largest = rewards.shape[1]
-        tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
-    advantages, unusable = _launch(rewards, groups, lengths, (tables, starts, largest), formula)
-    if unusable >= 0:
-        _refuse(unusable, rewards, offsets, order, estimator)
-    return advantages
-
-
-def _on_cuda(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    parameter: float,
-    eps: float,
-    ddof: int,
-    gain: float,
-    bias: float,
-    max_group_size: int,
-) -> Tensor:
-    if not _gate.has_kernels(rewards.device):
+    """Return the advantages, like the rewards."""
+    device = rewards.device
+    if not _gate.has_kernels(device):
         return group_advantage_reference(
             rewards, offsets, order, valid, lengths, estimator, parameter, eps, ddof, gain, bias, max_group_size
         )
     groups = _groups(rewards, offsets, order, valid)
     formula, has_table = _formula(estimator, eps, ddof, gain, bias)
     tables = starts = largest = 0
-    if has_table:
-        if offsets is None and valid is None:
+    if offsets is None and valid is None:
+        if has_table:
             largest = rewards.shape[1]
-            tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
-        else:  # sizes are not known here, so those of all that may come
+            tables = _table(estimator, parameter, largest, device).data_ptr()
+    else:
+        sizes: tuple[int, ...] = ()
+        if not _gate.is_gpu(device):
+            sizes = tuple(groups.distinct_sizes())
+            largest = sizes[-1] if sizes else 0
+            _check_sizes(estimator, parameter, largest, max_group_size)
+        elif has_table:  # the sizes are not read back, so there are tables of all that may come
             largest = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
             sizes = tuple(range(largest + 1))
-            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
-    return _launch(rewards, groups, lengths, (tables, starts, largest), formula)[0]
-
-
-def _launch(
-    rewards: Tensor, groups: _C.Groups, lengths: Tensor | None, tables: tuple[int, int, int], formula: _C.Formula
-) -> tuple[Tensor, int]:
-    """Advantages, and what the CPU's kernel says of the rewards; tables, their starts, and the largest group they take."""
-    advantages = _fake(rewards)
-    unusable: int = _gate.launch(
+        if has_table:
+            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, device))
+    advantages = _empty_advantages(rewards)
+    unusable = _gate.launch(
         "group_advantage",
-        rewards.device,
+        device,
         dtype=DTYPES[rewards.dtype],
         rewards=rewards.data_ptr(),
         groups=groups,
         lengths=_optional("lengths", lengths, torch.int64, rewards),
-        tables=tables[0],
-        table_starts=tables[1],
-        largest_table=tables[2],
+        tables=tables,
+        table_starts=starts,
+        largest_table=largest,
         formula=formula,
         advantages=advantages.data_ptr(),
     )
-    return advantages, unusable
+    if unusable is not None and unusable >= 0:
+        _refuse(unusable, rewards, offsets, order, estimator)
+    return advantages
 
 
-torch.library.register_fake("maxrl_fast::group_advantage", _fake)
-torch.library.impl("maxrl_fast::group_advantage", "CPU", _on_cpu)
-torch.library.impl("maxrl_fast::group_advantage", "CUDA", _on_cuda)
+@register_fake(group_advantage)
+def _(
+    rewards: Tensor,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    estimator: str,
+    parameter: float,
+    eps: float,
+    ddof: int,
+    gain: float,
+    bias: float,
+    max_group_size: int,
+) -> Tensor:
+    return _empty_advantages(rewards)
+
+
+def _empty_advantages(rewards: Tensor) -> Tensor:
+    return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
 
 
 def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> _C.Groups:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.token_loss_kernel import scaled
+from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
-def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+def overwrite(logits: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Sums [9] of `token_loss_`, differentiable; the logits become their gradient.
 
     An earlier use that kept the logits for its own gradient meets their new version, which autograd refuses. A later use
@@ -43,10 +43,10 @@ class _Gradient:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: dict[str, Any]) -> Tensor:
         ctx.gradient = gradient
         assert gradient.values is not None
-        sums: Tensor = torch.ops.maxrl_fast.token_loss_(gradient.values, *arguments)
+        sums: Tensor = token_loss_(gradient.values, **arguments)
         torch.autograd.graph.increment_version(logits)
         return sums
 

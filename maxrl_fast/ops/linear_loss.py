@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_tensor, check_whole
 from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, check_rows, prepare
@@ -13,7 +14,6 @@ from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
 from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
-_OPS = torch.ops.maxrl_fast
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of logits; products of more rows are no faster
 _MIN_CHUNK = 128  # tokens, below which the products are slow
 
@@ -209,10 +209,10 @@ class _LinearLoss(torch.autograd.Function):
         for start, stop, logits in chunks:
             arguments = loss_arguments(batch.rows(start, stop), options)
             if needs_hidden or needs_weight:
-                sums += _OPS.token_loss_(logits, *arguments)
+                sums += kernels.token_loss_(logits, **arguments)
                 chunks.back(start, stop, logits)
             else:
-                sums += _OPS.token_loss(logits, *arguments, False)[0]
+                sums += kernels.token_loss(logits, **arguments, needs_gradient=False)[0]
         chunks.buffer = logits = chunks.buffer.new_empty(0)  # free before the gradient is rounded
         by_weight = None if chunks.by_weight is None else chunks.by_weight.to(weight.dtype)
         ctx.save_for_backward(chunks.by_hidden, by_weight)
@@ -234,7 +234,7 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, [T] each."""
     parts = [
-        _OPS.token_logprobs(logits, *_rows(targets, temperature, start, stop))
+        kernels.token_logprobs(logits, *_rows(targets, temperature, start, stop))
         for start, stop, logits in _Chunks(hidden, weight, chunk, False, False)
     ]
     none = hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -263,7 +263,7 @@ class _LinearLogprobs(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2])
         for start, stop, logits in chunks:
             rows = _rows(targets, temperature, start, stop)
-            _OPS.token_logprobs_backward_(logits, *rows, by_logprobs[start:stop], by_entropy[start:stop])
+            kernels.token_logprobs_backward_(logits, *rows, by_logprobs[start:stop], by_entropy[start:stop])
             chunks.back(start, stop, logits)
         by_weight = None if chunks.by_weight is None else chunks.by_weight.to(weight.dtype)
         return chunks.by_hidden, by_weight, None, None, None

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_choice, check_finite, check_tensor, check_whole
 from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS
@@ -11,7 +12,6 @@ from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
-_OPS = torch.ops.maxrl_fast
 
 
 def log_ratio_reward(
@@ -45,7 +45,7 @@ def log_ratio_reward(
             raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = _OPS.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
+    operator = kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -111,7 +111,7 @@ def pacs_loss(
         group_size = check_whole("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         group_size = min(group_size, max(size, 1))
     denominator = as_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device)
-    operator = _OPS.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
+    operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
     sums, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),

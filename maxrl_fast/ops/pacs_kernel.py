@@ -1,6 +1,5 @@
 """The operators behind PACS, on the CPU and on CUDA."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,32 +7,24 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import address, operator, register_fake
 
 # Sums of csrc/pacs.h.
 PACS_SUMS = ("loss", "accurate", "proxy", "score_correct", "score_wrong", "correct")
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
-_SCHEMAS = {
-    # group_size is not read where there are offsets
-    "pacs_loss": "(Tensor proxies, Tensor labels, Tensor? offsets, int group_size, str score, bool balanced, "
-    "Tensor denominator) -> (Tensor sums, Tensor cross_entropy, Tensor gradient)",
-    "log_ratio_reward": "(Tensor logprobs, Tensor ref_logprobs, Tensor cu_seqlens, Tensor? mask, float beta) -> Tensor",
-    "log_ratio_reward_backward": "(Tensor by_proxies, Tensor cu_seqlens, Tensor? mask, float beta, int num_tokens) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"maxrl_fast::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-
-def _pacs_loss(
-    proxies: Tensor,
+@operator()
+def pacs_loss(
+    proxies: Tensor,  # [S]
     labels: Tensor,
     offsets: Tensor | None,
-    group_size: int,
+    group_size: int,  # not read where there are offsets
     score: str,
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of PACS_SUMS [6], the cross-entropies [S], and the gradient of the loss in the proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
@@ -57,18 +48,36 @@ def _pacs_loss(
     return sums[: len(PACS_SUMS)], cross_entropy, gradient
 
 
-def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
-    device = cu_seqlens.device
-    return _C.LogRatio(
-        num_tokens=num_tokens,
-        num_sequences=len(cu_seqlens) - 1,
-        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
-        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
-        beta=beta,
-    )
+@register_fake(pacs_loss)
+def _(
+    proxies: Tensor,
+    labels: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    score: str,
+    balanced: bool,
+    denominator: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = proxies.new_empty(len(PACS_SUMS), dtype=torch.float64)
+    return sums, torch.empty_like(proxies), torch.empty_like(proxies)
 
 
-def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[2])
+
+
+def _pacs_loss_backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (gradient,) = ctx.saved_tensors
+    return gradient * grad_sums[0].to(gradient.dtype), *(None,) * 6
+
+
+torch.library.register_autograd(pacs_loss, _pacs_loss_backward, setup_context=_save_gradient)
+
+
+@operator()
+def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+    """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
     device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
     _gate.launch(
@@ -83,54 +92,9 @@ def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor
     return proxies
 
 
-def _log_ratio_reward_backward(
-    by_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
-) -> Tensor:
-    device, dtype = by_proxies.device, by_proxies.dtype
-    gradient = by_proxies.new_empty(num_tokens)
-    _gate.launch(
-        "log_ratio_reward_backward",
-        device,
-        dtype=DTYPES[dtype],
-        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
-        by_proxies=address("by_proxies", by_proxies, dtype, (len(cu_seqlens) - 1,), device),
-        gradient=gradient.data_ptr(),
-    )
-    return gradient
-
-
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "pacs_loss": (
-        _pacs_loss,
-        lambda proxies, *_: (
-            proxies.new_empty(len(PACS_SUMS), dtype=torch.float64),
-            torch.empty_like(proxies),
-            torch.empty_like(proxies),
-        ),
-    ),
-    "log_ratio_reward": (
-        _log_ratio_reward,
-        lambda logprobs, ref_logprobs, cu_seqlens, *_: logprobs.new_empty(cu_seqlens.shape[0] - 1),
-    ),
-    "log_ratio_reward_backward": (
-        _log_ratio_reward_backward,
-        lambda by_proxies, cu_seqlens, mask, beta, num_tokens: by_proxies.new_empty(num_tokens),
-    ),
-}
-for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
-    for _device in ("CPU", "CUDA"):
-        torch.library.impl(f"maxrl_fast::{_name}", _device, _implementation)
-    torch.library.register_fake(f"maxrl_fast::{_name}", _fake)
-
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(output[2])
-
-
-def _pacs_backward(ctx: Any, by_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    (gradient,) = ctx.saved_tensors
-    return gradient * by_sums[0].to(gradient.dtype), *(None,) * 6
+@register_fake(log_ratio_reward)
+def _(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+    return logprobs.new_empty(cu_seqlens.shape[0] - 1)
 
 
 def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -139,10 +103,43 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_tokens = logprobs.shape[0]
 
 
-def _log_ratio_backward(ctx: Any, by_proxies: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.maxrl_fast.log_ratio_reward_backward
-    return backward(by_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens), None, None, None, None
+def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor | None, ...]:
+    gradient = log_ratio_reward_backward(grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens)
+    return gradient, None, None, None, None
 
 
-torch.library.register_autograd("maxrl_fast::pacs_loss", _pacs_backward, setup_context=_save_gradient)
-torch.library.register_autograd("maxrl_fast::log_ratio_reward", _log_ratio_backward, setup_context=_save_sequences)
+torch.library.register_autograd(log_ratio_reward, _log_ratio_reward_backward, setup_context=_save_sequences)
+
+
+@operator()
+def log_ratio_reward_backward(
+    grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
+) -> Tensor:
+    """Return the gradient in the log-probabilities [T] from the gradient in the proxies [S]."""
+    device, dtype = grad_proxies.device, grad_proxies.dtype
+    gradient = grad_proxies.new_empty(num_tokens)
+    _gate.launch(
+        "log_ratio_reward_backward",
+        device,
+        dtype=DTYPES[dtype],
+        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
+        by_proxies=address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,), device),
+        gradient=gradient.data_ptr(),
+    )
+    return gradient
+
+
+@register_fake(log_ratio_reward_backward)
+def _(grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> Tensor:
+    return grad_proxies.new_empty(num_tokens)
+
+
+def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
+    device = cu_seqlens.device
+    return _C.LogRatio(
+        num_tokens=num_tokens,
+        num_sequences=len(cu_seqlens) - 1,
+        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
+        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
+        beta=beta,
+    )

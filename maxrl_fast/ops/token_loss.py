@@ -5,14 +5,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_flag, check_tensor
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
-
-_OPS = torch.ops.maxrl_fast
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -39,7 +38,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tens
         return token_logprobs_reference(logits, targets.long(), temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
-    logprobs, entropy = _OPS.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
+    logprobs, entropy = kernels.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
     return logprobs, entropy
 
 
@@ -152,7 +151,7 @@ def policy_gradient_loss(
     if in_place and needs_gradient:
         sums = overwrite(logits, arguments)
     else:
-        sums, _ = _OPS.token_loss(_rows(logits), *arguments, needs_gradient)
+        sums, _ = kernels.token_loss(_rows(logits), **arguments, needs_gradient=needs_gradient)
     return loss_and_metrics(sums, logits)
 
 
@@ -164,7 +163,7 @@ def with_sequence_ratios(batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
 def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
     """Log-probabilities [T]; of a target that does not count, and may be anything, some number or NaN."""
     targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-    logprobs: Tensor = _OPS.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
+    logprobs: Tensor = kernels.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
     return logprobs
 
 

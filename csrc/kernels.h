@@ -22,7 +22,7 @@ namespace maxrl {
 // token_loss: the loss of packed tokens and its gradient to the logits, by the formulas of token_loss.h.
 //   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), elements of a row side by
 //                        side; gradient may be null, or the logits themselves
-//   sums                 [Sums::kSize]
+//   sums                 [LossSums::kSize]
 // token_logprobs: log-probabilities of the targets and entropies, [T] each; and back, from their gradients to that of the
 //   logits, which may take the logits' place. Rows whose gradients are 0 are not read.
 //
@@ -42,14 +42,14 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups);
 
 // Both return the first token that counts whose target is not in the vocabulary, having written nothing; -1 where all are.
 template <typename Element, typename Real>
-int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                    Rows<Element> gradient, double* sums, int num_threads);
 template <typename Element, typename Real>
 int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads);
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, int num_threads);
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, int num_threads);
 
 // Returns the first rollout whose label is neither 0 nor 1; -1 where all are.
 template <typename Real>
@@ -59,7 +59,7 @@ template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads);
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, int num_threads);
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads);
 
 }  // namespace cpu
 
@@ -79,13 +79,13 @@ int64_t loss_workspace();
 int64_t pacs_workspace();
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                 Rows<Element> gradient, double* workspace, cudaStream_t stream);
 template <typename Element, typename Real>
 void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, cudaStream_t stream);
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, cudaStream_t stream);
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, cudaStream_t stream);
 
 // Multiplies a matrix by a number on the device; where that is 1, nothing is read or written.
 template <typename Element, typename Real>
@@ -97,7 +97,7 @@ template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
                       cudaStream_t stream);
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream);
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream);
 
 // Throws std::invalid_argument where head_dim is not made of 16-byte pieces, 32 at most, or more than 8 query heads share a
 // key/value head.

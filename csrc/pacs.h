@@ -21,6 +21,9 @@ struct PacsOptions {
 
 struct PacsSums {
   enum Name { kLoss, kAccurate, kProxy, kScoreCorrect, kScoreWrong, kCorrect, kSize };
+  // The fields of PacsSums in maxrl_fast/ops/pacs_kernel.py, which compares them when it is imported.
+  static constexpr const char* kNames[kSize] = {"loss", "accurate", "proxy", "score_correct", "score_wrong", "correct"};
+  static_assert(kNames[kSize - 1] != nullptr);
 };
 
 // Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double.
@@ -64,13 +67,13 @@ MAXRL_HOST_DEVICE inline double class_weight(bool balanced, int64_t n, int64_t n
 MAXRL_HOST_DEVICE inline double cross_entropy(double psi, double label) {
   return fmax(psi, 0.0) - psi * label + log1p(exp(-fabs(psi)));
 }
-MAXRL_HOST_DEVICE inline double cross_entropy_slope(double psi, double label) {
+MAXRL_HOST_DEVICE inline double cross_entropy_grad(double psi, double label) {
   const double tail = exp(-fabs(psi));  // of the less likely class
   return (psi >= 0.0 ? 1.0 : tail) / (1.0 + tail) - label;
 }
 
 // dL/dr from q, its mean, and the sum over the group of q (r - centre).
-MAXRL_HOST_DEVICE inline double proxy_slope(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
+MAXRL_HOST_DEVICE inline double proxy_grad(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
                                             double moment_q) {
   if (kind == Score::kNaive) return q;
   double slope = s.multiplier * (q - mean_q);

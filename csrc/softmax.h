@@ -39,8 +39,8 @@ struct PartialSoftmax {
 };
 
 // dL/dlogp and dL/dH of a row.
-struct Slopes {
-  double by_logp, by_entropy;
+struct RowGrads {
+  double grad_logp, grad_entropy;
 };
 
 // dL/dz: at the target, and elsewhere e^x (constant + slope x).
@@ -72,8 +72,8 @@ struct Softmax {
   }
 
   // dL/dz = (g / tau) (onehot(y) - p) - (h / tau) p (log p + H).
-  MAXRL_HOST_DEVICE RowGradient gradient(const Slopes& slopes) const {
-    const double g = slopes.by_logp * inverse_temperature, h = slopes.by_entropy * inverse_temperature;
+  MAXRL_HOST_DEVICE RowGradient gradient(const RowGrads& grads) const {
+    const double g = grads.grad_logp * inverse_temperature, h = grads.grad_entropy * inverse_temperature;
     const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
     return {g * others * inverse_total - h * of_entropy, (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
   }

@@ -1,4 +1,4 @@
-// A row of logits on a CPU: the two numbers that a loss needs of its softmax, and the gradient that the loss's slopes give.
+// A row of logits on a CPU: the two numbers that a loss needs of its softmax, and the gradient that the loss's grads give.
 #pragma once
 #include <algorithm>
 
@@ -35,8 +35,8 @@ class SoftmaxRow {
   }
 
   // After statistics(): writes dL/dz, which may be where the logits are.
-  void write_gradient(const Softmax& softmax, const Slopes& slopes, Element* gradient) const {
-    const RowGradient row = softmax.gradient(slopes);
+  void write_gradient(const Softmax& softmax, const RowGrads& grads, Element* gradient) const {
+    const RowGradient row = softmax.gradient(grads);
     if (exponentials_ && row.slope == 0.0)
       for_blocks([&](const Block& block) {
         const double below = (static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_;

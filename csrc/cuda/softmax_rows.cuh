@@ -4,7 +4,7 @@
 //
 // A kernel is this loop and a Work, which has a State in shared memory, zeroed, and says
 //     bool plan(State&, int64_t t)                                    whether row t must be read; else its gradient is 0
-//     Slopes evaluate(State&, int64_t t, const Softmax& softmax)      the slopes of its loss
+//     RowGrads evaluate(State&, int64_t t, const Softmax& softmax)      the slopes of its loss
 //     void finish(State&)                                            after the last row, by every thread
 // plan and evaluate run on thread 0 of every block, and must say the same in all blocks of a cluster.
 #pragma once
@@ -94,9 +94,9 @@ __device__ __noinline__ void resolve(const Work& work, typename Work::State& sta
   PartialSoftmax part = *Cluster::of_rank(of_block, 0);
   for (unsigned r = 1; r < Cluster::size(); ++r) part.add(*Cluster::of_rank(of_block, r), inverse_temperature);
   resolved.softmax = Softmax(part, at_target, inverse_temperature);
-  const Slopes slopes = work.evaluate(state, t, resolved.softmax);
+  const RowGrads grads = work.evaluate(state, t, resolved.softmax);
   const Softmax& softmax = resolved.softmax;
-  const RowGradient row = softmax.gradient(slopes);
+  const RowGradient row = softmax.gradient(grads);
   // x under the rounded base instead of under the softmax's top.
   const auto base = static_cast<Real>(softmax.top * rate);
   const double shift = rate > 0 ? (static_cast<double>(base) / rate - softmax.top) * inverse_temperature : 0.0;

@@ -51,6 +51,16 @@ def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+def check_fields(record: str, fields: tuple[str, ...]) -> None:
+    """Raise ImportError where a record of the compiled module has other fields, or another order, than Python's."""
+    compiled = getattr(_C, "FIELDS", {}).get(record)
+    if compiled != fields:
+        raise ImportError(
+            f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has the fields {compiled}, "
+            f"Python's has {fields}; build the extension again"
+        )
+
+
 def launch(name: str, device: torch.device, **arguments: Any) -> Any:
     """The kernel of this device: C++ on this process's threads, or CUDA on the current stream."""
     if not is_gpu(device):

@@ -9,9 +9,9 @@ from torch import Tensor
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_tensor, check_whole
-from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, check_rows, prepare
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
-from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_loss_kernel import DTYPES, NUM_SUMS, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of logits; products of more rows are no faster
@@ -65,7 +65,7 @@ def linear_policy_gradient_loss(
         run only once on a GPU.
     """
     size, chunk = _check(hidden, weight, chunk_tokens)
-    batch, options = prepare(
+    batch, terms = prepare(
         hidden.dtype,
         hidden.device,
         (len(hidden), size),
@@ -88,16 +88,16 @@ def linear_policy_gradient_loss(
         denominator=denominator,
     )
     if not has_kernels(hidden.device):
-        return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, options), hidden)
-    index = batch.needed_rows(options).nonzero()[:, 0]
+        return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, terms), hidden)
+    index = batch.needed_rows(terms).nonzero()[:, 0]
     counted = torch.full((), len(batch), device=hidden.device) if mask is None else mask.sum()
     if len(index) < len(batch):
         hidden, batch = hidden.index_select(0, index), batch.take(index)
-    if options.loss == "gspo" and batch.old_logprobs is not None:
+    if terms.loss == "gspo" and batch.old_logprobs is not None:
         logprobs, _ = _logprobs(hidden.detach(), weight.detach(), batch.targets, batch.temperature, chunk)
         batch = with_sequence_ratios(batch, logprobs)
     # Inside the function it cannot be seen whether gradients are wanted at all.
-    sums: Tensor = _LinearLoss.apply(hidden, weight, batch, options, chunk, torch.is_grad_enabled())
+    sums: Tensor = _LinearLoss.apply(hidden, weight, batch, terms, chunk, torch.is_grad_enabled())
     total, metrics = loss_and_metrics(sums, hidden)
     # The kernel has counted only the rows it was given.
     left_out = counted - metrics["tokens"]
@@ -201,13 +201,13 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, batch: TokenBatch, options: LossOptions, chunk: int, is_training: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, batch: TokenBatch, terms: LossTerms, chunk: int, is_training: bool
     ) -> Tensor:
         needs_hidden, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
         chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight)
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=hidden.device)
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
         for start, stop, logits in chunks:
-            arguments = loss_arguments(batch.rows(start, stop), options)
+            arguments = loss_arguments(batch.rows(start, stop), terms)
             if needs_hidden or needs_weight:
                 sums += kernels.token_loss_(logits, **arguments)
                 chunks.back(start, stop, logits)

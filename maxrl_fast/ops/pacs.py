@@ -6,7 +6,7 @@ from torch import Tensor
 from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_choice, check_finite, check_tensor, check_whole
-from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS
+from maxrl_fast.ops.pacs_kernel import DTYPES, PacsSums
 from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 
@@ -121,13 +121,12 @@ def pacs_loss(
         weight == "balanced",
         denominator,
     )
-    named = dict(zip(PACS_SUMS, sums.detach().unbind(), strict=True))
-    correct = named["correct"]
+    named = PacsSums(*sums.detach().unbind())
     metrics = {
         "cross_entropy": cross_entropy.detach(),
-        "accuracy": named["accurate"] / max(size, 1),
-        "reward_proxy": named["proxy"] / max(size, 1),
-        "score_correct": named["score_correct"] / correct.clamp_min(1),
-        "score_wrong": named["score_wrong"] / (size - correct).clamp_min(1),
+        "accuracy": named.accurate / max(size, 1),
+        "reward_proxy": named.proxy / max(size, 1),
+        "score_correct": named.score_correct / named.correct.clamp_min(1),
+        "score_wrong": named.score_wrong / (size - named.correct).clamp_min(1),
     }
     return sums[0].to(reward_proxy.dtype), metrics

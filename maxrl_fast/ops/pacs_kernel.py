@@ -1,17 +1,30 @@
 """The operators behind PACS, on the CPU and on CUDA."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address, operator, register_fake
+from maxrl_fast.ops._gate import address, check_fields, operator, register_fake
 
-# Sums of csrc/pacs.h.
-PACS_SUMS = ("loss", "accurate", "proxy", "score_correct", "score_wrong", "correct")
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+class PacsSums(NamedTuple):
+    """PacsSums of csrc/pacs.h: scalars."""
+
+    loss: Tensor
+    accurate: Tensor  # rollouts whose score has the sign of their label
+    proxy: Tensor
+    score_correct: Tensor
+    score_wrong: Tensor
+    correct: Tensor  # rollouts with label 1
+
+
+NUM_SUMS = len(PacsSums._fields)
+check_fields("PacsSums", PacsSums._fields)
 
 
 @operator()
@@ -24,11 +37,11 @@ def pacs_loss(
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of PACS_SUMS [6], the cross-entropies [S], and the gradient of the loss in the proxies [S]."""
+    """Return the PacsSums [6], the cross-entropies [S], and the gradient of the loss in the proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
-    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else len(PACS_SUMS)
+    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=device)
     pacs = _C.Pacs(
         num_groups=num_groups,
@@ -45,7 +58,7 @@ def pacs_loss(
     unusable = _gate.launch("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
-    return sums[: len(PACS_SUMS)], cross_entropy, gradient
+    return sums[:NUM_SUMS], cross_entropy, gradient
 
 
 @register_fake(pacs_loss)
@@ -58,7 +71,7 @@ def _(
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = proxies.new_empty(len(PACS_SUMS), dtype=torch.float64)
+    sums = proxies.new_empty(NUM_SUMS, dtype=torch.float64)
     return sums, torch.empty_like(proxies), torch.empty_like(proxies)
 
 
@@ -123,7 +136,7 @@ def log_ratio_reward_backward(
         device,
         dtype=DTYPES[dtype],
         sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
-        by_proxies=address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,), device),
+        grad_proxies=address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,), device),
         gradient=gradient.data_ptr(),
     )
     return gradient

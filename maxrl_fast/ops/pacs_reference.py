@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from maxrl_fast.ops.pacs_kernel import PacsSums
+
 
 def log_ratio_reward_reference(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
@@ -51,6 +53,12 @@ def pacs_loss_reference(
     weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
     cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
     loss, psi = (weight * cross_entropy).sum() / denominator, psi.detach()
-    sums = [loss, ((psi > 0) == (y > 0)).double().sum(), r.detach().sum()]
-    sums += [(psi * y).sum(), (psi * (1 - y)).sum(), y.sum()]
+    sums = PacsSums(
+        loss=loss,
+        accurate=((psi > 0) == (y > 0)).double().sum(),
+        proxy=r.detach().sum(),
+        score_correct=(psi * y).sum(),
+        score_wrong=(psi * (1 - y)).sum(),
+        correct=y.sum(),
+    )
     return torch.stack(sums), cross_entropy.detach().to(proxies.dtype)

@@ -15,7 +15,7 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 
 @dataclass(frozen=True)
-class LossOptions:
+class LossTerms:
     """The choices that make a loss. Every token's loss is weighted by TokenBatch.denominator and sequence_tokens."""
 
     loss: str
@@ -91,22 +91,22 @@ class TokenBatch:
                     chosen[name] = torch.cat([values, values.new_ones(1)])
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
-    def can_teach(self, options: LossOptions) -> Tensor:
+    def has_gradient(self, terms: LossTerms) -> Tensor:
         """Which tokens [T] have a gradient at all."""
         keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-        if options.needs_every_row:
+        if terms.needs_every_row:
             return keep
         for factor in (self.advantages, self.importance_weights):
             if factor is not None:
                 keep = keep & self.by_token(factor != 0)
         return keep
 
-    def needed_rows(self, options: LossOptions) -> Tensor:
+    def needed_rows(self, terms: LossTerms) -> Tensor:
         """Which tokens [T] the loss needs: those that can teach, and for gspo the rest of their sequences that counts."""
         factors = [self.advantages] + ([] if self.importance_weights is None else [self.importance_weights])
-        if options.loss == "gspo" and any(self.is_per_token(factor) for factor in factors):
+        if terms.loss == "gspo" and any(self.is_per_token(factor) for factor in factors):
             return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-        return self.can_teach(options)
+        return self.has_gradient(terms)
 
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
         """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""
@@ -145,15 +145,15 @@ def prepare(
     aggregation: str,
     mask: Tensor | None,
     denominator: float | Tensor | None,
-) -> tuple[TokenBatch, LossOptions]:
+) -> tuple[TokenBatch, LossTerms]:
     """Check the arguments of ops.policy_gradient_loss for T, V = shape, and bring them to the kernels' types.
 
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
     """
-    options = _options(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    terms = _terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
-    if options.kl_coef and ref_logprobs is None:
+    if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
@@ -206,10 +206,10 @@ def prepare(
         sequence_tokens=sequence_tokens,
         denominator=_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device),
     )
-    return batch, options
+    return batch, terms
 
 
-def _options(
+def _terms(
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -217,10 +217,10 @@ def _options(
     kl: str,
     kl_coef: float,
     entropy_coef: float,
-) -> LossOptions:
+) -> LossTerms:
     check_choice("loss", loss, LOSSES)
     check_choice("kl", kl, KL_ESTIMATORS)
-    return LossOptions(
+    return LossTerms(
         loss,
         check_number("clip_low", clip_low, "a number of at least 0", lambda x: x >= 0),
         check_number("clip_high", clip_high, "a number of at least 0", lambda x: x >= 0),

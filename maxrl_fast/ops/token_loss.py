@@ -10,8 +10,10 @@ from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_flag, check_tensor
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, split_temperature
+from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
+
+_MEANS = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")  # over the tokens with a gradient
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def policy_gradient_loss(
     Returns:
         The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached scalars on the device, float64:
         tokens (that count), dropped_tokens (those of them that cannot teach), and means over the others: ratio, clipped_low
-        and clipped_high (whether the clip limited the ratio), kl, entropy, mismatch (|logp - old|). 0 where there are none.
+        and clipped_high (whether the clip limited the ratio), kl, entropy, logprob_diff (|logp - old|). 0 where there are none.
 
     Raises:
         ValueError: on an unknown name, on shapes, dtypes, devices and numbers that do not fit, where reference log-probs or
@@ -118,7 +120,7 @@ def policy_gradient_loss(
     """
     shape = _shape(logits)
     check_flag("in_place", in_place)
-    batch, options = prepare(
+    batch, terms = prepare(
         logits.dtype,
         logits.device,
         shape,
@@ -144,10 +146,10 @@ def policy_gradient_loss(
     if in_place and needs_gradient and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device):
-        return loss_and_metrics(token_loss_reference(logits, batch, options), logits)
-    if options.loss == "gspo" and batch.old_logprobs is not None:
+        return loss_and_metrics(token_loss_reference(logits, batch, terms), logits)
+    if terms.loss == "gspo" and batch.old_logprobs is not None:
         batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))
-    arguments = loss_arguments(batch, options)
+    arguments = loss_arguments(batch, terms)
     if in_place and needs_gradient:
         sums = overwrite(logits, arguments)
     else:
@@ -168,12 +170,12 @@ def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What policy_gradient_loss returns, from token_kernel.SUMS."""
-    named = dict(zip(SUMS, sums.detach().unbind(), strict=True))
-    counted = {name: named[name] for name in ("tokens", "dropped_tokens")}
-    read = (named["tokens"] - named["dropped_tokens"]).clamp_min(1)
-    means = {name: named[name] / read for name in SUMS[3:]}
-    return sums[0].to(real_dtype(like.dtype)), counted | means
+    """Return what policy_gradient_loss returns, from LossSums [9]."""
+    named = LossSums(*sums.detach().unbind())
+    read = (named.tokens - named.dropped_tokens).clamp_min(1)
+    means = {name: getattr(named, name) / read for name in _MEANS}
+    metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
+    return sums[0].to(real_dtype(like.dtype)), metrics
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:

@@ -4,15 +4,15 @@ the logits' place), `token_logprobs`, `token_logprobs_backward` and `token_logpr
 A forward pass of token_loss writes the gradient already: the logits are read once, whatever the loss.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address, operator, register_fake
-from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, real_dtype
+from maxrl_fast.ops._gate import address, check_fields, operator, register_fake
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
     torch.float32: "float32",
@@ -20,16 +20,32 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-# Sums of csrc/token_loss.h: the loss, weighted; tokens that count; those of them not read, because they teach nothing; and
-# sums over the tokens read.
-SUMS = ("loss", "tokens", "dropped_tokens", "ratio", "clipped_low", "clipped_high", "kl", "entropy", "mismatch")
 
 
-def loss_arguments(batch: TokenBatch, options: LossOptions) -> dict[str, Any]:
+class LossSums(NamedTuple):
+    """LossSums of csrc/token_loss.h: scalars, or floats."""
+
+    loss: Tensor  # weighted
+    tokens: Tensor  # that are not masked
+    dropped_tokens: Tensor  # how many of these have no gradient; the sums below are over the others
+    ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    kl: Tensor
+    entropy: Tensor
+    logprob_diff: Tensor  # |logp - old|
+
+
+NUM_SUMS = len(LossSums._fields)
+check_fields("LossSums", LossSums._fields)
+check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
+
+
+def loss_arguments(batch: TokenBatch, terms: LossTerms) -> dict[str, Any]:
     """Return the arguments of token_loss and token_loss_ beside the logits, by name."""
     tensors = {name: getattr(batch, name) for name in TokenBatch.__dataclass_fields__ if name != "temperature"}
     temperatures, temperature = split_temperature(batch.temperature)
-    return {**tensors, "temperatures": temperatures, "temperature": temperature, **vars(options)}
+    return {**tensors, "temperatures": temperatures, "temperature": temperature, **vars(terms)}
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -83,8 +99,8 @@ class _Call:
         """Write `gradient`, which may be the logits."""
         self.run(
             "token_logprobs_backward",
-            by_logprobs=self.address("grad_logprobs", grad_logprobs, self.real),
-            by_entropy=self.address("grad_entropy", grad_entropy, self.real),
+            grad_logprobs=self.address("grad_logprobs", grad_logprobs, self.real),
+            grad_entropy=self.address("grad_entropy", grad_entropy, self.real),
             gradient=self.matrix("gradient", gradient),
         )
 
@@ -118,7 +134,7 @@ def token_loss(
     entropy_coef: float,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of SUMS [9] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
+    """Return the LossSums [9] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
     batch = TokenBatch(
         targets=targets,
         cu_seqlens=cu_seqlens,
@@ -132,7 +148,7 @@ def token_loss(
         denominator=denominator,
         sequence_log_ratio=sequence_log_ratio,
     )
-    options = LossOptions(
+    terms = LossTerms(
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -142,9 +158,9 @@ def token_loss(
         entropy_coef=entropy_coef,
     )
     if not needs_gradient:
-        return _run_token_loss(logits, None, batch, options), logits.new_empty(0, 0)
+        return _run_token_loss(logits, None, batch, terms), logits.new_empty(0, 0)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return _run_token_loss(logits, gradient, batch, options), gradient
+    return _run_token_loss(logits, gradient, batch, terms), gradient
 
 
 @register_fake(token_loss)
@@ -172,7 +188,7 @@ def _(
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     shape = logits.shape if needs_gradient else (0, 0)
-    return logits.new_empty(len(SUMS), dtype=torch.float64), logits.new_empty(shape)
+    return logits.new_empty(NUM_SUMS, dtype=torch.float64), logits.new_empty(shape)
 
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -219,7 +235,7 @@ def token_loss_(
     kl_coef: float,
     entropy_coef: float,
 ) -> Tensor:
-    """Return the sums of SUMS [9], and write the gradient of the loss in the logits over the logits."""
+    """Return the LossSums [9], and write the gradient of the loss in the logits over the logits."""
     batch = TokenBatch(
         targets=targets,
         cu_seqlens=cu_seqlens,
@@ -233,7 +249,7 @@ def token_loss_(
         denominator=denominator,
         sequence_log_ratio=sequence_log_ratio,
     )
-    options = LossOptions(
+    terms = LossTerms(
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -242,7 +258,7 @@ def token_loss_(
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
     )
-    return _run_token_loss(logits, logits, batch, options)
+    return _run_token_loss(logits, logits, batch, terms)
 
 
 @register_fake(token_loss_)
@@ -268,10 +284,10 @@ def _(
     kl_coef: float,
     entropy_coef: float,
 ) -> Tensor:
-    return logits.new_empty(len(SUMS), dtype=torch.float64)
+    return logits.new_empty(NUM_SUMS, dtype=torch.float64)
 
 
-def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, options: LossOptions) -> Tensor:
+def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [9], and write `gradient`, which may be the logits."""
     call = _Call(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
@@ -297,17 +313,17 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
         sequence_tokens=call.address("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
         denominator=address("denominator", batch.denominator, torch.float64, (), call.device),
     )
-    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else len(SUMS)
+    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.run(
         "token_loss",
         sequences=sequences,
-        options=_C.LossOptions(**vars(options)),
+        terms=_C.LossTerms(**vars(terms)),
         gradient=_C.Matrix(0, 0) if gradient is None else call.matrix("gradient", gradient),
         sums=sums.data_ptr(),
     )
     call.refuse(row, batch.targets)
-    return sums[: len(SUMS)]
+    return sums[:NUM_SUMS]
 
 
 @operator()

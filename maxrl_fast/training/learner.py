@@ -58,7 +58,7 @@ class LossSettings:
         return advantages != 0
 
 
-TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "mismatch")
+TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class UpdateMetrics:
     clipped_low: float
     clipped_high: float
     kl: float
-    mismatch: float  # |logp - sampled logp|
+    logprob_diff: float  # |logp - sampled logp|
     moment_variance: float = 0.0  # after the step
 
 
@@ -320,7 +320,7 @@ class Learner:
         logprobs = self.logprobs(self.model, prompts, rollouts, everything)
         difference = logprobs - rollouts.logprobs
         weights = difference.exp().clamp_max(cap)
-        metrics = {"mismatch": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
+        metrics = {"logprob_diff": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
         return dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights), metrics
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ def step_metrics(
     seconds: dict[str, float],
 ) -> dict[str, float]:
     """Means over the rollouts of the step, of rewards over all that were sampled; of the loss, and of the gradient's norm and
-    moments over the updates; of ratios, clips, divergence and mismatch over the tokens trained on.
+    moments over the updates; of ratios, clips, divergence and logprob_diff over the tokens trained on.
 
     Args:
         advantages: [G, N].
@@ -45,7 +45,7 @@ def step_metrics(
         "truncated": float(rollouts.truncated.float().mean()),
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
-        **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "mismatch")},
+        **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "logprob_diff")},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
         "num_tokens": collected.num_tokens,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossOptions, TokenBatch
+from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossTerms, TokenBatch
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
@@ -369,7 +369,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     assert is_positive(divisor)
     clips = [as_float(x) for x in (clip_low, clip_high)]
     assert min(clips) >= 0
-    options = LossOptions(loss, *clips, math.inf if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef)
+    options = LossTerms(loss, *clips, math.inf if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef)
     by_sequence = torch.tensor(counted) if aggregation == "seq_mean_token_mean" else None
     keep = torch.tensor(counts, dtype=torch.bool)
     bounds = torch.tensor(bounds)
@@ -385,7 +385,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     assert metrics["dropped_tokens"] == sums[2]
     if not (sums.isfinite().all() and z.isfinite().all() and sums.abs().max() < 1e20):
         return
-    names = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "mismatch")
+    names = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
     for name, expected in zip(names, sums[3:] / max(1, float((sums[1] - sums[2]).detach())), strict=True):
         assert_close(metrics[name], expected.detach(), tolerance, expected.abs().clamp_min(1))
     ours = [logits] if leaves is None else leaves[2]
@@ -758,7 +758,7 @@ def test_a_length_below_0_and_an_option_without_a_number_are_refused():
 def test_the_reference_reads_all_of_a_sequence_whose_ratio_it_takes():
     """gspo's ratio is the mean over the tokens that count, also over those whose own advantage is 0."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
-    options = LossOptions("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
+    options = LossTerms("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
     adv, old = torch.tensor([1.0, 0.0]).double(), torch.tensor([-0.5, -0.5]).double()
     batch = TokenBatch(
         torch.zeros(2).long(), torch.tensor([0, 2]), adv, None, old, None, 1.0, None, None, torch.ones(()).double()

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from maxrl_fast import _C
 from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops._gate import check_fields
+from maxrl_fast.ops.token_loss_kernel import LossSums
 
 LENGTHS = [3, 1, 4]
 T, V = sum(LENGTHS), 7
@@ -152,7 +155,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(exa
     loss, metrics = policy_gradient_loss(logits, **example, loss="ppo")
     reinforce, _ = policy_gradient_loss(logits, **example, loss="reinforce")
     assert metrics["ratio"].item() == 1
-    assert metrics["mismatch"].item() == 0
+    assert metrics["logprob_diff"].item() == 0
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(reinforce, logits)[0])
 
 
@@ -223,7 +226,7 @@ def test_metrics(example):
         "clipped_high": 1 / 7,  # token 0 (A = 1.5), not token 4 (A = -.7)
         "kl": 0.25**2 / 2,
         "entropy": entropy[:7].mean(),
-        "mismatch": log_ratio[:7].abs().mean(),
+        "logprob_diff": log_ratio[:7].abs().mean(),
     }
     assert set(metrics) == set(expected)
     for name, value in expected.items():
@@ -272,3 +275,10 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
 def test_bad_options(example, options, message):
     with pytest.raises(ValueError, match=message):
         policy_gradient_loss(**(example | options))
+
+
+def test_a_compiled_module_whose_sums_have_other_names_is_refused(monkeypatch):
+    check_fields("LossSums", LossSums._fields)
+    monkeypatch.setitem(_C.FIELDS, "LossSums", LossSums._fields[::-1])
+    with pytest.raises(ImportError, match=r"maxrl_fast._C does not fit .* its LossSums has the fields \('logprob_diff',"):
+        check_fields("LossSums", LossSums._fields)

@@ -1,13 +1,14 @@
 """What the token losses are made of besides logits: the checked arguments of ops.policy_gradient_loss."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_number, check_tensor, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
 
 LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
@@ -38,8 +39,10 @@ class TokenBatch:
 
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64
-    advantages: Tensor  # [S] or [T]
-    importance_weights: Tensor | None  # [S] or [T]
+    advantages: Tensor  # [T] if advantages_per_token, else [S]
+    advantages_per_token: bool
+    importance_weights: Tensor | None  # [T] if importance_weights_per_token, else [S]
+    importance_weights_per_token: bool
     old_logprobs: Tensor | None  # [T]
     ref_logprobs: Tensor | None  # [T]
     temperature: float | Tensor  # or [T]
@@ -55,64 +58,60 @@ class TokenBatch:
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    def is_per_token(self, values: Tensor) -> bool:
-        """Whether `values` has one number a token; as many as sequences are one a sequence."""
-        return len(values) != self.num_sequences
+    def by_token(self, per_sequence: Tensor) -> Tensor:
+        """Return one number a sequence [S] as one a token [T]."""
+        return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
-    def by_token(self, values: Tensor) -> Tensor:
-        """`values` [S] or [T] as [T]."""
-        if self.is_per_token(values):
-            return values
-        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=len(self))
+    def factors(self) -> list[Tensor]:
+        """Return the factors of the policy-gradient term, [T] each: advantages, and importance weights where given."""
+        factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
+        if self.importance_weights is not None:
+            weights = self.importance_weights
+            factors.append(weights if self.importance_weights_per_token else self.by_token(weights))
+        return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Tokens `start` to `stop - 1`, of all sequences: those that lie elsewhere become empty."""
+        """Return tokens `start` to `stop - 1`. All sequences stay; those that lie elsewhere become empty."""
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
     def take(self, index: Tensor) -> "TokenBatch":
-        """The tokens of an ascending `index` int64."""
+        """Return the tokens of an ascending `index` int64. All sequences stay."""
         return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
 
-    def _with_tokens(self, choose: Any, cu_seqlens: Tensor) -> "TokenBatch":
+    def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
         per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
-        per_sequence = ["sequence_tokens", "sequence_log_ratio"]
-        for name in ("advantages", "importance_weights"):
-            values = getattr(self, name)
-            (per_token if values is not None and self.is_per_token(values) else per_sequence).append(name)
-        if isinstance(self.temperature, Tensor):
-            per_token.append("temperature")
-        chosen = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
-        if len(chosen["targets"]) == self.num_sequences:
-            # One number a token must not pass for one a sequence: an empty sequence more tells them apart.
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:]])
-            for name in per_sequence:
-                if (values := getattr(self, name)) is not None:
-                    chosen[name] = torch.cat([values, values.new_ones(1)])
+        per_token += ["advantages"] * self.advantages_per_token
+        per_token += ["importance_weights"] * self.importance_weights_per_token
+        per_token += ["temperature"] * isinstance(self.temperature, Tensor)
+        chosen: dict[str, Any] = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
+    def counted(self) -> Tensor:
+        """Return which tokens [T] are not masked."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+
     def has_gradient(self, terms: LossTerms) -> Tensor:
-        """Which tokens [T] have a gradient at all."""
-        keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+        """Return which tokens [T] have a gradient at all."""
+        keep = self.counted()
         if terms.needs_every_row:
             return keep
-        for factor in (self.advantages, self.importance_weights):
-            if factor is not None:
-                keep = keep & self.by_token(factor != 0)
+        for factor in self.factors():
+            keep = keep & (factor != 0)
         return keep
 
     def needed_rows(self, terms: LossTerms) -> Tensor:
-        """Which tokens [T] the loss needs: those that can teach, and for gspo the rest of their sequences that counts."""
-        factors = [self.advantages] + ([] if self.importance_weights is None else [self.importance_weights])
-        if terms.loss == "gspo" and any(self.is_per_token(factor) for factor in factors):
-            return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+        """Return which tokens [T] the loss reads: those with a gradient; for gspo all that are not masked, since the ratio of a
+        sequence is a mean over them, unless whole sequences have no gradient."""
+        if terms.loss == "gspo" and (self.advantages_per_token or self.importance_weights_per_token):
+            return self.counted()
         return self.has_gradient(terms)
 
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
         """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""
         assert self.old_logprobs is not None
         log_ratio = logprobs - self.old_logprobs
-        keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+        keep = self.counted()
         # Sums by position and not by index_add, whose order of addition a GPU leaves to chance.
         sums = _sums(torch.where(keep, log_ratio, 0.0).double(), self.cu_seqlens)
         return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
@@ -131,9 +130,11 @@ def prepare(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
+    advantages_per_token: bool | None,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool | None,
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -157,56 +158,81 @@ def prepare(
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-    for name, values in (
-        ("advantages", advantages),
-        ("importance_weights", importance_weights),
-        ("old_logprobs", old_logprobs),
-        ("ref_logprobs", ref_logprobs),
-        ("mask", mask),
-    ):
-        if values is not None or name == "advantages":
-            check_tensor(name, values, device, "the logits are")
-    real = real_dtype(logits_dtype)
-    num_tokens = shape[0]
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (num_tokens,)):
-        raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+    check_tensor("advantages", advantages, device, "the logits are")
+    _check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_rows(shape, targets, temperature, device, mask)
-    check_sequences(cu_seqlens, num_tokens, device)
-    num_sequences = len(cu_seqlens) - 1
-    for name, values in (("advantages", advantages), ("importance_weights", importance_weights)):
-        if values is not None and (values.dim() != 1 or len(values) not in (num_tokens, num_sequences)):
-            raise ValueError(
-                f"{name} must be [S] = [{num_sequences}] or [T] = [{num_tokens}], got the shape {tuple(values.shape)}"
-            )
-    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
-        if values is not None and values.shape != (num_tokens,):
-            raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
-    if importance_weights is not None and can_look_at(importance_weights):
-        of_tokens = mask if len(importance_weights) != num_sequences else None
-        _check_values("importance_weights", importance_weights, "at least 0", importance_weights.float() < 0, of_tokens)
+    check_sequences(cu_seqlens, shape[0], device)
+    per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
+    weights_per_token = False
+    if importance_weights is not None:
+        check_tensor("importance_weights", importance_weights, device, "the logits are")
+        weights_per_token = _is_per_token(
+            "importance_weights", importance_weights, importance_weights_per_token, cu_seqlens, shape[0]
+        )
+        if can_look_at(importance_weights):
+            is_below = importance_weights.float() < 0
+            _check_values("importance_weights", importance_weights, "at least 0", is_below, mask if weights_per_token else None)
+    real = real_dtype(logits_dtype)
 
-    def cast(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.detach().to(real).contiguous()
+    def cast(values: Tensor) -> Tensor:
+        return values.detach().to(real).contiguous()
 
     cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
     sequence_tokens = None
     if aggregation == "seq_mean_token_mean":
         sequence_tokens = cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens).long()
-    advantages_ = cast(advantages)
-    assert advantages_ is not None
     batch = TokenBatch(
         targets=targets.to(torch.int64).contiguous(),
         cu_seqlens=cu_seqlens,
-        advantages=advantages_,
-        importance_weights=cast(importance_weights),
-        old_logprobs=cast(old_logprobs),
-        ref_logprobs=cast(ref_logprobs),
-        temperature=temperature.detach().to(real).contiguous() if isinstance(temperature, Tensor) else float(temperature),
+        advantages=cast(advantages),
+        advantages_per_token=per_token,
+        importance_weights=None if importance_weights is None else cast(importance_weights),
+        importance_weights_per_token=weights_per_token,
+        old_logprobs=None if old_logprobs is None else cast(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else cast(ref_logprobs),
+        temperature=cast(temperature) if isinstance(temperature, Tensor) else float(temperature),
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
-        denominator=_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device),
+        denominator=_denominator(denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device),
     )
     return batch, terms
+
+
+def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **logprobs: Tensor | None) -> None:
+    """Raise ValueError or TypeError where the mask or log-probabilities are not [T]."""
+    for name, values in logprobs.items():
+        if values is not None:
+            check_tensor(name, values, device, "the logits are")
+            if values.shape != (num_tokens,):
+                raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
+    if mask is not None:
+        check_tensor("mask", mask, device, "the logits are")
+        if mask.dtype != torch.bool or mask.shape != (num_tokens,):
+            raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+
+
+def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
+    """Return whether `values` are one number a token [T]; else they are one a sequence [S].
+
+    With T = S and no word from the caller, both are read alike where every sequence has one token. Only a CPU can look: a GPU
+    would have to wait.
+    """
+    num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
+    by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
+    sizes, wanted = [num_sequences, num_tokens], f"{by_sequence} or {by_token}"
+    if given is not None:
+        check_flag(keyword, given)
+        sizes, wanted = ([num_tokens], by_token) if given else ([num_sequences], by_sequence)
+    if values.dim() != 1 or len(values) not in sizes:
+        raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
+    if given is not None:
+        return given
+    if num_tokens == num_sequences > 0 and not (can_look_at(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
+        raise ValueError(
+            f"{name} may be one a token or one a response, since T = S = {num_tokens}: "
+            f"say which by {keyword}=True or {keyword}=False"
+        )
+    return len(values) != num_sequences
 
 
 def _terms(

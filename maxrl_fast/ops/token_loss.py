@@ -50,9 +50,11 @@ def policy_gradient_loss(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
+    advantages_per_token: bool | None = None,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    importance_weights_per_token: bool | None = None,
     loss: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -88,10 +90,13 @@ def policy_gradient_loss(
         targets: [T] whole numbers.
         advantages: [S], one a response, or [T].
         cu_seqlens: [S+1] whole numbers, from 0 to T.
+        advantages_per_token: whether advantages are one a token. Default: by their length. With T = S it must be given, except
+            on a CPU where every response has one token.
         old_logprobs: [T] of the sampling policy; absent, the ratio is exactly 1 and its gradient that of logp.
         ref_logprobs: [T] of the reference policy, needed when kl_coef is not 0.
         importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that were
             sampled by another policy or engine.
+        importance_weights_per_token: likewise for importance_weights.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
         aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" takes each
@@ -127,9 +132,11 @@ def policy_gradient_loss(
         targets,
         advantages,
         cu_seqlens,
+        advantages_per_token=advantages_per_token,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
+        importance_weights_per_token=importance_weights_per_token,
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,

@@ -118,7 +118,9 @@ def token_loss(
     temperature: float,
     cu_seqlens: Tensor,
     advantages: Tensor,
+    advantages_per_token: bool,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sequence_log_ratio: Tensor | None,
@@ -139,7 +141,9 @@ def token_loss(
         targets=targets,
         cu_seqlens=cu_seqlens,
         advantages=advantages,
+        advantages_per_token=advantages_per_token,
         importance_weights=importance_weights,
+        importance_weights_per_token=importance_weights_per_token,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         temperature=temperature if temperatures is None else temperatures,
@@ -171,7 +175,9 @@ def _(
     temperature: float,
     cu_seqlens: Tensor,
     advantages: Tensor,
+    advantages_per_token: bool,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sequence_log_ratio: Tensor | None,
@@ -220,7 +226,9 @@ def token_loss_(
     temperature: float,
     cu_seqlens: Tensor,
     advantages: Tensor,
+    advantages_per_token: bool,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sequence_log_ratio: Tensor | None,
@@ -240,7 +248,9 @@ def token_loss_(
         targets=targets,
         cu_seqlens=cu_seqlens,
         advantages=advantages,
+        advantages_per_token=advantages_per_token,
         importance_weights=importance_weights,
+        importance_weights_per_token=importance_weights_per_token,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         temperature=temperature if temperatures is None else temperatures,
@@ -269,7 +279,9 @@ def _(
     temperature: float,
     cu_seqlens: Tensor,
     advantages: Tensor,
+    advantages_per_token: bool,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     sequence_log_ratio: Tensor | None,
@@ -292,20 +304,16 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
     call = _Call(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 
-    def values_at(name: str, values: Tensor | None) -> tuple[int, bool]:
-        """The address of one number a sequence or a token, and whether they are one a token."""
-        is_per_token = values is not None and batch.is_per_token(values)
-        return call.address(name, values, call.real, *(() if is_per_token else (num_sequences,))), is_per_token
+    def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
+        return call.address(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
-    advantages, advantages_per_token = values_at("advantages", batch.advantages)
-    importance_weights, importance_per_token = values_at("importance_weights", batch.importance_weights)
     sequences = _C.Sequences(
         num_sequences=num_sequences,
         cu_seqlens=call.address("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
-        advantages=advantages,
-        advantages_per_token=advantages_per_token,
-        importance_weights=importance_weights,
-        importance_per_token=importance_per_token,
+        advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
+        advantages_per_token=batch.advantages_per_token,
+        importance_weights=values_at("importance_weights", batch.importance_weights, batch.importance_weights_per_token),
+        importance_per_token=batch.importance_weights_per_token,
         old_logprobs=call.address("old_logprobs", batch.old_logprobs, call.real),
         ref_logprobs=call.address("ref_logprobs", batch.ref_logprobs, call.real),
         sequence_log_ratio=call.address("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),

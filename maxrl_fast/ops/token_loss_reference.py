@@ -18,15 +18,15 @@ def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float
 
 def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the LossSums, float64 [9]; the first, the loss, is differentiable by autograd."""
-    keep = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+    keep = batch.counted()
     must_read = batch.has_gradient(terms)
     # What is masked may be anything; NaN would come back through a gradient of 0.
     logits = torch.where(batch.needed_rows(terms)[:, None], logits, 0.0)
     logp, entropy = token_logprobs_reference(logits, batch.targets.where(keep, 0), batch.temperature)
     old, ref = (None if x is None else torch.where(keep, x, logp.detach()) for x in (batch.old_logprobs, batch.ref_logprobs))
-    advantage = batch.by_token(batch.advantages)
-    if batch.importance_weights is not None:
-        advantage = advantage * batch.by_token(batch.importance_weights)
+    advantage, *importance = batch.factors()
+    for weights in importance:
+        advantage = advantage * weights
 
     log_ratio = logp - (logp.detach() if old is None else old)
     logprob_diff = log_ratio.abs()

@@ -335,7 +335,8 @@ def test_token_logprobs(data):
 def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=None, ref_logprobs=None, mask=None,
                importance_weights=None, loss="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, kl="k3", kl_coef=0.0,
                entropy_coef=0.0, temperature=1.0, aggregation="token_mean", denominator=None, in_place=False, values=None,
-               chunk_tokens=None, leaves=None, tolerance=None):  # fmt: skip
+               chunk_tokens=None, leaves=None, tolerance=None, advantages_per_token=None,
+               importance_weights_per_token=None):  # fmt: skip
     """The reference on the same numbers, contiguous and in float64. `values`: the logits before they were overwritten."""
     real, total = torch.promote_types(logits.dtype, torch.float32), len(logits)
     z = exact(logits if values is None else values).requires_grad_() if leaves is None else leaves[0] @ leaves[1].T
@@ -344,24 +345,32 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     lengths, sequences = [b - a for a, b in pairwise(bounds)], len(bounds) - 1
     counted = [sum(counts[a:b]) for a, b in pairwise(bounds)]
 
-    def per_token(x):
+    def checked(x, per_token):
+        """The numbers in float64, and whether they are one a token."""
         assert x.dim() == 1
-        assert len(x) in (sequences, total)
-        return exact(x.to(real) if x.dtype == torch.float64 else x)
+        if per_token is None:
+            assert len(x) in (sequences, total)
+            assert sequences != total or set(lengths) <= {1}
+            per_token = len(x) != sequences
+        assert len(x) == (total if per_token else sequences)
+        return exact(x.to(real) if x.dtype == torch.float64 else x), per_token
 
-    weights = None if importance_weights is None else per_token(importance_weights)
-    if weights is not None:
-        of_tokens = len(weights) != sequences
+    weights, of_tokens = None, False
+    if importance_weights is not None:
+        weights, of_tokens = checked(importance_weights, importance_weights_per_token)
         assert not any(w < 0 and (not of_tokens or counts[t]) for t, w in enumerate(weights.tolist()))
-    adv, old, ref = per_token(advantages), *(None if x is None else exact(x.to(real)) for x in (old_logprobs, ref_logprobs))
+    adv, per_token = checked(advantages, advantages_per_token)
+    old, ref = (None if x is None else exact(x.to(real)) for x in (old_logprobs, ref_logprobs))
 
-    def by_token(x):
-        return x if len(x) != sequences else torch.repeat_interleave(x, torch.tensor(lengths, dtype=torch.int64))
+    def by_token(x, is_already):
+        return x if is_already else torch.repeat_interleave(x, torch.tensor(lengths, dtype=torch.int64))
 
-    teaches = by_token(adv) != 0 if weights is None else (by_token(adv) != 0) & (by_token(weights) != 0)
+    teaches = by_token(adv, per_token) != 0
+    if weights is not None:
+        teaches = teaches & (by_token(weights, of_tokens) != 0)
     read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, teaches.tolist(), strict=True)]
     # A sequence's ratio for gspo needs the tokens that teach nothing themselves.
-    is_whole = loss == "gspo" and any(x is not None and len(x) != sequences for x in (adv, weights))
+    is_whole = loss == "gspo" and (per_token or of_tokens)
     needed = counts if leaves is None or is_whole else read
     targets, tau = reference_rows(z, targets, temperature, needed)
     means = {"token_mean": sum(counted), "seq_sum_constant": 0}.get(aggregation, sequences)
@@ -373,7 +382,8 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     by_sequence = torch.tensor(counted) if aggregation == "seq_mean_token_mean" else None
     keep = torch.tensor(counts, dtype=torch.bool)
     bounds = torch.tensor(bounds)
-    batch = TokenBatch(targets, bounds, adv, weights, old, ref, tau, keep, by_sequence, torch.tensor(divisor).double())
+    divisor = torch.tensor(divisor).double()
+    batch = TokenBatch(targets, bounds, adv, per_token, weights, of_tokens, old, ref, tau, keep, by_sequence, divisor)
     if is_extreme(tau[torch.tensor(read, dtype=torch.bool)]):
         return
     actual, metrics = result
@@ -412,10 +422,16 @@ def loss_arguments(draw):
     def some(values, dtypes, size=tokens):
         return draw_tensor(draw, (size,), values, draw(st.sampled_from(dtypes)))
 
-    either = [tokens, sequences]
-    arguments["advantages"] = some([1.0, -2.0, 0.0], [*FLOATS, torch.int32], draw(st.sampled_from(either)))
+    def either(name, values, dtypes):
+        """One number a token or a sequence, and which they are where the lengths do not say it, or by chance."""
+        per_token = draw(st.booleans())
+        if tokens == sequences or draw(st.booleans()):
+            arguments[f"{name}_per_token"] = per_token
+        return some(values, dtypes, tokens if per_token else sequences)
+
+    arguments["advantages"] = either("advantages", [1.0, -2.0, 0.0], [*FLOATS, torch.int32])
     maybe = {
-        "importance_weights": lambda: some([0.0, 0.5, 1.0, 2.0], FLOATS, draw(st.sampled_from(either))),
+        "importance_weights": lambda: either("importance_weights", [0.0, 0.5, 1.0, 2.0], FLOATS),
         "old_logprobs": lambda: some([-0.5, -1.0, -2.5], FLOATS),
         "mask": lambda: some([False, True, True], [torch.bool]),
         "clip_low": lambda: draw(st.sampled_from([0.1, 0, math.inf])),
@@ -761,7 +777,7 @@ def test_the_reference_reads_all_of_a_sequence_whose_ratio_it_takes():
     options = LossTerms("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
     adv, old = torch.tensor([1.0, 0.0]).double(), torch.tensor([-0.5, -0.5]).double()
     batch = TokenBatch(
-        torch.zeros(2).long(), torch.tensor([0, 2]), adv, None, old, None, 1.0, None, None, torch.ones(()).double()
+        torch.zeros(2).long(), torch.tensor([0, 2]), adv, True, None, False, old, None, 1.0, None, None, torch.ones(()).double()
     )
     ratio = math.exp((-math.log(2) - math.log(1 + math.exp(3)) + 1.0) / 2)
     assert token_loss_reference(logits, batch, options)[0].item() == pytest.approx(-ratio)

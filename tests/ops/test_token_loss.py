@@ -175,11 +175,31 @@ def test_advantages_may_be_per_token_and_all_masked_is_zero(example):
     assert policy_gradient_loss(**example, mask=torch.zeros(T, dtype=torch.bool))[0].item() == 0
 
 
-def test_as_many_advantages_as_responses_are_one_a_response():
-    """Also where that is the number of tokens, because a response is empty."""
-    logits, targets = torch.zeros(2, 4), torch.tensor([0, 1])
-    loss, _ = policy_gradient_loss(logits, targets, torch.tensor([3.0, 5.0]), torch.tensor([0, 0, 2]), loss="reinforce")
-    assert loss.item() == pytest.approx(5 * math.log(4))
+@pytest.mark.parametrize("name", ["advantages", "importance_weights"])
+def test_with_as_many_tokens_as_responses_the_caller_says_which_is_meant(name):
+    """One response is empty, so two numbers could be of the two responses or of the two tokens."""
+    arguments = {"logits": torch.zeros(2, 4), "targets": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 0, 2])}
+    arguments |= {"advantages": torch.ones(1).expand(2), "advantages_per_token": True, name: torch.tensor([3.0, 5.0])}
+    keyword = f"{name}_per_token"
+    for per_token, factor in ((False, 5), (True, 4)):
+        loss, _ = policy_gradient_loss(**arguments | {keyword: per_token}, loss="reinforce")
+        assert loss.item() == pytest.approx(factor * math.log(4))
+    with pytest.raises(ValueError, match=f"since T = S = 2: say which by {keyword}=True or {keyword}=False"):
+        policy_gradient_loss(**arguments | {keyword: None}, loss="reinforce")
+
+
+def test_responses_of_one_token_each_need_no_word():
+    arguments = (torch.zeros(2, 4), torch.tensor([0, 1]), torch.tensor([3.0, 5.0]), torch.tensor([0, 1, 2]))
+    assert policy_gradient_loss(*arguments)[0].item() == policy_gradient_loss(*arguments, advantages_per_token=True)[0].item()
+
+
+def test_numbers_of_another_length_than_the_keyword_says(example):
+    with pytest.raises(ValueError, match=r"advantages must be \[T\] = \[8\], got the shape \(3,\)"):
+        policy_gradient_loss(**example, advantages_per_token=True)
+    with pytest.raises(ValueError, match=r"importance_weights must be \[S\] = \[3\], got the shape \(8,\)"):
+        policy_gradient_loss(**example, importance_weights=torch.ones(T), importance_weights_per_token=False)
+    with pytest.raises(ValueError, match="advantages_per_token must be True or False, got 1"):
+        policy_gradient_loss(**example, advantages_per_token=1)
 
 
 def test_entropy_of_impossible_tokens():

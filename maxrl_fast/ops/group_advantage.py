@@ -1,5 +1,6 @@
 """Group advantages: how much better each rollout did than its group, by any estimator of `ESTIMATORS`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops.arguments import can_look_at, check_flag, check_tensor, check_whole, is_integer
+from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
+INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts")  # what estimators take beside the rewards
 _LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
 
 
@@ -29,6 +32,7 @@ def group_advantage(
     lengths: Tensor | None = None,
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
+    prompts: Sequence[Any] | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
     **options: float,
@@ -46,6 +50,7 @@ def group_advantage(
         lengths: integers like `rewards`, tokens of each response, for opo.
         logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
         greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
+        prompts: one a group, for a registered function that asks for them.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
         max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
@@ -68,73 +73,95 @@ def group_advantage(
     if not shape or (uneven and len(shape) != 1):
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
-    plan_of = _plan if torch.compiler.is_compiling() else _cached_plan  # a compiler traces no cache
-    given = tuple(options.items())
-    try:
-        plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
-    except TypeError:  # what the cache cannot keep is refused by name
-        plan = _plan(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
-    row = plan.row
-    if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
-        _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
-    for name, tensor, kind in (
-        ("offsets", offsets, None),
-        ("group_ids", group_ids, "integers"),
-        ("valid", valid, "bool"),
-        ("lengths", lengths, "integers"),
-        ("logprobs", logprobs, "floating"),
-        ("greedy_correct", greedy_correct, None),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, rewards.device, "the rewards are")
-            if kind is not None:
-                _check_like_rewards(name, tensor, kind, shape)
+    plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    if (lengths is not None, logprobs is not None, greedy_correct is not None, prompts is not None) != plan.inputs:
+        given = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct, "prompts": prompts}
+        _complain_of_inputs(estimator, plan.row, given)
+    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct)
     if max_group_size is not None:
-        check_whole("max_group_size", max_group_size, "a whole number of at least 0", lambda x: x >= 0)
+        check_whole("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
-    if lengths is not None and can_look_at(lengths):
-        _check_lengths(lengths, valid)
 
     dtype = result_dtype(rewards)
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
     if rewards.requires_grad:
         rewards = rewards.detach()
-    rewards = _kernel_dtype(rewards)
     groups = Groups.of(rewards, offsets, group_ids, valid)
-    values = groups.view(rewards)
-    inputs = None
-    if row.before is not None or row.after is not None:
-        inputs = Inputs(
-            groups=groups,
-            rewards=values,
-            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
-            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
-        )
-        if row.before is not None:
-            values = row.before(inputs, plan.options)
-    advantages = _kernel(
-        values,
+    inputs = Inputs(
+        groups=groups,
+        rewards=groups.view(_kernel_dtype(rewards)),
+        lengths=None if lengths is None else groups.view(lengths.long()),
+        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
+        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        prompts=prompts,
+    )
+    if plan.row.custom is not None:
+        advantages = _by_function(plan.row.custom, inputs, k)
+    else:
+        advantages = _by_kernel(estimator, plan, inputs, max_group_size or 0)
+    if advantages.dtype != dtype:
+        advantages = advantages.to(dtype)
+    return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: int) -> Tensor:
+    """Return the advantages, [G, N] or [S], from the kernel and the steps around it."""
+    row, groups = plan.row, inputs.groups
+    advantages: Tensor = _kernel(
+        inputs.rewards if row.before is None else row.before(inputs, plan.options),
         groups.offsets,
         groups.order,
         groups.valid,
-        None if lengths is None else groups.view(lengths if lengths.dtype == torch.int64 else lengths.long()),
+        inputs.lengths,
         estimator,
         plan.parameter,
         plan.eps,
         plan.ddof,
         plan.gain,
         plan.bias,
-        max_group_size or 0,
+        max_group_size,
     )
     if row.after is not None:
-        assert inputs is not None
         advantages = row.after(advantages, inputs, plan.options)
         if groups.valid is not None:
             advantages = advantages.masked_fill(~groups.valid, 0.0)
-    if advantages.dtype != dtype:
-        advantages = advantages.to(dtype)
-    return advantages if advantages.shape == shape else advantages.view(shape)
+    return advantages
+
+
+def _by_function(custom: CustomAdvantage, inputs: Inputs, k: int | None) -> Tensor:
+    """Return the advantages, [G, N] or [S], from a user's function, which takes groups of equal size."""
+    groups = inputs.groups
+    order = groups.order
+    if groups.valid is not None and "valid" not in custom.inputs:
+        raise ValueError(f"{custom.name} has no parameter valid, so all rewards must be there")
+    if groups.offsets is None:
+        shape = groups.shape
+    else:
+        sizes = groups.offsets.diff()
+        sizes = sizes if order is None else sizes[sizes > 0]  # equal ids leave empty groups at the end
+        size = int(sizes[0]) if len(sizes) else 0
+        if not size or bool((sizes != size).any()) or int(groups.offsets[0]) or len(sizes) * size != groups.shape[0]:
+            raise ValueError(f"{custom.name} takes groups of equal size, got the sizes {sizes[:8].tolist()}")
+        shape = (len(sizes), size)
+
+    def even(values: Tensor | None) -> Tensor | None:
+        return None if values is None else (values if order is None else values[order]).view(shape)
+
+    rewards, valid = even(inputs.rewards), even(groups.valid)
+    assert rewards is not None
+    advantages = custom(
+        rewards if rewards.is_floating_point() else rewards.float(),
+        k=k,
+        lengths=even(inputs.lengths),
+        logprobs=even(inputs.logprobs),
+        valid=valid,
+        prompts=inputs.prompts,
+    )
+    if valid is not None:
+        advantages = advantages.masked_fill(~valid, 0.0)
+    advantages = advantages.view(groups.shape)
+    return advantages if order is None else torch.zeros_like(advantages).scatter(0, order, advantages)
 
 
 @dataclass(frozen=True)
@@ -142,7 +169,7 @@ class _Plan:
     """A call's numbers, checked."""
 
     row: Estimator
-    inputs: tuple[bool, bool, bool]  # which of lengths, logprobs, greedy_correct it needs
+    inputs: tuple[bool, bool, bool, bool]  # which of lengths, logprobs, greedy_correct, prompts it needs
     options: dict[str, float]
     parameter: float  # the size (0: the largest that fits) or the quantile
     eps: float
@@ -169,7 +196,7 @@ def _plan(
     gain, bias = row.affine(options)
     return _Plan(
         row=row,
-        inputs=("lengths" in row.inputs, "logprobs" in row.inputs, "greedy_correct" in row.inputs),
+        inputs=tuple(name in row.inputs for name in INPUTS),  # type: ignore[arg-type]  # four of them
         options=options,
         parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
         eps=options.get("eps", 0.0),
@@ -180,6 +207,22 @@ def _plan(
 
 
 _cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
+
+
+def _plan_of(
+    estimator: str, n: int | None, k: int | None, order: int | None, scale_by_k: bool, given: tuple[tuple[str, float], ...]
+) -> _Plan:
+    if torch.compiler.is_compiling():  # a compiler traces no cache
+        return _plan(estimator, n, k, order, scale_by_k, given)
+    try:
+        return _cached_plan(estimator, n, k, order, scale_by_k, given)
+    except TypeError:  # an argument that cannot be hashed is refused by name
+        return _plan(estimator, n, k, order, scale_by_k, given)
+
+
+def forget_plans() -> None:
+    """Forget what was computed from the rows of estimators, after one has changed."""
+    _cached_plan.cache_clear()
 
 
 def _row(estimator: str) -> Estimator:
@@ -195,10 +238,35 @@ def _kernel_dtype(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large whole numbers do not fit into float32
 
 
-def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:
-    for name, tensor in given.items():
-        if (tensor is None) == (name in needed):
-            raise ValueError(f"{estimator} {'needs' if tensor is None else 'takes no'} {name}")
+def _complain_of_inputs(estimator: str, row: Estimator, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if (value is None) == (name in row.inputs):
+            raise ValueError(f"{estimator} {'needs' if value is None else 'takes no'} {name}")
+
+
+def _check_tensors(
+    rewards: Tensor,
+    offsets: Tensor | None,
+    group_ids: Tensor | None,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    logprobs: Tensor | None,
+    greedy_correct: Tensor | None,
+) -> None:
+    for name, tensor, kind in (
+        ("offsets", offsets, None),
+        ("group_ids", group_ids, "integers"),
+        ("valid", valid, "bool"),
+        ("lengths", lengths, "integers"),
+        ("logprobs", logprobs, "floating"),
+        ("greedy_correct", greedy_correct, None),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, rewards.device, "the rewards are")
+            if kind is not None:
+                _check_like_rewards(name, tensor, kind, rewards.shape)
+    if lengths is not None and can_look_at(lengths):
+        _check_lengths(lengths, valid)
 
 
 def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:

@@ -158,6 +158,12 @@ def _tables(estimator: str, parameter: float, sizes: tuple[int, ...], device: to
     return torch.cat([*tables, torch.zeros(0, dtype=torch.float64)]).to(device), starts.to(device)
 
 
+def forget_tables() -> None:
+    """Forget what was computed from the rows of estimators, after one has changed."""
+    for cache in (_formula, _table, _tables):
+        cache.cache_clear()
+
+
 def _check_sizes(estimator: str, parameter: float, largest: int, max_group_size: int) -> None:
     row = KERNEL_ROWS[estimator]
     if max_group_size and largest > max_group_size:

@@ -614,6 +614,7 @@ def test_pacs_loss(data):
 
 
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if callable(getattr(ops, name))])
+@pytest.mark.usefixtures("estimators_as_before")
 def test_no_argument_is_taken_for_granted(name):
     """Each argument of a call that fits is exchanged for every strange object, and every op is called."""
     function, arguments = getattr(ops, name), PLAIN[name]
@@ -643,6 +644,7 @@ PLAIN = {
     "maxrl_advantage": {**_REWARDS, "order": 2},
     "grpo_advantage": {**_REWARDS, "eps": 1e-6, "ddof": 1},
     "rloo_advantage": _REWARDS,
+    "register_estimator": {"name": "mine", "estimator": lambda rewards: rewards, "replace": True},
     "effective_weight": {"estimator": "maxpo", "n": 4, "pass_rate": torch.tensor([0.5]), "k": 2},
     "token_logprobs": {"logits": torch.ones(3, 4), **_ROWS},
     "policy_gradient_loss": {"logits": torch.ones(3, 4), **_LOSS, "in_place": False},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.ops import group_advantage_kernel
+from maxrl_fast.ops.arguments import check_flag
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, KERNEL_ROWS, Estimator, Size
 from maxrl_fast.ops.group_advantage import INPUTS, forget_plans, group_advantage
@@ -31,6 +32,7 @@ def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, 
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the name of an estimator must be a Python identifier, got {name!r:.80}")
+    check_flag("replace", replace)
     if name in KERNEL_ROWS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
     if isinstance(estimator, Estimator):

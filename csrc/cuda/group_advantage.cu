@@ -5,58 +5,26 @@
 
 #include "../kernels.h"
 #include "launch.h"
+#include "reduce.cuh"
 
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 512;
 
 // Threads of a block for groups of up to n.
 inline int threads_for(int64_t n) {
-  int threads = kWarpSize;
+  int threads = kWarp;
   while (2 * threads < n && threads < kMaxThreads) threads *= 2;
   return threads;
 }
 
-// Combines one value of each thread; every thread gets the result. `warps` [kMaxThreads / kWarpSize] in shared memory.
-template <typename Combine>
-__device__ double block_reduce(double value, double* warps, const Combine& combine) {
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffff, value, offset));
-  __syncthreads();  // `warps` may still be read from an earlier call
-  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  value = warps[0];
-  for (int w = 1; w < blockDim.x / kWarpSize; ++w) value = combine(value, warps[w]);
-  return value;
-}
-
-struct Add {
-  __device__ double operator()(double a, double b) const { return a + b; }
-};
 struct Least {
   __device__ double operator()(double a, double b) const { return fmin(a, b); }
 };
 struct Greatest {
   __device__ double operator()(double a, double b) const { return fmax(a, b); }
 };
-
-// The sum over the threads before this one.
-__device__ double block_prefix_sum(double value, double* warps) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  double inclusive = value;
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const double other = __shfl_up_sync(0xffffffff, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  const double last_before = __shfl_up_sync(0xffffffff, inclusive, 1);
-  __syncthreads();  // `warps` may still be read from an earlier call
-  if (lane == kWarpSize - 1) warps[warp] = inclusive;
-  __syncthreads();
-  double before = lane > 0 ? last_before : 0.0;
-  for (int w = 0; w < warp; ++w) before += warps[w];
-  return before;
-}
 
 // Sorts values and indices [padded], a power of two, ascending; places with a negative index last.
 __device__ void bitonic_sort(double* values, int32_t* indices, int padded) {
@@ -111,8 +79,8 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
     fine += sum.fine(term - part);
   }
   const double base = block_reduce(base_coarse, warps, Add()) + block_reduce(base_fine, warps, Add());
-  coarse = block_prefix_sum(coarse, warps);
-  fine = block_prefix_sum(fine, warps);
+  coarse = block_prefix_sum(coarse, warps).before;
+  fine = block_prefix_sum(fine, warps).before;
   double lower = before;
   for (int i = begin; i < end; ++i) {
     const double reward = values[i];
@@ -194,7 +162,7 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, 
 template <typename Reward, typename Advantage>
 __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, const int64_t* lengths, Tables tables, Formula f,
                                        Advantage* advantages, int capacity) {
-  __shared__ double warps[kMaxThreads / kWarpSize];
+  __shared__ double warps[kMaxThreads / kWarp];
   // Offsets on a GPU were not checked: whatever they are, stay inside the array.
   const int64_t begin = max(groups.begin(blockIdx.x), int64_t(0));
   const int64_t size = min(groups.begin(blockIdx.x + int64_t(1)), groups.num_rewards) - begin;

@@ -1,7 +1,7 @@
 """The losses alone, for a trainer of your own: `python examples/token_loss.py`.
 
-A policy of one matrix answers eight prompts with one token each; one token of 64 is right. It learns by MaxRL with PPO's loss,
-then, from the start again, by PACS.
+A policy of one matrix answers eight prompts with one token each; one token of 64 is right. It is trained by MaxRL with PPO's
+loss, then, from the same start, by PACS.
 """
 
 import torch
@@ -12,7 +12,7 @@ G, N, H, V, STEPS = 8, 16, 32, 64, 200
 generator = torch.Generator().manual_seed(0)
 hidden = torch.randn(G, H, generator=generator)  # a model's last hidden states, [prompts, H]
 answers = torch.randint(V, (G,), generator=generator)
-cu_seqlens = torch.arange(G * N + 1)  # responses end to end, of one token each
+cu_seqlens = torch.arange(G * N + 1)  # packed responses of one token each
 
 
 def pass_rate(weight: torch.Tensor) -> float:
@@ -21,7 +21,7 @@ def pass_rate(weight: torch.Tensor) -> float:
 
 def by_maxrl(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
     advantages = ops.maxrl_advantage(rewards).flatten()  # [S]
-    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # no logits kept
+    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # keeps no logits
     return loss
 
 

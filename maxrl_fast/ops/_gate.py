@@ -13,17 +13,17 @@ from maxrl_fast import _C
 
 @lru_cache
 def has_cuda_kernels(device: torch.device) -> bool:
-    """Whether the extension was built with CUDA kernels that this GPU can run: those of Ampere and later."""
+    """Return whether the extension was built with CUDA kernels, and this GPU can run them: Ampere and later."""
     return _C.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the extension's kernels run on this device; else the references in plain PyTorch do."""
+    """Return whether the extension's kernels run on this device; otherwise the plain PyTorch references do."""
     return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether the CUDA kernels run there; the tests that emulate a GPU say so of the CPU."""
+    """Return whether this device runs the CUDA kernels. Tests that emulate a GPU replace this function."""
     return device.type == "cuda"
 
 
@@ -62,7 +62,7 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
 
 
 def launch(name: str, device: torch.device, **arguments: Any) -> Any:
-    """The kernel of this device: C++ on this process's threads, or CUDA on the current stream."""
+    """Run the kernel of this device: C++ on the threads of this process, or CUDA on the current stream."""
     if not is_gpu(device):
         return getattr(_C, f"{name}_cpu")(**arguments, num_threads=torch.get_num_threads())
     with torch.cuda.device(device):
@@ -70,7 +70,7 @@ def launch(name: str, device: torch.device, **arguments: Any) -> Any:
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
-    """The address of `tensor`, which must be contiguous and of this dtype, shape and device."""
+    """Return the address of `tensor`; raise ValueError if it is not contiguous or has another dtype, shape or device."""
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(
             f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}, got {tensor.dtype} of shape "
@@ -80,7 +80,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def kernels_for(device: torch.device) -> str:
-    """Which implementation the ops run on this device, for the report at the start of a run."""
+    """Return the name of the implementation that the ops run on this device, for the report at the start of a run."""
     if device.type == "cpu":
         return "C++"
     return "CUDA" if has_kernels(device) else "PyTorch reference"

@@ -24,8 +24,8 @@ class CustomAdvantage:
 
     name: str
     function: Callable[..., Any]
-    inputs: tuple[str, ...]  # those of INPUTS that the function has as parameters
-    required: tuple[str, ...]  # those of `inputs` without a default
+    inputs: tuple[str, ...]  # the names in INPUTS that are parameters of the function
+    required: tuple[str, ...]  # the names in `inputs` without a default
 
     @classmethod
     def of(

@@ -26,12 +26,12 @@ from maxrl_fast.ops.groups import Groups
 
 @dataclass(frozen=True)
 class Size:
-    """The k of max@k or the order of MaxRL: a whole number from `smallest` to N - `below_n`."""
+    """The k of max@k or the order of MaxRL: an integer from `smallest` to N - `below_n`."""
 
     name: str
     smallest: int = 1
     below_n: int = 1
-    required: bool = True  # otherwise the largest is the default
+    required: bool = True  # otherwise the largest size is the default
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
@@ -40,7 +40,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the steps around the kernel, and functions in its place, see; tensors as [G, N] or [S]."""
+    """The input of the steps around the kernel, and of functions in its place; tensors are [G, N] or [S]."""
 
     groups: Groups
     rewards: Tensor
@@ -91,13 +91,13 @@ class Estimator:
 
     @property
     def needs(self) -> str:
-        """What a group and a call must have, for people."""
+        """Return what a group and a call must have, for people."""
         needs = [self.size.wanted() if self.size else f"N >= {self.min_rollouts}", *self.inputs]
         needs += [name for name, default in self.options.items() if default is None]
         return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
     def table_of(self, n: int, parameter: float) -> Tensor:
-        """The table of groups of n, by the size (0: the largest) or the quantile; zeros where n is too few for the size."""
+        """Return the table of groups of n for the size (0: the largest) or the quantile; zeros if n is too small."""
         assert self.table is not None
         if self.size is not None:
             parameter = int(parameter) or n - self.size.below_n
@@ -106,7 +106,7 @@ class Estimator:
         return self.table(n, parameter)
 
     def resolve_size(self, name: str, n: int | None, k: int | None, order: int | None) -> int:
-        """The size, 0 for the largest that fits; a ValueError that states the range where it does not fit groups of n."""
+        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit groups of n."""
         given = {"k": k, "order": order}
         for option, value in given.items():
             if value is not None and (self.size is None or option != self.size.name):
@@ -122,17 +122,17 @@ class Estimator:
         return size
 
     def check_size(self, name: str, size: int, n: int | None) -> None:
-        """A ValueError that states the range where the size does not fit groups of n (None: uneven, not known yet)."""
+        """Raise ValueError with the range if the size does not fit groups of n (None: uneven, not known yet)."""
         assert self.size is not None
         if isinstance(size, bool) or not isinstance(size, int):
-            raise ValueError(f"{name} needs a whole number as {self.size.name}, got {size!r:.80}")
+            raise ValueError(f"{name} needs an integer as {self.size.name}, got {size!r:.80}")
         largest = _LARGEST_SIZE if n is None else n - self.size.below_n
         if not self.size.smallest <= size <= largest:
             rollouts = "" if n is None else f" for N = {n} rollouts"
             raise ValueError(f"{name} needs {self.size.wanted(n)}{rollouts}, got {size!r:.80}")
 
     def resolve_options(self, name: str, given: Mapping[str, float]) -> dict[str, float]:
-        """All options; a ValueError on those it does not take, lacks, or that cannot be."""
+        """Return all options; raise ValueError if one is unknown, missing or outside its range."""
         if unknown := given.keys() - self.options.keys():
             takes = f"; it takes {', '.join(self.options)}" if self.options else ""
             raise ValueError(f"{name} takes no {', '.join(sorted(unknown))}{takes}")
@@ -156,7 +156,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def _checked(option: str, value: Any) -> float:
-    """The option's value; a ValueError where it cannot be."""
+    """Return the value of an option; raise ValueError if it is outside its range."""
     number = check_finite(option, value)
     return check_number(option, value, *_OPTIONS[option]) if option in _OPTIONS else number
 
@@ -171,7 +171,7 @@ _ENUMERATED = "no closed form: --weights"
 
 
 def _standardised(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
-    """Divided by the standard deviation over the batch, whose mean is 0 already."""
+    """Return advantages divided by their standard deviation over the batch; their mean is 0 already."""
     valid = None if inputs.groups.valid is None else inputs.groups.valid.view(1, -1)
     kernel = torch.ops.maxrl_fast.group_advantage.default
     whitened = kernel(
@@ -191,7 +191,7 @@ def _penalise_likely(inputs: Inputs, options: Mapping[str, float]) -> Tensor:
     groups = inputs.groups
     kernel = torch.ops.maxrl_fast.group_advantage.default
     dtype = torch.promote_types(inputs.rewards.dtype, torch.float32)
-    logprobs = inputs.logprobs.to(torch.promote_types(inputs.logprobs.dtype, dtype))  # the ranks come in its dtype
+    logprobs = inputs.logprobs.to(torch.promote_types(inputs.logprobs.dtype, dtype))  # the ranks have its dtype
     ranks = kernel(
         logprobs, groups.offsets, groups.order, groups.valid, None, "rank_fraction", 0.0, 0.0, 0, 1.0, 0.0, 0
     )  # rank/N
@@ -453,7 +453,7 @@ ESTIMATORS |= {
     "pkpo_sloo_minus_one": _alias("pkpo", "PKPO, Walder & Karkhanis 2025, sloo_minus_one"),
 }
 
-# What the kernel runs: the table, and steps around it.
+# The rows that the kernel runs: the table, and the steps around it.
 KERNEL_ROWS = {
     **ESTIMATORS,
     "batch_std": Estimator(formula="r/(std + eps)", source="the last step of reinforce_pp", weight="", scale="std"),

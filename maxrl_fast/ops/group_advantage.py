@@ -1,4 +1,4 @@
-"""Group advantages: how much better each rollout did than its group, by any estimator of `ESTIMATORS`."""
+"""Group advantages by any estimator of `ESTIMATORS`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_flag, check_tensor, check_whole, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
@@ -17,7 +17,7 @@ from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
 INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts")  # what estimators take beside the rewards
-_LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
+_LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
 def group_advantage(
@@ -37,36 +37,38 @@ def group_advantage(
     max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Advantages of rollouts within their groups (formulas and sources: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
+    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
 
     Args:
         rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
         estimator: a name in `ESTIMATORS`.
-        k: size of the max@k objective, for estimators that have one.
-        order: truncation of MaxRL, 1 <= order <= N-1; default the full order, N-1 of each group.
+        k: size of the max@k objective, for estimators that have it.
+        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
         group_ids: [S], integers in any order; equal ids form a group.
-        valid: bool, like `rewards`; the others are left out, as if their groups were smaller, and get 0.
-        lengths: integers like `rewards`, tokens of each response, for opo.
-        logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
-        greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
-        prompts: one a group, for a registered function that asks for them.
+        valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
+        lengths: integers of the shape of `rewards`, tokens of each response, for opo.
+        logprobs: of the shape of `rewards`, mean log-probability of the tokens of each response, for differential_smoothing and
+            unlikeliness.
+        greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
+            `rewards`.
+        prompts: one per group, for a registered function that asks for them.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
-        max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
-            all sizes up to it, or up to min(S, 4096), 8 bytes times its square.
-        options: what the estimator takes besides: eps, ddof, quantile, tau, ... with the defaults in `ESTIMATORS`.
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, estimators by rank keep
+            tables of all sizes up to it, by default up to min(S, 4096): 8 bytes times its square.
+        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in `ESTIMATORS`.
 
     Returns:
-        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. A group
-        of one has 0 under every centred estimator. Where groups are uneven, those with too few rollouts for k have 0.
+        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. In a group
+        of one, every centred estimator gives 0. If groups are uneven, groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: on an unknown estimator; k or order outside the range (of the largest group); what the estimator needs and
-            lacks, or does not take; shapes, dtypes, devices or offsets that do not fit; a reward on the CPU that is not
-            finite, or not 0 or 1 where only those have a meaning, and a length below 0. On a GPU rewards and offsets are not
-            looked at, which would stall it: a group with such a reward becomes NaN.
-        TypeError: on what should be a tensor and is none.
+        ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
+            option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
+            also if a reward is not finite, or not 0 or 1 where it must be, or a length is below 0. On a GPU, where the check
+            would wait for the device, the advantages of a group with such a reward become NaN.
+        TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
     shape, uneven = rewards.shape, offsets is not None or group_ids is not None
@@ -79,7 +81,7 @@ def group_advantage(
         _complain_of_inputs(estimator, plan.row, given)
     _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct)
     if max_group_size is not None:
-        check_whole("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
+        check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
 
     dtype = result_dtype(rewards)
@@ -166,7 +168,7 @@ def _by_function(custom: CustomAdvantage, inputs: Inputs, k: int | None) -> Tens
 
 @dataclass(frozen=True)
 class _Plan:
-    """A call's numbers, checked."""
+    """The checked numbers of a call."""
 
     row: Estimator
     inputs: tuple[bool, bool, bool, bool]  # which of lengths, logprobs, greedy_correct, prompts it needs
@@ -235,7 +237,7 @@ def _row(estimator: str) -> Estimator:
 def _kernel_dtype(tensor: Tensor) -> Tensor:
     if tensor.dtype in DTYPES:
         return tensor
-    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large whole numbers do not fit into float32
+    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large integers do not fit into float32
 
 
 def _complain_of_inputs(estimator: str, row: Estimator, given: dict[str, Any]) -> None:
@@ -285,53 +287,53 @@ def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
 
-    This and the names below take the layouts of `group_advantage` too: offsets, group_ids, valid.
+    This function and the functions below also take offsets, group_ids and valid, as in `group_advantage`.
     """
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
 
 def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
+    """Return EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
     return group_advantage(rewards, "expected_improvement", k=k, **layout)
 
 
 def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
+    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
     return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """MaxRL of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
+    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
 
-    For rewards of 0 and 1 and full order that is (r - mu)/mu, and 0 where nothing was solved (MaxRL, Algorithm 1).
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 where mean = 0 (MaxRL, Algorithm 1).
     """
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
 def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
-    """(r_i - mu)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
+    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
     return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 
 def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
-    """r_i minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
+    """Return r minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
     return group_advantage(rewards, "rloo", **layout)
 
 
 def effective_weight(
     estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
 ) -> Tensor:
-    """W_n(p) of an estimator for rewards of 0 and 1, exact at finite n: the factor by which it scales a prompt's gradient.
+    """Return W_n(p), the factor by which an estimator scales the gradient of a prompt, for rewards 0 or 1, exactly at finite n.
 
     E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
-    A_correct(c) and A_wrong(c) the advantages of a correct and of a wrong rollout where c are correct. Equal lengths are
-    assumed for opo.
+    where A_correct(c) and A_wrong(c) are the advantages of a correct and of a wrong rollout if c rollouts are correct. For opo
+    all lengths are equal.
 
     Args:
-        estimator: a name in `ESTIMATORS` whose advantages depend on the group's rewards alone.
-        n: rollouts of the group.
+        estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
+        n: the number of rollouts in the group.
         pass_rate: p, any shape, between 0 and 1.
         k, order, options: as in `group_advantage`.
 
@@ -339,13 +341,13 @@ def effective_weight(
         W_n(p) like `pass_rate`, float64.
 
     Raises:
-        ValueError, TypeError: where group_advantage does, and on a pass rate outside [0, 1].
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1].
     """
     row = _row(estimator)
     if not row.has_weight:
         raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
-    wanted = f"a whole number from 1 to {_LARGEST_WEIGHED}"
-    check_whole("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
+    wanted = f"an integer from 1 to {_LARGEST_WEIGHED}"
+    check_integer("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
     check_tensor("pass_rate", pass_rate)
     if pass_rate.device.type != "meta" and not bool(((pass_rate.double() >= 0) & (pass_rate.double() <= 1)).all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")

@@ -1,7 +1,7 @@
 """`maxrl_fast::group_advantage`: the operator behind every group advantage, on the CPU and on CUDA.
 
-Rewards come as [G, N], or flat [S] with `offsets` [G+1] and, where a group's rollouts do not lie side by side, `order` [S].
-On a CPU the sizes of uneven groups are read first; on a GPU nothing is read back, so that it can be captured in a graph.
+Rewards are [G, N], or flat [S] with `offsets` [G+1] and, where the rollouts of a group are not adjacent, `order` [S]. On a CPU
+the sizes of uneven groups are read first. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -107,7 +107,7 @@ def _empty_advantages(rewards: Tensor) -> Tensor:
 
 
 def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> _C.Groups:
-    """The layout by address, all of it checked."""
+    """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
@@ -136,7 +136,7 @@ def _optional(name: str, tensor: Tensor | None, dtype: torch.dtype, like: Tensor
 
 @lru_cache(maxsize=1024)
 def _formula(estimator: str, eps: float, ddof: int, gain: float, bias: float) -> tuple[_C.Formula, bool]:
-    """The kernel's form of a row, and whether it takes tables."""
+    """Return the formula of a row for the kernel, and whether it takes tables."""
     row = KERNEL_ROWS[estimator]
     formula = _C.Formula(value=row.value, baseline=row.baseline, scale=row.scale, eps=eps, ddof=ddof, gain=gain, bias=bias)
     return formula, row.table is not None
@@ -144,13 +144,13 @@ def _formula(estimator: str, eps: float, ddof: int, gain: float, bias: float) ->
 
 @lru_cache(maxsize=256)
 def _table(estimator: str, parameter: float, n: int, device: torch.device) -> Tensor:
-    """The table of groups of n: float64 [2, n] by rank, [2, n+1] for binary forms."""
+    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct rollouts."""
     return KERNEL_ROWS[estimator].table_of(n, parameter).to(device)
 
 
 @lru_cache(maxsize=16)
 def _tables(estimator: str, parameter: float, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tables of groups of `sizes`, end to end, and where that of n starts: int64 [largest size + 1]."""
+    """Return the concatenated tables of groups of `sizes`, and the start of the table of each n, int64 [largest size + 1]."""
     cpu = torch.device("cpu")
     tables = [_table(estimator, parameter, n, cpu).flatten() if n else torch.zeros(0, dtype=torch.float64) for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
@@ -173,7 +173,7 @@ def _check_sizes(estimator: str, parameter: float, largest: int, max_group_size:
 
 
 def _refuse(position: int, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, estimator: str) -> None:
-    """Raise for the reward at `position` in the order of groups."""
+    """Raise ValueError for the reward at `position` in the order of groups."""
     index = position if order is None else int(order[position])
     reward = rewards.flatten()[index].item()
     if offsets is None:

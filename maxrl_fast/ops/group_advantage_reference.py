@@ -25,7 +25,7 @@ def group_advantage_reference(
     bias: float,
     max_group_size: int,
 ) -> Tensor:
-    """The operator in plain PyTorch, in float64: groups of equal size together."""
+    """Return what the operator returns, computed in float64, for all groups of one size at a time."""
     row = KERNEL_ROWS[estimator]
     flat = rewards.flatten().double()
     if offsets is None:
@@ -39,7 +39,7 @@ def group_advantage_reference(
         index = index if order is None or not flat.numel() else order[index]
     if valid is not None and index.numel():
         exists = exists & valid.flatten()[index]
-    index = index.gather(1, (~exists).to(torch.uint8).argsort(dim=1, stable=True))  # those that exist first
+    index = index.gather(1, (~exists).to(torch.uint8).argsort(dim=1, stable=True))  # valid rollouts first
     counts = exists.sum(1)
     out = torch.zeros_like(flat)
     for n in counts.unique().tolist():
@@ -51,7 +51,7 @@ def group_advantage_reference(
 
 
 def _evaluate(row: Estimator, r: Tensor, lengths: Tensor | None, parameter: float, eps: float, ddof: int) -> Tensor:
-    """(v - baseline) multiplier of rewards [G, n], float64; NaN in groups that cannot be."""
+    """Return (v - baseline) multiplier of rewards [G, n], float64; NaN in groups with unusable rewards."""
     n = r.shape[1]
     unusable = (~r.isfinite() | ((r != 0) & (r != 1) & row.binary)).any(1, keepdim=True)
     value = r
@@ -65,7 +65,7 @@ def _evaluate(row: Estimator, r: Tensor, lengths: Tensor | None, parameter: floa
             ordered, order = r.sort(-1)
             gaps = torch.cat([ordered[:, :1], ordered.diff(dim=-1)], -1)
             value = torch.zeros_like(r).scatter(-1, order, gaps @ table[0][:, None] + (gaps * table[1]).cumsum(-1))
-    distance = value - value.amin(1, keepdim=True)  # equal values have none, to the last bit
+    distance = value - value.amin(1, keepdim=True)  # exactly 0 for equal values
     mean = distance.mean(1, keepdim=True)
     centre = mean
     if row.baseline == "length_mean":

@@ -10,7 +10,7 @@ from maxrl_fast.ops.pacs_kernel import PacsSums
 def log_ratio_reward_reference(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
 ) -> Tensor:
-    """The operator in plain PyTorch, differentiable."""
+    """Return what the operator returns; differentiable by autograd."""
     log_ratio = logprobs - ref_logprobs
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
@@ -27,7 +27,7 @@ def pacs_loss_reference(
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Sums and cross-entropies of the operator in plain PyTorch; the first sum, the loss, is differentiable by autograd."""
+    """Return the PacsSums and cross-entropies of the operator; the first sum, the loss, is differentiable by autograd."""
     r, y = proxies.double(), labels.double()
     sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
     group = torch.repeat_interleave(sizes, output_size=len(r))
@@ -45,7 +45,7 @@ def pacs_loss_reference(
         psi = centred
     else:
         squares = group_sum(centred.square())
-        # Where all are equal, the square root has no slope: it must not meet one of 0 times infinity.
+        # Where all proxies are equal, the derivative of the square root is infinite, and 0 times infinity would be NaN.
         variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
         psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
     correct = group_sum(y)

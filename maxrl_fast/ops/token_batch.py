@@ -1,4 +1,4 @@
-"""What the token losses are made of besides logits: the checked arguments of ops.policy_gradient_loss."""
+"""The checked arguments of ops.policy_gradient_loss, beside the logits."""
 
 import math
 from collections.abc import Callable
@@ -17,25 +17,25 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The choices that make a loss. Every token's loss is weighted by TokenBatch.denominator and sequence_tokens."""
+    """The terms of the loss of a token, and their coefficients."""
 
     loss: str
     clip_low: float
     clip_high: float
-    dual_clip: float  # infinite: not limited
+    dual_clip: float  # infinite: no limit
     kl: str
     kl_coef: float
     entropy_coef: float
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether a token with advantage 0 has a gradient too."""
+        """Return whether tokens with advantage 0 have a gradient too."""
         return self.kl_coef != 0 or self.entropy_coef != 0
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of packed sequences; floating tensors are float32, or float64 with float64 logits."""
+    """Tokens of packed sequences. Floating tensors are float32, or float64 with float64 logits."""
 
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64
@@ -47,7 +47,7 @@ class TokenBatch:
     ref_logprobs: Tensor | None  # [T]
     temperature: float | Tensor  # or [T]
     mask: Tensor | None  # [T] bool
-    sequence_tokens: Tensor | None  # [S] int64, tokens that count, where the mean of each sequence is taken
+    sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
     denominator: Tensor  # [] float64
     sequence_log_ratio: Tensor | None = None  # [S], for gspo
 
@@ -59,7 +59,7 @@ class TokenBatch:
         return len(self.cu_seqlens) - 1
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
-        """Return one number a sequence [S] as one a token [T]."""
+        """Return one number per sequence [S] as one per token [T]."""
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
@@ -71,7 +71,7 @@ class TokenBatch:
         return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Return tokens `start` to `stop - 1`. All sequences stay; those that lie elsewhere become empty."""
+        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range become empty."""
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
@@ -108,17 +108,17 @@ class TokenBatch:
         return self.has_gradient(terms)
 
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
-        """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""
+        """Return the mean of logprobs [T] - old_logprobs over the tokens of each sequence that are not masked: [S]."""
         assert self.old_logprobs is not None
         log_ratio = logprobs - self.old_logprobs
         keep = self.counted()
-        # Sums by position and not by index_add, whose order of addition a GPU leaves to chance.
+        # Not index_add: its order of additions on a GPU changes from call to call.
         sums = _sums(torch.where(keep, log_ratio, 0.0).double(), self.cu_seqlens)
         return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum of each sequence, [S], of values [T] in float64."""
+    """Return the sum of values [T] over each sequence, [S], in float64."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
@@ -147,7 +147,7 @@ def prepare(
     mask: Tensor | None,
     denominator: float | Tensor | None,
 ) -> tuple[TokenBatch, LossTerms]:
-    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and bring them to the kernels' types.
+    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
 
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
@@ -212,10 +212,10 @@ def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None,
 
 
 def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
-    """Return whether `values` are one number a token [T]; else they are one a sequence [S].
+    """Return whether `values` have one number per token [T], and not one per sequence [S].
 
-    With T = S and no word from the caller, both are read alike where every sequence has one token. Only a CPU can look: a GPU
-    would have to wait.
+    With T = S and no keyword, both readings agree if every sequence has one token. That is checked on a CPU only: on a GPU the
+    check would wait for the device.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
@@ -229,8 +229,8 @@ def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Ten
         return given
     if num_tokens == num_sequences > 0 and not (can_look_at(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
         raise ValueError(
-            f"{name} may be one a token or one a response, since T = S = {num_tokens}: "
-            f"say which by {keyword}=True or {keyword}=False"
+            f"{name} may have one number per token or one per response, since T = S = {num_tokens}: "
+            f"give {keyword}=True or {keyword}=False"
         )
     return len(values) != num_sequences
 
@@ -258,7 +258,7 @@ def _terms(
 
 
 def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None) -> None:
-    """Raise ValueError for the first number that is wrong; what is masked may be anything."""
+    """Raise ValueError for the first wrong number; masked numbers may be anything."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
@@ -266,7 +266,7 @@ def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits of `dtype` are computed in."""
+    """Return the dtype in which logits of `dtype` are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -277,11 +277,11 @@ def check_rows(
     device: torch.device,
     mask: Tensor | None = None,
 ) -> None:
-    """Raise ValueError where targets or temperature do not go with T, V = shape."""
+    """Raise ValueError if targets or temperature do not fit T, V = shape."""
     check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
-            f"targets must be whole numbers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
+            f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
             f"{tuple(targets.shape)} on {targets.device}"
         )
     if isinstance(temperature, Tensor):
@@ -300,17 +300,17 @@ def check_rows(
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError where cu_seqlens cannot be; its values are looked at on a CPU only, where that waits for nothing."""
+    """Raise ValueError if cu_seqlens is wrong. On a GPU, where the check would wait, its values are not checked."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens) or cu_seqlens.device != device:
         raise ValueError(
-            f"cu_seqlens must be whole numbers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
+            f"cu_seqlens must be integers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
     if not can_look_at(cu_seqlens):
         return
     bounds = cu_seqlens.to(torch.int64)
-    # Compared and not subtracted: differences of numbers of few bits, or of large ones, overflow.
+    # Compared and not subtracted: differences of large numbers, or of numbers of few bits, overflow.
     falls = bounds[1:] < bounds[:-1]
     if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
         got = f"{bounds[:8].tolist()}" + ("" if len(bounds) <= 8 else f" and {len(bounds) - 8} more")
@@ -336,10 +336,10 @@ def _denominator(
 
 
 def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
-    """[] float64 on the device.
+    """Return the denominator as a scalar tensor, float64, on the device.
 
     Raises:
-        ValueError: on what is not one number above 0.
+        ValueError: if it is not one finite number above 0.
     """
     if not isinstance(given, Tensor):
         given = check_number("denominator", given, "a finite number above 0", lambda x: 0 < x < math.inf)

@@ -1,7 +1,7 @@
-"""The operators behind the token losses, on the CPU and on CUDA: `maxrl_fast::token_loss`, `token_loss_` (the gradient takes
-the logits' place), `token_logprobs`, `token_logprobs_backward` and `token_logprobs_backward_`.
+"""The operators behind the token losses, on the CPU and on CUDA: `maxrl_fast::token_loss`, `token_loss_` (which overwrites the
+logits with their gradient), `token_logprobs`, `token_logprobs_backward` and `token_logprobs_backward_`.
 
-A forward pass of token_loss writes the gradient already: the logits are read once, whatever the loss.
+The forward pass of token_loss computes the gradient too, so that the logits are read once.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ DTYPES = {
 
 
 class LossSums(NamedTuple):
-    """LossSums of csrc/token_loss.h: scalars, or floats."""
+    """LossSums of csrc/token_loss.h: scalar tensors."""
 
     loss: Tensor  # weighted
     tokens: Tensor  # that are not masked
@@ -49,23 +49,23 @@ def loss_arguments(batch: TokenBatch, terms: LossTerms) -> dict[str, Any]:
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """One a token, or one for all."""
+    """Return temperatures [T] or None, and the temperature of all tokens, which is not used with the former."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 def _matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _C.Matrix:
-    """A matrix whose rows are contiguous, at any distance."""
+    """Return the matrix for the kernel; raise ValueError if a row is not contiguous. The row stride may be any."""
     side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not side_by_side:
         raise ValueError(
-            f"{name} must be {dtype} {tuple(shape)} on {device} with elements of a row side by side, got {tensor.dtype} "
+            f"{name} must be {dtype} {tuple(shape)} on {device} with contiguous rows, got {tensor.dtype} "
             f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
         )
     return _C.Matrix(tensor.data_ptr(), tensor.stride(0))
 
 
 class _Call:
-    """The kernels' view of logits and of what goes with every row."""
+    """The arguments that all kernels of the token losses share: logits, targets and temperatures."""
 
     def __init__(self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float):
         if logits.dim() != 2 or logits.dtype not in DTYPES:
@@ -88,11 +88,11 @@ class _Call:
         return _matrix(name, tensor, self.shape, self.dtype, self.device)
 
     def address(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
-        """0 for None. The shape is [T] unless given."""
+        """Return the address of a tensor of this shape, [T] unless given; 0 for None."""
         return 0 if tensor is None else address(name, tensor, dtype, shape or self.shape[:1], self.device)
 
     def run(self, name: str, **arguments: Any) -> Any:
-        """The kernel of this device."""
+        """Run the kernel of this device."""
         return _gate.launch(name, self.device, **self.arguments, **arguments)
 
     def run_logprobs_backward(self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor) -> None:
@@ -105,7 +105,7 @@ class _Call:
         )
 
     def refuse(self, row: int | None, targets: Tensor) -> None:
-        """Raise where a kernel found that a target is not in the vocabulary. CUDA's make the loss NaN instead."""
+        """Raise ValueError if the CPU kernel found a target that is not in the vocabulary. CUDA kernels make the loss NaN."""
         if row is not None and row >= 0:
             raise ValueError(f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}")
 
@@ -417,9 +417,9 @@ def _(
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
-    """gradient times scale []. Where scale is 1, as it nearly always is, the gradient itself, and without a pass over it.
+    """Return gradient times scale []. Where scale is 1, as it nearly always is, the gradient is not even read.
 
-    On a GPU the device looks at the scale, so that the host need not wait, and the gradient is changed in place always.
+    On a GPU the device reads the scale, so that the host does not wait, and the gradient is always changed in place.
     """
     if torch.compiler.is_compiling() or type(scale) is not Tensor:  # traced: the scale has no value yet
         return gradient * scale.to(gradient.dtype)

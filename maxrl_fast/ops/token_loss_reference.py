@@ -1,4 +1,4 @@
-"""The token loss in plain PyTorch: for tests, and for devices without a kernel."""
+"""The token losses in plain PyTorch: for tests, and for devices without a kernel."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from maxrl_fast.ops.token_loss_kernel import LossSums
 
 
 def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """ops.token_logprobs, differentiable by autograd."""
+    """Return what ops.token_logprobs returns; differentiable by autograd."""
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)
     # A token masked out by -inf logits has p log p = 0, not NaN.
@@ -20,7 +20,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
     """Return the LossSums, float64 [9]; the first, the loss, is differentiable by autograd."""
     keep = batch.counted()
     must_read = batch.has_gradient(terms)
-    # What is masked may be anything; NaN would come back through a gradient of 0.
+    # Masked logits may be NaN, and 0 times NaN in the backward pass would be NaN.
     logits = torch.where(batch.needed_rows(terms)[:, None], logits, 0.0)
     logp, entropy = token_logprobs_reference(logits, batch.targets.where(keep, 0), batch.temperature)
     old, ref = (None if x is None else torch.where(keep, x, logp.detach()) for x in (batch.old_logprobs, batch.ref_logprobs))
@@ -69,7 +69,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
 
 
 def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
-    """The policy-gradient part of each token's loss [T]."""
+    """Return the policy-gradient term of each token's loss [T]."""
     if terms.loss == "reinforce":
         return -advantage * logp
     clipped = ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
@@ -83,7 +83,7 @@ def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor)
 
 
 def _divergence(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Per-token estimates [T] of KL(policy || reference) from samples of the policy (Schulman 2020)."""
+    """Return estimates [T] of KL(policy || reference) from tokens that the policy sampled (Schulman 2020)."""
     d = logp - ref
     if kind == "k1":
         return d

@@ -114,7 +114,7 @@ def test_side_stream_graph_and_no_waiting():
     for result in (on_side, captured):
         for a, b in zip(result, expected, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
-    r.neg_()  # the graph computes from what is there when it is replayed
+    r.neg_()  # a replay of the graph reads the values of that moment
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)

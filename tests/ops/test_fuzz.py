@@ -365,11 +365,11 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     def by_token(x, is_already):
         return x if is_already else torch.repeat_interleave(x, torch.tensor(lengths, dtype=torch.int64))
 
-    teaches = by_token(adv, per_token) != 0
+    matters = by_token(adv, per_token) != 0
     if weights is not None:
-        teaches = teaches & (by_token(weights, of_tokens) != 0)
-    read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, teaches.tolist(), strict=True)]
-    # A sequence's ratio for gspo needs the tokens that teach nothing themselves.
+        matters = matters & (by_token(weights, of_tokens) != 0)
+    read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, matters.tolist(), strict=True)]
+    # The ratio of a sequence, for gspo, also needs its tokens without a gradient.
     is_whole = loss == "gspo" and (per_token or of_tokens)
     needed = counts if leaves is None or is_whole else read
     targets, tau = reference_rows(z, targets, temperature, needed)
@@ -462,7 +462,7 @@ def test_policy_gradient_loss(data):
 @settings(100)
 @hypothesis.given(st.data())
 def test_policy_gradient_loss_in_place(data):
-    """With logits that were computed, and laid out anyhow: what is written is the gradient, or nothing is."""
+    """With computed logits of any layout: the gradient is written, or nothing is."""
     tokens, vocab, arguments = data.draw(loss_arguments())
     values = logits_of(data.draw, (tokens, vocab))
     layout = data.draw(st.sampled_from(["dense", "far rows", "columns", "view of a leaf", "one row"]))
@@ -769,7 +769,7 @@ def test_a_length_below_0_and_an_option_without_a_number_are_refused():
     for eps in (math.nan, math.inf, "0.1", None, 10**400, torch.tensor(0.1)):
         with pytest.raises(ValueError, match="eps"):
             ops.grpo_advantage(rewards, eps=eps)
-    with pytest.raises(ValueError, match="greedy_correct must be one a group or like rewards"):
+    with pytest.raises(ValueError, match="greedy_correct must have one value per group, or the shape of rewards"):
         ops.group_advantage(rewards.view(1, 3), "self", greedy_correct=torch.zeros(3, 1, dtype=torch.bool))
 
 

@@ -30,7 +30,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-# What these take beside rewards the tests of all estimators make up.
+# The tests of all estimators make up the inputs of these.
 WITH_INPUTS = [name for name, row in ops.ESTIMATORS.items() if row.inputs]
 
 
@@ -448,7 +448,7 @@ def test_gradients_do_not_flow():
     [
         (lambda r: ops.maxpo_advantage(r, 4), r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         (lambda r: ops.maxpo_advantage(r, 0), r"maxpo needs 1 <= k <= N-1 = 3"),
-        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs a whole number as k, got 2.0"),
+        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs an integer as k, got 2.0"),
         (lambda r: ops.expected_improvement(r, 5), r"expected_improvement needs 2 <= k <= N = 4"),
         (lambda r: ops.leave_two_out_baseline(r, 4), r"leave_two_out needs 2 <= k <= N-1 = 3"),
         (lambda r: ops.maxrl_advantage(r, 4), r"maxrl needs 1 <= order <= N-1 = 3"),
@@ -497,7 +497,7 @@ def test_gradients_do_not_flow():
         (lambda r: ops.group_advantage(r / 2, "passk_training", k=2), r"must be 0 or 1 for passk_training, got 0.5 in group 0"),
         (
             lambda r: ops.group_advantage(r, "self", greedy_correct=torch.ones(3).bool()),
-            r"greedy_correct must be one a group or like rewards, got the shape \(3,\)",
+            r"greedy_correct must have one value per group, or the shape of rewards, got the shape \(3,\)",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
     rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # logits of other products, rounded otherwise
-    for kl_coef in (0.0, 0.1):  # with and without rows that teach nothing
+    for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
         options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
         assert_close(*gradients, dtype)
 
 
-def test_gspo_counts_the_tokens_of_a_sequence_that_teach_nothing_themselves():
+def test_gspo_counts_the_tokens_of_a_sequence_without_a_gradient():
     hidden, weight, batch = make(torch.float64)
     batch["advantages"] = torch.randn(T, generator=torch.Generator().manual_seed(3)) * (torch.arange(T) % 3 > 0)
     expected, metrics = policy_gradient_loss(hidden @ weight.T, **batch, loss="gspo", clip_high=9.0)
@@ -69,7 +69,7 @@ def test_gspo_counts_the_tokens_of_a_sequence_that_teach_nothing_themselves():
     assert_close(*gradients, torch.float64)
 
 
-def test_rows_that_cannot_teach_are_left_out_of_the_products(monkeypatch):
+def test_rows_without_a_gradient_are_left_out_of_the_products(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     rows = []
     original = _Chunks.__iter__

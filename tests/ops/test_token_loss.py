@@ -184,7 +184,7 @@ def test_with_as_many_tokens_as_responses_the_caller_says_which_is_meant(name):
     for per_token, factor in ((False, 5), (True, 4)):
         loss, _ = policy_gradient_loss(**arguments | {keyword: per_token}, loss="reinforce")
         assert loss.item() == pytest.approx(factor * math.log(4))
-    with pytest.raises(ValueError, match=f"since T = S = 2: say which by {keyword}=True or {keyword}=False"):
+    with pytest.raises(ValueError, match=f"since T = S = 2: give {keyword}=True or {keyword}=False"):
         policy_gradient_loss(**arguments | {keyword: None}, loss="reinforce")
 
 
@@ -229,7 +229,7 @@ def test_a_temperature_per_token(example):
 
 
 def test_metrics(example):
-    """Means over the tokens that can teach, in closed form from log-ratios that are known."""
+    """Means over the tokens with a gradient, in closed form from known log-ratios."""
     logits = example.pop("logits")
     logp, entropy = token_logprobs(logits, example["targets"], temperature=0.7)
     log_ratio = torch.tensor([0.5, -0.1, 0.0, -0.5, 0.3, -0.4, 0.1, 9.0], dtype=torch.float64)
@@ -279,7 +279,7 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
     ("options", "message"),
     [
         ({"targets": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])}, r"targets must be in \[0, 7\), got 7 at token 7"),
-        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be whole numbers \[T\] = \[8\]"),
+        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be integers \[T\] = \[8\]"),
         ({"cu_seqlens": torch.tensor([0, 3, 4, 9])}, "cu_seqlens must rise from 0 to T = 8"),
         ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, "cu_seqlens must rise from 0 to T = 8"),
         ({"advantages": torch.zeros(5)}, r"advantages must be \[S\] = \[3\] or \[T\] = \[8\], got the shape \(5,\)"),

@@ -295,7 +295,7 @@ def test_what_is_masked_may_be_anything(loss):
     assert all(metric.isfinite() for metric in metrics.values())
 
 
-def test_rows_that_cannot_teach_are_not_read():
+def test_rows_without_a_gradient_are_not_read():
     logits, targets, weights = make_rows(100, torch.float32)
     weights[[1, 3]] = 0.0
     _, expected = exact(logits, targets, weights)

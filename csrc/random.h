@@ -1,4 +1,4 @@
-// Random numbers by counter, as maxrl_fast/rollout/random.py has them: what a sample draws depends on its own coordinates.
+// Counter-based random numbers, as in maxrl_fast/rollout/random.py: the numbers of a sample depend only on its key.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +13,7 @@ MAXRL_HOST_DEVICE inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// In [0, 1), 24 random bits: the number of the sample with this key for its token at `position`.
+// In [0, 1), 24 random bits, for the token at `position` of the sample with this key.
 MAXRL_HOST_DEVICE inline float uniform(int64_t key, int64_t position) {
   const uint64_t bits = mix(static_cast<uint64_t>(key) + static_cast<uint64_t>(position + 1) * 0x9E3779B97F4A7C15u);
   return static_cast<float>(bits >> 40) * 0x1p-24f;

@@ -14,7 +14,7 @@ enum class Divergence { kK1, kK2, kK3, kK3Plus };
 struct LossTerms {
   Loss loss;
   double clip_low, clip_high;  // the ratio is clipped to [1 - clip_low, 1 + clip_high]
-  double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: it is not limited
+  double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
   // The fields of LossTerms in maxrl_fast/ops/token_batch.py, compared when maxrl_fast.ops is imported.
@@ -38,7 +38,7 @@ struct LossSums {
   }
 };
 
-// Rows of a matrix whose elements lie side by side; null where there is none.
+// A matrix with contiguous rows, or null.
 template <typename Element>
 struct Rows {
   Element* data;
@@ -46,15 +46,15 @@ struct Rows {
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
-// The target and the temperature of each row of logits. Real, here and below, is float, or double with double logits.
+// The target and the temperature of each row of logits. Real is float, or double for double logits.
 template <typename Real>
 struct TokenRows {
   int64_t num_tokens, vocab_size;
   const int64_t* targets;    // [T]
-  const Real* temperatures;  // [T], or null: `temperature` for all
+  const Real* temperatures;  // [T], or null: then `temperature` for all
   double temperature;
 
-  // NaN where it is not above 0: exponents would rise, and the exponential is made for those that fall.
+  // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
     const double tau = temperatures ? static_cast<double>(temperatures[t]) : temperature;
     return tau > 0.0 ? tau : static_cast<double>(NAN);
@@ -62,24 +62,24 @@ struct TokenRows {
   MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const { return targets[t] >= 0 && targets[t] < vocab_size; }
 };
 
-// The tokens of packed sequences, and what their loss is made of. Null pointers: absent.
+// The tokens of packed sequences and the inputs of their loss. Absent inputs are null.
 template <typename Real>
 struct TokenLossInputs {
   TokenRows<Real> rows;
   int64_t num_sequences;
   const int64_t* cu_seqlens;       // [S+1]
-  const Real* advantages;          // [S], or [T]
+  const Real* advantages;          // [T] if advantages_per_token, else [S]
   bool advantages_per_token;
-  const Real* importance_weights;  // [S], or [T]
+  const Real* importance_weights;  // [T] if importance_per_token, else [S]
   bool importance_per_token;
   const Real* old_logprobs;        // [T]
   const Real* ref_logprobs;        // [T]
   const Real* sequence_log_ratio;  // [S], for kGspo
   const bool* mask;                // [T]
-  const int64_t* sequence_tokens;  // [S] tokens that count, where each sequence's mean is taken
+  const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
 
-  // The sequence of token t: the last that starts at or before it (empty ones before it start there too).
+  // The sequence of token t: the last one that starts at or before it (empty sequences may start there too).
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
     int64_t low = 0, high = num_sequences;  // cu_seqlens[low] <= t < cu_seqlens[high]
     while (high - low > 1) {
@@ -90,13 +90,13 @@ struct TokenLossInputs {
   }
 };
 
-// What is known of a row before its logits are read.
+// The part of a row's loss that is known before its logits are read.
 struct RowPlan {
   bool counts;      // not masked
-  bool must_read;   // else its gradient is zero and its loss too
+  bool must_read;   // otherwise its gradient and loss are 0
   int64_t sequence;
   double advantage;  // times the importance weight
-  double weight;     // of the token's loss in the whole
+  double weight;     // of the token's loss in the total
 };
 
 template <typename Real>
@@ -122,7 +122,7 @@ struct TokenLoss {
 };
 
 MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, double advantage, double ratio, double logp) {
-  if (advantage == 0.0) return {0.0, 0.0};  // whatever the ratio, infinite ones included
+  if (advantage == 0.0) return {0.0, 0.0};  // even if the ratio is infinite
   if (terms.loss == Loss::kReinforce) return {-advantage * logp, -advantage};
   const double clipped = fmin(fmax(ratio, 1.0 - terms.clip_low), 1.0 + terms.clip_high);
   if (terms.loss == Loss::kCispo) return {-clipped * advantage * logp, -clipped * advantage};

@@ -13,7 +13,7 @@ PacsOptions pacs_options(std::string_view score, bool balanced) {
           balanced};
 }
 
-// Pacs and LogRatio by address, before Real is known.
+// Pacs and LogRatio as addresses, before Real is known.
 struct PacsArguments {
   std::int64_t num_groups, group_size;
   Address offsets, proxies, labels, denominator;

@@ -3,7 +3,7 @@
 namespace maxrl::bindings {
 namespace {
 
-// The element types of logits, and of the numbers that go with them.
+// The element type of logits, and the type of the numbers beside them.
 template <typename Element_, typename Real_>
 struct LogitTypes {
   using Element = Element_;
@@ -19,7 +19,7 @@ auto with_logit_types(std::string_view dtype, const Use& use) {
   throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
 }
 
-// A matrix by address, before its element type is known.
+// A matrix as an address, before its element type is known.
 struct Matrix {
   Address data;
   std::int64_t stride;
@@ -29,7 +29,7 @@ struct Matrix {
   }
 };
 
-// TokenRows and TokenLossInputs by address, before Real is known.
+// TokenRows and TokenLossInputs as addresses, before Real is known.
 struct Tokens {
   std::int64_t num_tokens, vocab_size;
   Address targets, temperatures;

@@ -41,7 +41,7 @@ void Decoder::Matrix::reset(int64_t out_size, int64_t in_size) {
   panels.assign(panels_of(out) * in * kPanel, 0.0f);
 }
 
-// Puts `rows` rows at first, first + 1, ..., panels `step` apart.
+// Writes `rows` rows at first, first + 1, ..., with panels `step` apart.
 void Decoder::Matrix::pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
@@ -108,7 +108,7 @@ void Decoder::rms_norm(const float* x, int64_t rows, const std::vector<float>& w
   for (int64_t i = 0; i < rows; ++i) norm_row<Vectors>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
 }
 
-// Queries, divided by the root of head_dim, and keys rotated; keys and values to their caches.
+// Rotates queries, divided by the square root of head_dim, and keys, and writes keys and values to the caches.
 template <typename Vectors>
 void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const {
   const int64_t dim = sizes_.head_dim, half = dim / 2;
@@ -136,7 +136,7 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
   }
 }
 
-// Queries of rows that share a prefix, and of heads that share keys, go through its keys together.
+// Queries of rows that share a prefix, and of heads that share keys, read these keys together.
 template <typename Vectors>
 void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const {
   constexpr int kRows = tile_rows<Vectors>();
@@ -151,7 +151,7 @@ void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, co
   }
 }
 
-// Query q of a key/value head: that of row q / repeats and of its query head number q % repeats.
+// Query q of a key/value head belongs to row q / repeats and to query head q % repeats of its heads.
 template <typename Vectors>
 void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                           Workspace& workspace) const {
@@ -168,7 +168,7 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     longest_own = std::max(longest_own, row_of(i).own_length);
   }
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
-  float* const scores = workspace.scores.data();  // [count, width]: of the prefix, then of the row's own tokens
+  float* const scores = workspace.scores.data();  // [count, width]: first the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
   product<Vectors>(count, query_of, dim, prefix.keys(layer, head), panels_of(longest), dim * kPanel,
                    [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
@@ -243,7 +243,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
   float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
   for (int64_t i = 0; i < num_rows; ++i) std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
 
-  // All panels of y times a matrix.
+  // Multiplies rows by all panels of a matrix.
   const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
     with_widest_floats([&](auto vectors) {
       using Vectors = decltype(vectors);
@@ -270,7 +270,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     });
     with_widest_floats(
         [&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
-    if (index + 1 == sizes_.layers) {  // nobody reads what becomes of the others
+    if (index + 1 == sizes_.layers) {  // the other rows are not read after the last layer's keys and values
       rows += first;
       num_rows -= first;
       x += first * stride;
@@ -283,7 +283,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
       row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
-    // Not while the products are in registers: its constants would push some of them out.
+    // Not in the loop of the multiplication: its constants would spill registers.
     with_widest_floats([&](auto vectors) { activate<decltype(vectors)>(num_rows, workspace); });
     multiply(activated, row_stride(sizes_.intermediate), layer.down, add_to_hidden);
   }

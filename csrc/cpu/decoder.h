@@ -6,8 +6,8 @@
 
 namespace maxrl::cpu {
 
-// A token, and whom it attends to: `prefix_length` tokens of a cache that others may share, then `own_length` of its own.
-// Its own key and value are the last of its own cache, or of the prefix where it has none.
+// A token and the tokens that it attends to: `prefix_length` tokens of a cache that rows may share, then `own_length` of its
+// own cache. Its own key and value are written last in its own cache, or in the prefix if it has none.
 struct DecoderRow {
   int64_t token, position;
   KeyValueCache* prefix;
@@ -16,11 +16,11 @@ struct DecoderRow {
   int64_t own_length;
 };
 
-// Memory of a thread.
+// The working memory of a thread.
 struct Workspace {
   std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // rows of row_stride(their length)
-  std::vector<float> scores, mixed;  // of a tile of queries
-  std::vector<float> probabilities;   // of a row of logits, with the next
+  std::vector<float> scores, mixed;  // for a tile of queries
+  std::vector<float> probabilities;   // with `order`, for sampling from a row of logits
   std::vector<int64_t> order;
 };
 
@@ -31,14 +31,14 @@ class Decoder {
   // cos, sin: [positions, head_dim / 2], of the rotary embedding.
   Decoder(const DecoderSizes& sizes, int64_t positions, const float* cos, const float* sin);
 
-  // Packs the weights, which need not be kept.
+  // Packs the weights, and does not keep the given ones.
   void load(const DecoderWeights& weights, int num_threads);
 
-  // Logits of rows `first` to `num_rows` - 1, [num_rows - first] rows of row_stride(vocab) numbers in workspace.logits; all
-  // keys and values are written. Rows that share a prefix should stand side by side.
+  // Computes the logits of rows `first` to `num_rows` - 1, [num_rows - first] rows of row_stride(vocab) numbers in
+  // workspace.logits, and writes all keys and values. Rows that share a prefix should be adjacent.
   void forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const;
 
-  // Makes a workspace large enough for prompts of at most this length. Allocates; forward does not.
+  // Makes a workspace large enough for prompts of at most this length. This allocates memory; forward does not.
   void prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_new_tokens) const;
 
   const DecoderSizes& sizes() const { return sizes_; }

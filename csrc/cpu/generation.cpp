@@ -38,13 +38,13 @@ bool Generation::run(double seconds) {
   const double deadline = now() + seconds;
   do {
     admit();
-    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;  // all of the admitted ended at once
+    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;  // all ended after one token
     decode();
   } while (now() < deadline);
   return false;
 }
 
-// Waiting samples take free slots; a quarter of the slots at least, since small batches cost more for each token.
+// Admits waiting samples to free slots, at least a quarter of the slots at a time: small batches cost more per token.
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
@@ -63,7 +63,7 @@ void Generation::admit() {
   statistics_.prefill_seconds += now() - start;
 }
 
-// Each prompt on one thread.
+// One thread per prompt.
 void Generation::prefill(int64_t begin, int64_t end) {
   const DecoderSizes& sizes = decoder_.sizes();
   for (int64_t p = begin; p < end; ++p) {
@@ -94,7 +94,7 @@ void Generation::prefill(int64_t begin, int64_t end) {
 void Generation::decode() {
   const double start = now();
   const auto num_rows = static_cast<int64_t>(rows_.size());
-  // As many equal pieces as threads, or more where they would be too large.
+  // As many equal pieces as threads, or a multiple if pieces would be too large.
   const int64_t rounds = (num_rows + num_threads_ * Decoder::kMostRows - 1) / (num_threads_ * Decoder::kMostRows);
   const int64_t pieces = std::min(num_rows, rounds * num_threads_);
 #pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)

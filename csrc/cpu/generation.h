@@ -1,4 +1,4 @@
-// Sampling all responses of a job on a CPU. Prompts are computed once; a response that ends frees its slot for the next one.
+// Samples all responses of a job on a CPU. Prompts are computed once; a response that ends frees its slot for the next one.
 #pragma once
 #include <memory>
 #include <vector>
@@ -9,24 +9,24 @@ namespace maxrl::cpu {
 
 class Generation {
  public:
-  // The job's arrays, and the decoder, must outlive it.
+  // The arrays of the job, and the decoder, must outlive this object.
   Generation(const Decoder& decoder, const GenerationJob& job, int num_threads);
 
-  // Works on for about this long, by whole steps; returns whether all responses are done.
+  // Runs whole steps for about this long; returns whether all responses are done.
   bool run(double seconds);
 
   const GenerationStatistics& statistics() const { return statistics_; }
 
-  // Memory of the caches of a prompt or of a response of this length.
+  // Bytes of the cache of a prompt or a response of this length.
   static int64_t cache_bytes(const DecoderSizes& sizes, int64_t length) { return KeyValueCache::bytes(sizes, length); }
 
  private:
   struct Prompt {
     std::unique_ptr<KeyValueCache> cache;
-    std::vector<float> logits;  // of its last token, until its samples have their first
+    std::vector<float> logits;  // of its last token, from which its samples take their first token
     int64_t unfinished;
   };
-  struct Row {  // a response at work
+  struct Row {  // a response that is being sampled
     int64_t sample, length;
     KeyValueCache* cache;
   };
@@ -46,9 +46,9 @@ class Generation {
   std::vector<Prompt> prompts_;
   std::vector<std::unique_ptr<KeyValueCache>> slots_;
   std::vector<KeyValueCache*> free_slots_;
-  std::vector<Row> rows_;  // by sample, so that those of a prompt stand side by side
+  std::vector<Row> rows_;  // ordered by sample, so that rows of one prompt are adjacent
   std::vector<Workspace> workspaces_;
-  int64_t next_sample_ = 0, next_prompt_ = 0;  // not yet begun, not yet computed
+  int64_t next_sample_ = 0, next_prompt_ = 0;  // the first that is not admitted, the first that is not computed
   int64_t cache_bytes_ = 0;
   GenerationStatistics statistics_{};
 };

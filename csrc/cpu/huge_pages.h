@@ -7,8 +7,7 @@
 
 namespace maxrl::cpu {
 
-// Asks the system for huge pages behind [begin, begin + bytes), where it grants them to who asks. Only advice: the content and
-// everything else stays as it is, and whether it is taken does not matter.
+// Advises the system to use huge pages for [begin, begin + bytes). The content does not change, and errors are ignored.
 inline void advise_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096;

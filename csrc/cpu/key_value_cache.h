@@ -1,5 +1,5 @@
-// Keys and values of one sequence in all layers, as panels for products: scores are queries times keys, outputs probabilities
-// times values.
+// Keys and values of one sequence in all layers, in panels for matrix multiplication: queries times keys, probabilities times
+// values.
 #pragma once
 #include <memory>
 
@@ -14,7 +14,7 @@ class KeyValueCache {
   KeyValueCache(const DecoderSizes& sizes, int64_t length)
       : head_dim_(sizes.head_dim), capacity_(padded(length)), keys_size_(capacity_ * head_dim_),
         head_size_(keys_size_ + capacity_ * padded(head_dim_)), layer_size_(sizes.kv_heads * head_size_),
-        data_(new float[sizes.layers * layer_size_]) {}  // not set: what was not written is never used
+        data_(new float[sizes.layers * layer_size_]) {}  // not initialised: unwritten values are never used
 
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     return 4 * sizes.layers * sizes.kv_heads * padded(length) * (sizes.head_dim + padded(sizes.head_dim));

@@ -1,4 +1,4 @@
-// The loss of PACS and its gradient to the reward proxies, on a CPU, a group at a time.
+// The loss of PACS and its gradient in the reward proxies, on a CPU, one group at a time.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -9,7 +9,7 @@ namespace maxrl::cpu {
 namespace {
 
 constexpr int64_t kParallelThreshold = 1 << 13;  // rollouts
-constexpr int64_t kGroupsPerPiece = 64;          // whose sums are added in order, whatever the number of threads
+constexpr int64_t kGroupsPerPiece = 64;          // whose sums are added in order, for any number of threads
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 template <typename Real>
@@ -23,7 +23,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
     num_correct += label == 1.0;
     mean += (static_cast<double>(in.proxies[i]) - in.proxies[begin]) / static_cast<double>(n);
   }
-  if (n > 0) mean += in.proxies[begin];  // so that equal proxies lie at 0 from it, exactly; likewise the slopes below
+  if (n > 0) mean += in.proxies[begin];  // so that equal proxies have exactly this mean; likewise for q below
   for (int64_t i = begin; i < end; ++i) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
   const GroupScore score = group_score(in.options.score, n, mean, squares);
   double mean_q = 0.0, moment_q = 0.0;

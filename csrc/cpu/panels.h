@@ -1,7 +1,7 @@
-// Products with matrices packed for reading: C [m, n] = A [m, k] B^T, B [n, k] in panels of 16 of its rows, each [k][16].
+// Matrix multiplication with packed matrices: C [m, n] = A [m, k] B^T, with B [n, k] in panels of 16 of its rows, each [k][16].
 //
-// An element of C is one chain of multiply-adds over k, whatever m is and wherever its row stands: a sample's numbers do not
-// depend, to the last bit, on what else is in the batch.
+// Every element of C is one chain of multiply-adds over k, for any m and any position of its row. So the numbers of a sample
+// are bitwise identical whatever else is in the batch.
 #pragma once
 #include <cstdint>
 
@@ -15,10 +15,10 @@ constexpr int kMostTileRows = 12;
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 inline int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-// Numbers from a row of a matrix to the next: rows a power of two apart would share few sets of the first cache.
+// Elements from one row to the next: with a power of two, rows would compete for few sets of the L1 cache.
 inline int64_t row_stride(int64_t n) { return padded(n) + kPanel; }
 
-// Rows of a tile whose sums, with a panel's row and a factor, fill the registers.
+// Rows of a tile: their sums, a row of a panel and a factor fill the registers.
 template <typename Vectors>
 constexpr int tile_rows() {
 #if defined(__aarch64__)
@@ -28,7 +28,7 @@ constexpr int tile_rows() {
 #endif
 }
 
-// A tile's row: 16 numbers.
+// A row of a tile: 16 numbers.
 template <typename Vectors>
 struct TileRow {
   static constexpr int kParts = kPanel / Vectors::kLanes;
@@ -51,7 +51,7 @@ struct TileRow {
   }
 };
 
-// sink(i, row) for `rows` rows a[i] [k] times a panel.
+// Calls sink(i, row) for `rows` rows a[i] [k] times a panel.
 template <typename Vectors, int rows, typename Sink>
 inline void tile(const float* const* a, int64_t k, const float* panel, const Sink& sink) {
   using Row = TileRow<Vectors>;
@@ -80,7 +80,7 @@ inline void tile_of(int rows, const float* const* a, int64_t k, const float* pan
   tile<Vectors, most>(a, k, panel, sink);
 }
 
-// sink(i, panel, row) for all rows row_of(i) and panels, which are `panel_stride` numbers apart.
+// Calls sink(i, panel, row) for all rows row_of(i) and all panels, which are `panel_stride` numbers apart.
 template <typename Vectors, typename RowOf, typename Sink>
 inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
                     const Sink& sink) {

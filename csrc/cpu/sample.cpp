@@ -28,7 +28,7 @@ double exponentials(const float* logits, int64_t vocab, float top, double temper
   return sum;
 }
 
-// Sets to 0 all that the options leave out; returns the sum of the rest.
+// Sets the probabilities that the options leave out to 0; returns the sum of the others.
 double filter(int64_t vocab, const SamplingOptions& options, double sum, float* probabilities, int64_t* order) {
   const auto likelier = [=](int64_t a, int64_t b) {
     return probabilities[a] != probabilities[b] ? probabilities[a] > probabilities[b] : a < b;
@@ -45,7 +45,7 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
     double mass = 0.0;
     int64_t sorted = 0, nucleus = 0;
     while (nucleus < kept && (nucleus == 0 || mass < options.top_p * sum)) {
-      if (nucleus == sorted) {  // a few at a time: the nucleus is small mostly
+      if (nucleus == sorted) {  // sorts a few at a time, since the nucleus is usually small
         sorted = std::min(kept, std::max<int64_t>(64, 8 * sorted));
         std::partial_sort(order + nucleus, order + sorted, order + kept, likelier);
       }
@@ -55,7 +55,7 @@ double filter(int64_t vocab, const SamplingOptions& options, double sum, float* 
   }
   for (int64_t i = kept; i < vocab; ++i) probabilities[order[i]] = 0.0f;
   double total = 0.0;
-  const auto least = static_cast<float>(options.min_p);  // the likeliest has e^0 = 1
+  const auto least = static_cast<float>(options.min_p);  // the greatest probability is e^0 = 1 here
   for (int64_t i = 0; i < vocab; ++i) {
     if (probabilities[i] < least) probabilities[i] = 0.0f;
     total += probabilities[i];

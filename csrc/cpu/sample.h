@@ -1,4 +1,4 @@
-// A token sampled from a row of logits.
+// Samples a token from a row of logits.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -9,12 +9,12 @@ namespace maxrl::cpu {
 
 struct Sampled {
   int64_t token;
-  float logprob;           // of what it was sampled from
-  float raw_logprob;  // at temperature 1, nothing left out
+  float logprob;           // under the sampling distribution
+  float raw_logprob;  // under softmax(logits)
 };
 
-// Inverse-CDF sampling by u in [0, 1), in the order of the vocabulary. `probabilities` [vocab] and `order` [vocab] are working
-// memory. Logits that are not finite give log-probabilities that are not.
+// Inverse-CDF sampling with u in [0, 1), in the order of the vocabulary. `probabilities` [vocab] and `order` [vocab] are
+// working memory. If logits are not finite, the log-probabilities are not finite either.
 Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u, float* probabilities, int64_t* order);
 
 }  // namespace maxrl::cpu

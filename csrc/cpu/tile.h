@@ -1,7 +1,7 @@
-// A few groups in the lanes of vectors, to be computed side by side.
+// A few groups in the lanes of vectors, computed at the same time.
 //
-// Small groups go several at a time, one in each lane; a larger group goes alone, spread over the lanes. Both are one
-// computation: sums over rows, then, for a group spread over the lanes, over lanes; exact sums do not mind the order.
+// Small groups are computed several at a time, one per lane; a larger group alone, spread over the lanes. Both take sums over
+// rows, and for a group spread over the lanes also over lanes; the sums are exact, so their order does not matter.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace maxrl::cpu {
 
-constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to here counting smaller rewards beats sorting
+constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; counting is faster than sorting up to here
 
-template <int kLanes>  // as many as a vector register has: compilers split wider ones badly
+template <int kLanes>  // as many as a vector register has; compilers handle wider vectors badly
 struct Vector;
 template <>
 struct Vector<2> {
@@ -24,7 +24,7 @@ struct Vector<4> {
   using type = double __attribute__((vector_size(32)));
 };
 
-// What one thread works in: a group of at most kLargestLane rollouts in each lane, or one group of any size.
+// The working memory of a thread: a group of at most kLargestLane rollouts in each lane, or one group of any size.
 template <int num_lanes>
 struct Tile {
   static constexpr int kLanes = num_lanes;
@@ -48,7 +48,7 @@ struct Tile {
   bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
   int32_t num_groups;
   int32_t rows;
-  Lanes filled;  // rows of each lane that hold a rollout, the first ones; the others hold 0
+  Lanes filled;  // the number of first rows of each lane that hold a rollout; the other rows hold 0
   Lanes n;       // rollouts of each lane's group
   int64_t capacity;
   std::vector<Row> storage;
@@ -66,7 +66,7 @@ struct Tile {
   double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }
   int64_t stride() const { return is_spread ? 1 : kLanes; }
 
-  // Reduces over the lanes of a group: nothing to do where each lane is a group.
+  // Reduces over the lanes of a group; nothing to do if each lane is a group.
   template <typename Combine>
   Lanes over_group(Lanes x, const Combine& combine) const {
     if (!is_spread) return x;

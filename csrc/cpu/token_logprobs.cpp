@@ -1,4 +1,4 @@
-// Log-probabilities and entropies of rows of logits on a CPU, and the gradient back to the logits.
+// Log-probabilities and entropies of rows of logits on a CPU, and their backward pass.
 #include "../kernels.h"
 #include "dispatch.h"
 #include "huge_pages.h"

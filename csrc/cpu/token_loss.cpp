@@ -18,7 +18,7 @@ struct TokenLossWork {
   const LossTerms& terms;
   Rows<Element> gradient;
   int64_t grain;
-  LossSums* partial;  // of each piece
+  LossSums* partial;  // one per piece
 
   template <typename Vectors>
   void run(int64_t begin, int64_t end, typename Vectors::Real* scratch) const {

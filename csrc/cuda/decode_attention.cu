@@ -1,9 +1,8 @@
-// Attention of every row's newest token to the row's own tokens, merged with its attention to the prompt: one launch reads
-// the keys and values that there are once, in their own precision, whatever the length of the longest row.
+// Attention of the newest token of every row to the row's own tokens, merged with its attention to the prompt. One launch reads
+// every existing key and value once, in its own precision; short rows do not pay for long ones.
 //
-// A block has one row and one key/value head, with all query heads that share it. The lanes of a warp lie side by side along
-// a key, 16 bytes each, and several keys beside one another: such a slot has its own running softmax, and the slots' are
-// merged at the end.
+// A block has one row and one key/value head, with all query heads that share it. The lanes of a slot read one key together, 16
+// bytes each; a warp has several slots. Every slot has its own running softmax; all are merged at the end.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -14,12 +13,12 @@
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kKeysAtOnce = 4;          // of a slot: loads in flight
+constexpr int kKeysAtOnce = 4;          // loads in flight of a slot
 constexpr int kMaxWarps = 8;            // of a block
 constexpr float kLowest = -1e30f;       // below any score, and finite: the difference of two is 0
 constexpr int64_t kWantedWarps = 2048;  // of a launch, to fill a GPU
 
-// The softmax over some of the keys, of the query heads of a key/value head: their maximum, sum, and this lane's values. Scores
+// The softmax over some of the keys, for each query head of a key/value head: maximum, sum, and the values of this lane. Scores
 // are in units of log2.
 template <int kQueries, int kSize>
 struct Attended {
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_c
   const int head = blockIdx.x % in.kv_heads, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int num_warps = blockDim.x / kWarp;
   const int part = lane % lanes_of_key, slot = threadIdx.x / lanes_of_key, num_slots = blockDim.x / lanes_of_key;
-  const bool has_part = part * kSize < in.head_dim;  // lanes of a key are a power of two
+  const bool has_part = part * kSize < in.head_dim;  // the number of lanes is a power of two, and may exceed head_dim
   const int64_t newest = max(int64_t(0), min(in.lengths[row], in.limit) - 1);
 
   // 16 bytes of a head's vector; zeros where there are none.
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_c
 
   Attended<kQueries, kSize> attended;
   attended.clear();
-  for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // as often for all threads
+  for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // the same number of iterations for all threads
     Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
     bool exists[kKeysAtOnce];
 #pragma unroll
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_c
     }
   }
 
-  // The newest token, by the first slot, which also puts it into the cache.
+  // The first slot adds the newest token, and writes it to the cache.
   const Chunk<Element> new_key = load(in.k + of_new, true), new_value = load(in.v + of_new, true);
   float new_values[kSize];
   unpack(new_value, new_values);
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) attend_to_own(const __grid_c
     *reinterpret_cast<uint4*>(cached(in.v_cache, newest) + part * kSize) = new_value.bits;
   }
 
-  // Slots of a warp, then warps.
+  // Merge the slots of a warp, then warps.
   for (int offset = lanes_of_key; offset < kWarp; offset *= 2)
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {

@@ -1,5 +1,5 @@
-// The next token of every row, from its logits: softmax, inverse-CDF sampling in the order of the vocabulary, and what is
-// written down of it, in one launch. A block to a row; a row's numbers depend on the row alone.
+// The next token of every row from its logits, in one launch: softmax, inverse-CDF sampling in the order of the vocabulary, and
+// the update of the row. One block per row; the result of a row depends only on that row.
 #include "../kernels.h"
 #include "../random.h"
 #include "elements.cuh"
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   for (int i = thread; i < size; i += num_threads) top = logits[i] > top ? logits[i] : top;
   top = block_reduce(top, of_warps, [](float a, float b) { return a > b ? a : b; });
 
-  // A NaN makes the sums NaN, and with them the log-probs.
+  // A NaN logit makes the sums NaN, and so the log-probs.
   const bool is_greedy = in.temperature == 0.0;
   const float rate = kLog2E, tempered_rate = is_greedy ? 0.0f : static_cast<float>(kLog2E / in.temperature);
   float raw_total = 0.0f, total = 0.0f;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   } else {
     const float wanted = uniform(in.keys[row], in.length[row]) * total;
     float below = 0.0f;
-    for (int start = 0; start < size; start += num_threads) {  // as often for all threads
+    for (int start = 0; start < size; start += num_threads) {  // the same number of iterations for all threads
       const int i = start + thread;
       const float e = i < size ? exponential2((logits[i] - top) * tempered_rate) : 0.0f;
       const PrefixSum<float> sums = block_prefix_sum(e, of_warps);

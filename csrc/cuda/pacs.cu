@@ -1,4 +1,4 @@
-// The loss of PACS and log-ratio reward proxies on a GPU: a warp to a group, a block to a sequence.
+// The loss of PACS (one warp per group) and log-ratio reward proxies (one block per sequence) on a GPU.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -9,7 +9,7 @@ namespace maxrl::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroups = kThreads / kWarp;  // of a block at a time
+constexpr int kGroups = kThreads / kWarp;  // per block, at a time
 
 template <typename Real>
 __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* workspace) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
   for (int64_t g = int64_t{blockIdx.x} * kGroups + warp; g < in.num_groups; g += int64_t{gridDim.x} * kGroups) {
     const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
     if (n <= 0) continue;
-    // Distances from the first, so that equal proxies have a distance of 0 from their mean, exactly; likewise slopes.
+    // Distances from the first proxy, so that equal proxies have exactly the distance 0 from their mean; likewise for q.
     const double first = in.proxies[begin];
     double distance = 0.0, correct = 0.0, squares = 0.0;
     for (int64_t i = begin + lane; i < end; i += kWarp) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
       sums[PacsSums::kLoss] += loss / *in.denominator;
       sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
       sums[PacsSums::kProxy] += r;
-      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // an index known only now would take them out of registers
+      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // no computed index: it would move sums out of registers
       sums[PacsSums::kScoreWrong] += label == 1.0 ? 0.0 : psi;
       sums[PacsSums::kCorrect] += label == 1.0;
     }
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Real>
 __global__ void __launch_bounds__(kThreads) spread_grads(LogRatio<Real> in, const Real* grad_proxies, Real* gradient) {
   for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
-    const auto slope = static_cast<Real>(in.beta * grad_proxies[s]);
+    const auto grad = static_cast<Real>(in.beta * grad_proxies[s]);
     for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
-      gradient[t] = !in.mask || in.mask[t] ? slope : Real(0);
+      gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   }
 }
 

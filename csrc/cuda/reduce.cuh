@@ -19,8 +19,8 @@ struct Add {
   }
 };
 
-// Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one value a warp. Every thread of
-// the block must call it.
+// Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one value a warp. Every thread
+// of the block must call it.
 template <typename Value, typename Combine>
 __device__ Value block_reduce(Value value, Value* of_warps, const Combine& combine) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));

@@ -1,4 +1,4 @@
-// Log-probabilities and entropies of rows of logits on a GPU, and the gradient back to the logits.
+// Log-probabilities and entropies of rows of logits on a GPU, and their backward pass.
 #include "../kernels.h"
 #include "softmax_rows.cuh"
 
@@ -35,7 +35,7 @@ struct BackwardWork {
   __device__ void finish(State&) const {}
 };
 
-// One block a row, in place, scale read on the device.
+// One block per row, in place; the scale is read on the device.
 template <typename Element, typename Real>
 __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale) {
   const double factor = *scale;

@@ -1,4 +1,4 @@
-// The token loss on a GPU, one launch: sums of the metrics included, in an order that depends on the launch alone.
+// The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends only on the launch's shape.
 #include "../kernels.h"
 #include "softmax_rows.cuh"
 
@@ -27,7 +27,7 @@ struct LossWork {
     return evaluate_row(in, terms, t, state.row, softmax, state.sums);
   }
   __device__ void finish(State& state) const {
-    // The blocks of a cluster have the same sums: its first one counts.
+    // All blocks of a cluster have the same sums: the first adds them.
     const int size = Cluster::size();
     if (Cluster::rank() == 0) add_over_blocks(state.sums.values, workspace, blockIdx.x / size, gridDim.x / size);
   }

@@ -104,16 +104,16 @@ def test_what_is_frozen_gets_no_gradient_and_no_memory(monkeypatch):
 
     monkeypatch.setattr(_Chunks, "__init__", remembered)
     loss, _ = linear_policy_gradient_loss(hidden, weight.detach(), **batch)
-    assert made[-1].by_weight is None
+    assert made[-1].grad_weight is None
     expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
     assert_close(torch.autograd.grad(loss, [hidden]), torch.autograd.grad(expected, [hidden]), torch.float32)
     loss, _ = linear_policy_gradient_loss(hidden.detach(), weight, **batch)
-    assert made[-1].by_hidden is None
+    assert made[-1].grad_hidden is None
     expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
     assert_close(torch.autograd.grad(loss, [weight]), torch.autograd.grad(expected, [weight]), torch.float32)
     with torch.no_grad():
         loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
-    assert (made[-1].by_hidden, made[-1].by_weight) == (None, None)
+    assert (made[-1].grad_hidden, made[-1].grad_weight) == (None, None)
     assert loss.item() == expected.item()
 
 

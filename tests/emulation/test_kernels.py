@@ -1,4 +1,4 @@
-"""The CUDA kernels on an emulated GPU (cuda_runtime.h says what that is), against the CPU's: what tests/gpu asks of them.
+"""The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in tests/gpu.
 
 Every test runs with the threads of a block in order and in reverse, and most on a GPU with clusters and on one without.
 """
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
-    """The CPU is a GPU here."""
+    """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gate, "is_gpu", lambda device: True)
         patch.setattr(_gate, "launch", lambda name, device, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
@@ -58,7 +58,7 @@ def test_token_loss(vocab, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 40961])
 def test_rows_at_any_address(vocab, dtype):
-    """Rows that begin anywhere, in place and not, end where the next row's padding begins, which stays as it was."""
+    """Rows at any address, in place and not: the padding between rows is not written."""
     logits, batch = example(vocab, dtype)
     _, expected, _ = gradient_of(logits, batch, **OPTIONS[2])
     for offset in (0, 1, 5):

@@ -21,7 +21,7 @@ def arguments(name, layout):
 
 
 def layouts(shape, name, generator):
-    """The same rollouts as rows, with some dropped, as runs of uneven length, and in any order."""
+    """Yield layouts of the same rollouts: rows, rows with some left out, runs of uneven length, any order."""
     total = shape[0] * shape[1]
     lengths = torch.randint(0, 50, (total,), generator=generator) if "lengths" in KERNEL_ROWS[name].inputs else None
     cuts = torch.randint(0, total + 1, (7,), generator=generator).sort().values

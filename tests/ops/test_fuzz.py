@@ -1,8 +1,7 @@
-"""Every op with arguments that fit, in any layout, and with ones that do not: the right value or a refusal in words.
+"""Every op with valid arguments, in any layout, and with invalid ones: the right value, or an error that explains itself.
 
-Right is what tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py make of the
-same numbers.
-How to draw more examples: tests/fuzzing.py.
+The right values are those of tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py for the
+same numbers. tests/fuzzing.py says how to draw more examples.
 """
 
 import math
@@ -29,7 +28,7 @@ REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
 
 
 def assert_close(actual, expected, tolerance, scale=None):
-    """Numbers within `tolerance` of the largest; where one of them is not finite, the other is not either."""
+    """Check that numbers agree within `tolerance` of the largest, and are finite at the same places."""
     actual, expected = actual.detach().double(), expected.detach().double()
     assert actual.shape == expected.shape
     assert torch.equal(actual.isfinite(), expected.isfinite()), (actual, expected)
@@ -59,7 +58,7 @@ ALONE = [name for name in ops.ESTIMATORS if name != "reinforce_pp"]  # which whi
 
 
 def of_group(name, r, size, options, lengths, logprobs, greedy):
-    """The advantages [n] of one group of Fractions, by its definition."""
+    """Return the advantages [n] of one group of Fractions, from the definition."""
     o = {option: float(options.get(option, default or 0)) for option, default in ops.ESTIMATORS[name].options.items()}
     if name == "opo":
         return opo(r, lengths) if sum(lengths) else [x - mean(r) for x in r]
@@ -75,7 +74,7 @@ def of_group(name, r, size, options, lengths, logprobs, greedy):
 
 
 def groups_of(shape, offsets, group_ids, valid):
-    """The indices of each group's rollouts, of flat rewards; fails where there are no such groups."""
+    """Return the indices of the rollouts of each group in flat rewards; fails if there are no such groups."""
     if offsets is not None:
         bounds = whole(offsets)
         assert (bounds[0], bounds[-1], bounds) == (0, math.prod(shape), sorted(bounds))
@@ -95,7 +94,7 @@ def flat(tensor):
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
                      logprobs=None, greedy_correct=None, scale_by_k=False, max_group_size=None, **options):  # fmt: skip
-    """The definition, group by group, in exact rationals."""
+    """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
@@ -133,7 +132,7 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
 
 
 def is_cancelled(estimator, r, options):
-    """Whether the divisor is what rounding leaves of numbers that cancel."""
+    """Return whether the divisor is only the rounding error of numbers that cancel."""
     divisor = abs(mean(r) + Fraction(float(options.get("eps", 0))))
     return estimator.startswith("maxrl_") and 0 < divisor < max(map(abs, r)) / 10**4
 
@@ -146,7 +145,7 @@ def draw_tensor(draw, shape, values, dtype):
 
 @st.composite
 def layouts(draw, smallest):
-    """(offsets or group_ids), the shape, the groups' sizes; one of them at least `smallest`."""
+    """Draw offsets or group_ids, the shape, and the sizes of the groups, one of them at least `smallest`."""
     if draw(st.booleans()):
         n = draw(st.integers(smallest, smallest + 2))
         shape = draw(st.sampled_from([(n,), (2, n), (3, n), (2, 2, n), (0, n)]))
@@ -162,7 +161,7 @@ def layouts(draw, smallest):
 
 @st.composite
 def advantage_arguments(draw, names=ALONE):
-    """Arguments that fit, but perhaps for `valid`, which may leave too few rollouts for the size."""
+    """Draw valid arguments, except that `valid` may leave too few rollouts for the size."""
     name = draw(st.sampled_from(names))
     row = ops.ESTIMATORS[name]
     arguments, shape, sizes = draw(layouts(max(1, row.size.smallest + row.size.below_n if row.size else 1)))
@@ -261,7 +260,7 @@ def test_effective_weight(data):
 
 
 def as_float(x):
-    """Numbers too large for a float are infinite."""
+    """Return a float; numbers that are too large become infinite."""
     return math.inf if isinstance(x, int) and x > 10**308 else float(x)
 
 
@@ -270,7 +269,7 @@ def is_positive(x):
 
 
 def reference_rows(logits, targets, temperature, counts):
-    """Targets and temperatures by token as tensors; those that do not count may be anything."""
+    """Return targets and temperatures, [T] each; masked ones may be anything."""
     numbers = whole(targets)
     tau = flat(temperature) if isinstance(temperature, torch.Tensor) else [float(temperature)] * len(logits)
     assert len(numbers) == len(tau) == len(counts) == len(logits)
@@ -286,7 +285,7 @@ def bounds_of(cu_seqlens, total):
 
 
 def is_extreme(temperatures):
-    """Whether logits over these would leave float32's range, where the references only say that much."""
+    """Return whether logits divided by these would leave the range of float32."""
     return bool(((temperatures < 1e-3) | (temperatures > 1e6)).any())
 
 
@@ -337,7 +336,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
                entropy_coef=0.0, temperature=1.0, aggregation="token_mean", denominator=None, in_place=False, values=None,
                chunk_tokens=None, leaves=None, tolerance=None, advantages_per_token=None,
                importance_weights_per_token=None):  # fmt: skip
-    """The reference on the same numbers, contiguous and in float64. `values`: the logits before they were overwritten."""
+    """Compare with the reference on the same numbers in float64. `values`: the logits before they were overwritten."""
     real, total = torch.promote_types(logits.dtype, torch.float32), len(logits)
     z = exact(logits if values is None else values).requires_grad_() if leaves is None else leaves[0] @ leaves[1].T
     counts = [True] * total if mask is None else mask.tolist()
@@ -346,7 +345,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     counted = [sum(counts[a:b]) for a, b in pairwise(bounds)]
 
     def checked(x, per_token):
-        """The numbers in float64, and whether they are one a token."""
+        """Return the numbers in float64, and whether they are [T]."""
         assert x.dim() == 1
         if per_token is None:
             assert len(x) in (sequences, total)
@@ -412,7 +411,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
 
 @st.composite
 def loss_arguments(draw):
-    """T, V and arguments that fit."""
+    """Draw T, V and valid arguments."""
     tokens, vocab, arguments = draw(rows())
     cuts = sorted(draw(st.lists(st.integers(0, tokens), max_size=4)))
     integers = draw(st.sampled_from(INTEGERS))
@@ -423,7 +422,7 @@ def loss_arguments(draw):
         return draw_tensor(draw, (size,), values, draw(st.sampled_from(dtypes)))
 
     def either(name, values, dtypes):
-        """One number a token or a sequence, and which they are where the lengths do not say it, or by chance."""
+        """Draw [T] or [S], with the keyword that says which: always if T = S, otherwise at random."""
         per_token = draw(st.booleans())
         if tokens == sequences or draw(st.booleans()):
             arguments[f"{name}_per_token"] = per_token
@@ -501,7 +500,7 @@ def hidden_and_weight(draw, tokens, vocab):
 
 
 def linear_leaves(hidden, weight):
-    """Both in float64, and what they came from; the logits have hidden's dtype and its rounding."""
+    """Return hidden and weight in float64, and the originals; the logits are rounded to the dtype of hidden."""
     assert exact(hidden).shape[1] == exact(weight.to(hidden.dtype)).shape[1]
     return [exact(hidden).requires_grad_(), exact(weight.to(hidden.dtype)).requires_grad_(), [hidden, weight]]
 
@@ -616,7 +615,7 @@ def test_pacs_loss(data):
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if callable(getattr(ops, name))])
 @pytest.mark.usefixtures("estimators_as_before")
 def test_no_argument_is_taken_for_granted(name):
-    """Each argument of a call that fits is exchanged for every strange object, and every op is called."""
+    """Replace each argument of a valid call by every wrong object."""
     function, arguments = getattr(ops, name), PLAIN[name]
     function(**arguments)
     for argument in arguments:
@@ -774,7 +773,7 @@ def test_a_length_below_0_and_an_option_without_a_number_are_refused():
 
 
 def test_the_reference_reads_all_of_a_sequence_whose_ratio_it_takes():
-    """gspo's ratio is the mean over the tokens that count, also over those whose own advantage is 0."""
+    """The ratio of gspo is a mean over all tokens that are not masked, also those with advantage 0."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     options = LossTerms("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
     adv, old = torch.tensor([1.0, 0.0]).double(), torch.tensor([-0.5, -0.5]).double()

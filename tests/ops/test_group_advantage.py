@@ -39,7 +39,7 @@ def tensor(rewards, dtype=torch.float64):
 
 
 def sizes_of(name, n):
-    """Keyword arguments with every size that groups of n allow."""
+    """Return keyword arguments for every size that groups of n allow."""
     size = ops.ESTIMATORS[name].size
     if size is None:
         return [{}]
@@ -47,7 +47,7 @@ def sizes_of(name, n):
 
 
 def call(name, rewards, **keywords):
-    """group_advantage with everything the estimator needs, the same for the same rewards."""
+    """Call group_advantage with all inputs that the estimator needs, the same for the same rewards."""
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
@@ -599,7 +599,7 @@ def test_importing_the_operators_imports_no_trainer():
 
 
 def test_standardising_by_hand():
-    """The helper of the definitions itself."""
+    """A test of the helper of the definitions."""
     values = [Fraction(1), Fraction(2), Fraction(6)]
     assert std(values, 1) == pytest.approx(torch.tensor([1.0, 2, 6]).std().item())
     assert standardised(values, Fraction(3), 2.0, 0.0) == [-1.0, -0.5, 1.5]

@@ -1,4 +1,4 @@
-"""The gradient in the logits' place: the same numbers, no more memory, and errors for whoever else needs the logits."""
+"""in_place: the same numbers, no more memory, and errors if another operation needs the logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The losses from hidden states and the output matrix against the same from logits."""
+"""The losses from hidden states and the output matrix against the losses from logits."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_what_is_frozen_gets_no_gradient_and_no_memory(monkeypatch):
 
 
 def test_a_master_weight_gets_its_gradient_in_float32():
-    """In bfloat16, chunk after chunk, small contributions would be lost."""
+    """In bfloat16, small contributions of chunks would be lost."""
     hidden, weight, batch = make(torch.bfloat16)
     master = weight.detach().float().requires_grad_()
     loss, _ = linear_policy_gradient_loss(hidden, master, **batch, chunk_tokens=1)

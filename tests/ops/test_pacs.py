@@ -80,7 +80,7 @@ def test_the_first_on_policy_step_is_rloo():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_equal_proxies_and_equal_labels_have_exactly_no_gradient(score):
-    """But naively, where there is no group. The standard deviation's slope at 0 is not a NaN."""
+    """Except for naive, which has no group. The derivative of the standard deviation at 0 does not become NaN."""
     for value in (0.0, 0.1, -7.3):
         for n in (2, 3, 7):
             r = torch.full((n,), value, requires_grad=True)
@@ -182,7 +182,7 @@ def test_the_operators_are_what_their_schemas_say():
 
 
 def test_the_reference_in_pytorch_equals_the_kernel(monkeypatch):
-    """It runs on devices without a kernel."""
+    """The reference runs on devices without a kernel."""
     proxies, labels = example()
     cu_seqlens = torch.tensor([0, 3, 10, 24])
     results = []

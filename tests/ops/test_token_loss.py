@@ -1,4 +1,4 @@
-"""The token loss against its formulas, one token at a time in Python floats, and at its edges."""
+"""The token losses against their formulas, one token at a time in Python floats, and edge cases."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_gradients(example, loss, kl):
     ("loss", "dual"), [("reinforce", None), ("ppo", None), ("ppo", 3.0), ("cispo", None), ("gspo", None), ("gspo", 3.0)]
 )
 def test_gradient_on_both_sides_of_each_clip(loss, dual, advantage, ratio):
-    """One response of three tokens, all of one ratio: the slope by each log-prob is known."""
+    """One response of three tokens with the same ratio: the gradient in each log-prob is known."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     targets, cu_seqlens = torch.tensor([2, 0, 5]), torch.tensor([0, 3])
@@ -260,7 +260,7 @@ def test_metrics(example):
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
-    """It runs on devices without a kernel."""
+    """The reference runs on devices without a kernel."""
     logits = example.pop("logits").requires_grad_()
     mask = torch.tensor([True, False, True, True, True, True, False, True])
     advantages = torch.tensor([1.5, 0.0, -0.7], dtype=torch.float64)

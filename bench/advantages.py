@@ -30,7 +30,7 @@ from bench.measure import (
 )
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.ops.estimator_tables import subset_ratios
-from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from maxrl_fast.records import cumulative
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))

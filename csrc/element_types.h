@@ -1,4 +1,4 @@
-// The element types of tensors, converted to and from double by the same code on a CPU and on a GPU.
+// The element types of tensors, and conversions to and from double, the same on a CPU and on a GPU.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -52,7 +52,7 @@ MAXRL_HOST_DEVICE inline BFloat16 from_double(double x) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   if (x != x) return BFloat16{0x7fc0};
-  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // to nearest, ties to even
+  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // round to nearest even
 }
 
 template <>
@@ -64,7 +64,7 @@ MAXRL_HOST_DEVICE inline Float16 from_double(double x) {
   int exponent = 0;  // magnitude = fraction 2^exponent, fraction in [0.5, 1)
   if (!is_subnormal) frexp(magnitude, &exponent);
   const auto units = static_cast<uint16_t>(rint(ldexp(magnitude, is_subnormal ? 24 : 11 - exponent)));  // ties to even
-  // Units run on over the exponent's bits: a carry out of the fraction is the next exponent.
+  // Adding the exponent to the units is correct: a carry out of the fraction gives the next exponent.
   return Float16{static_cast<uint16_t>(sign | (is_subnormal ? units : units + ((exponent + 13) << 10)))};
 }
 

@@ -1,9 +1,9 @@
-// The group advantages as scalar formulas, shared by the CPU and the CUDA kernel: one definition, compiled twice.
+// The scalar formulas of group advantages, one definition compiled for the CPU and for CUDA.
 //
-// Every estimator is three choices, made from the rewards r of one group of n rollouts:
+// Every estimator makes three choices for the rewards r of a group of n rollouts:
 //
-//     value       v_i = r_i; or the number of smaller rewards; or the rank transform of r; or, for rewards of 0 and 1, an entry
-//                 of a table by the number of ones
+//     value       v_i = r_i; or the number of smaller rewards; or the rank transform of r; or, for rewards 0 or 1, an entry of
+//                 a table indexed by the number of ones
 //     baseline    b   = 0, the mean of v, or the mean of v weighted by response length
 //     multiplier  m   = 1, 1/n, n/(n-1), 1/(std of v + eps) or 1/(mean of v + eps)
 //
@@ -14,8 +14,8 @@
 //
 //     v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j
 //
-// Gaps between equal rewards are exactly 0, so ties get equal values, and a group of equal rewards 0 where offset_0 = 0.
-// The binary table of n is two rows of n + 1 values, of wrong and of correct rollouts, by the number of correct ones.
+// Gaps between equal rewards are exactly 0, so ties get equal values, and a group of equal rewards gets 0 if offset_0 = 0. The
+// binary table of n has two rows of n + 1 values, for wrong and for correct rollouts, indexed by the number of correct ones.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -43,8 +43,8 @@ struct Formula {
   }
 };
 
-// Which rewards form group g: rows of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], runs of a flat
-// array, through `order` [S] where the flat array is not sorted by group. Rollouts that are not `valid` do not exist.
+// Group g is a row of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], a run of a flat array, through
+// `order` [S] if the flat array is not sorted by group. Rollouts that are not `valid` are left out.
 struct Groups {
   int64_t num_groups, group_size, num_rewards;
   const int64_t* offsets;
@@ -56,7 +56,7 @@ struct Groups {
   MAXRL_HOST_DEVICE bool exists(int64_t index) const { return !valid || valid[index]; }
 };
 
-// Tables of group sizes up to `largest`: that of n at values + starts[n], or at values where all groups are alike.
+// Tables of group sizes up to `largest`: the table of n is at values + starts[n], or at values if all groups have one size.
 struct Tables {
   const double* values;
   const int64_t* starts;
@@ -65,12 +65,12 @@ struct Tables {
   MAXRL_HOST_DEVICE const double* of(int64_t n) const { return starts ? values + starts[n] : values; }
 };
 
-// A total order: ascending rewards, ties by index, so that the result never depends on the sort's algorithm.
+// A total order: ascending rewards, ties by index, so that the result does not depend on the sorting algorithm.
 MAXRL_HOST_DEVICE inline bool sorts_before(double reward, int32_t index, double other_reward, int32_t other_index) {
   return reward < other_reward || (reward == other_reward && index < other_index);
 }
 
-// The smallest power of two above x >= 0, by the bits of its exponent.
+// The smallest power of two above x >= 0, from the bits of its exponent.
 MAXRL_HOST_DEVICE inline double power_of_two_above(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -79,7 +79,7 @@ MAXRL_HOST_DEVICE inline double power_of_two_above(double x) {
   return x;
 }
 
-// How many of n ascending values are below x.
+// The number of n ascending values that are below x.
 MAXRL_HOST_DEVICE inline int32_t count_below(const double* ascending, int32_t n, double x) {
   int32_t first = 0;
   while (n > 0) {
@@ -91,15 +91,15 @@ MAXRL_HOST_DEVICE inline int32_t count_below(const double* ascending, int32_t n,
   return first;
 }
 
-// A sum that does not depend on the order of its terms: each term is split into a multiple of a coarse unit and a multiple of
-// a fine one, units so chosen that both sums are exact. So permuted rewards, another number of threads or another device
-// change nothing. The coarse part alone is exact to 50 - log2(terms) bits of the bound, enough for float results; with the
-// fine part it is better than double. Needs a compiler that keeps (x + shift) - shift: no -ffast-math.
+// A sum that does not depend on the order of its terms. Each term is split into a multiple of a coarse unit and a multiple of
+// a fine unit; the units are such that both sums are exact. So the result is the same for permuted rewards, any number of
+// threads, and any device. The coarse part alone is exact to 50 - log2(terms) bits of the bound, enough for float results;
+// with the fine part it is more precise than double. The compiler must keep (x + shift) - shift: no -ffast-math.
 template <typename Real>  // double, or a vector of them
 struct ExactSum {
   Real coarse_shift, fine_shift;
 
-  // For terms of magnitude below `bound`, a power of two, and at most half of `margin`, another, of them.
+  // For at most margin / 2 terms of magnitude below `bound`; both are powers of two.
   MAXRL_HOST_DEVICE ExactSum(Real bound, Real margin)
       : coarse_shift(1.5 * bound * margin), fine_shift(coarse_shift * margin * 0x1p-53) {}
   MAXRL_HOST_DEVICE Real coarse(Real term) const { return (term + coarse_shift) - coarse_shift; }
@@ -112,8 +112,8 @@ MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, int64_t n, double m
   if (f.scale == Scale::kLeaveOneOut) divisor = static_cast<double>(n - 1) / n;
   if (f.scale == Scale::kStd) divisor = n > f.ddof ? sqrt(sum_of_squares / (n - f.ddof)) + f.eps : 0.0;
   if (f.scale == Scale::kMean) divisor = mean + f.eps;
-  if (divisor - divisor != 0.0) return static_cast<double>(NAN);  // squares beyond double's range: not "no advantage"
-  return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, of no success: no advantage
+  if (divisor - divisor != 0.0) return static_cast<double>(NAN);  // the squares overflow double: not "no advantage"
+  return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, or without success: no advantage
 }
 
 }  // namespace maxrl

@@ -1,4 +1,4 @@
-// The contract of every kernel: addresses, sizes, a stream. No torch header is included anywhere under csrc/.
+// The interface of every kernel: addresses, sizes, a stream. No file under csrc/ includes a torch header.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,44 +14,45 @@
 
 namespace maxrl {
 
-// group_advantage: advantages of rewards by a formula of group_advantage.h; rollouts that are not valid get 0.
+// group_advantage: advantages of rewards by a formula of group_advantage.h; 0 for rollouts that are not valid.
 //   rewards, advantages  [num_groups, group_size] or [num_rewards]: pairs (float, float), (double, double),
 //                        (BFloat16, BFloat16), (int32_t | int64_t | bool, float)
-//   lengths              [num_rewards] int64, for Baseline::kLengthMean, else null
+//   lengths              [num_rewards] int64, for Baseline::kLengthMean, otherwise null
 //
 // token_loss: the loss of packed tokens and its gradient to the logits, by the formulas of token_loss.h.
-//   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), elements of a row side by
-//                        side; gradient may be null, or the logits themselves
-//   sums                 [Sums::kSize]
-// token_logprobs: log-probabilities of the targets and entropies, [T] each; and back, from their gradients to that of the
-//   logits, which may take the logits' place. Rows whose gradients are 0 are not read.
+//   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), contiguous rows;
+//                        gradient may be null, or the logits themselves
+//   sums                 [LossSums::kSize]
+// token_logprobs: log-probabilities of the targets and entropies, [T] each; the backward kernel computes the gradient in the
+//   logits, which it may write over the logits. It does not read rows whose gradients are 0.
 //
 // pacs_loss: the loss of pacs.h; sums [PacsSums::kSize].
-// log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T], and back to the gradient of logprobs [T].
+// log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T]; the backward kernel computes the gradient in logprobs [T].
 namespace cpu {
 
 // Returns the first position (in the order of groups) of a reward that is not finite, or for Value::kBinary neither 0 nor 1;
-// -1 where all can be used. Else what was written is not the advantages.
+// -1 if all rewards are usable. Otherwise the written advantages are wrong.
 template <typename Reward, typename Advantage>
 int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
                         const Formula& formula, Advantage* advantages, int num_threads);
 
-// The different group sizes, ascending, counting only valid rollouts.
-// Throws std::invalid_argument where offsets do not run from 0 to num_rewards without falling.
+// The distinct group sizes, ascending, counting only valid rollouts.
+// Throws std::invalid_argument if offsets do not rise from 0 to num_rewards.
 std::vector<int64_t> distinct_group_sizes(const Groups& groups);
 
-// Both return the first token that counts whose target is not in the vocabulary, having written nothing; -1 where all are.
+// Both return the first token that is not masked and whose target is not in the vocabulary, and write nothing then; -1 if
+// there is none.
 template <typename Element, typename Real>
-int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                    Rows<Element> gradient, double* sums, int num_threads);
 template <typename Element, typename Real>
 int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads);
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, int num_threads);
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, int num_threads);
 
-// Returns the first rollout whose label is neither 0 nor 1; -1 where all are.
+// Returns the first rollout whose label is neither 0 nor 1; -1 if there is none.
 template <typename Real>
 int64_t pacs_loss(const Pacs<Real>& in, double* sums, int num_threads);
 
@@ -59,18 +60,18 @@ template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads);
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, int num_threads);
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads);
 
 }  // namespace cpu
 
 #ifdef MAXRL_FAST_CUDA
-// On a GPU what the CPU kernels report, a target or a label that cannot be, becomes NaN instead. `workspace`: zeroed memory of
-// loss_workspace() or pacs_workspace() doubles, the first of which become the sums.
+// A wrong target or label, which the CPU kernels report, makes the results NaN on a GPU. `workspace` is zeroed memory of
+// loss_workspace() or pacs_workspace() doubles; the sums are written to its start.
 namespace cuda {
 constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the shared memory of one block
 
-// Uneven groups that hold an unusable reward, or more rollouts than kMaxRankedGroupSize or the tables take, become NaN: to
-// report them the host would have to wait. So do even groups with an unusable reward.
+// A group with an unusable reward becomes NaN, since to report it the host would have to wait. So does an uneven group with
+// more rollouts than kMaxRankedGroupSize or than the tables take.
 template <typename Reward, typename Advantage>
 void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
                      const Formula& formula, Advantage* advantages, cudaStream_t stream);
@@ -79,15 +80,15 @@ int64_t loss_workspace();
 int64_t pacs_workspace();
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                 Rows<Element> gradient, double* workspace, cudaStream_t stream);
 template <typename Element, typename Real>
 void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, cudaStream_t stream);
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, cudaStream_t stream);
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, cudaStream_t stream);
 
-// Multiplies a matrix by a number on the device; where that is 1, nothing is read or written.
+// Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor written.
 template <typename Element, typename Real>
 void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream);
 
@@ -97,10 +98,10 @@ template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
                       cudaStream_t stream);
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream);
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream);
 
-// Throws std::invalid_argument where head_dim is not made of 16-byte pieces, 32 at most, or more than 8 query heads share a
-// key/value head.
+// Throws std::invalid_argument if head_dim is not a multiple of 16 bytes up to 32 times that, or more than 8 query heads share
+// a key/value head.
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
 void decode_sample(const DecodeSample& in, cudaStream_t stream);

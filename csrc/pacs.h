@@ -1,9 +1,9 @@
-// The loss of PACS on one group, as formulas that the CPU and the CUDA kernel share. Of a group of n rollouts with reward
+// The loss of PACS on one group, as formulas that the CPU and the CUDA kernel share. For a group of n rollouts with reward
 // proxies r and labels R in {0, 1}:
-//     score   psi_i = (r_i - c) m          c the mean of r, or 0; m by kind
+//     score   psi_i = (r_i - c) m          c the mean of r, or 0; m depends on the kind
 //     loss    L = (1/B) sum_i w_i (log(1 + e^psi_i) - R_i psi_i)
-//     slopes  q_i = dL/dpsi_i = w_i (sigmoid(psi_i) - R_i) / B, and back through the score, its mean and deviation included:
-//             dL/dr_i = m (q_i - mean q), and for grpo a term for its standard deviation
+//     grads   q_i = dL/dpsi_i = w_i (sigmoid(psi_i) - R_i) / B, and through the mean and the standard deviation in the score
+//             dL/dr_i = m (q_i - mean q), with one more term for the standard deviation of grpo
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -16,11 +16,14 @@ enum class Score { kRloo, kGrpo, kDrGrpo, kNaive };
 
 struct PacsOptions {
   Score score;
-  bool balanced;  // weights by class: n / (2C) and n / (2F) where a group has both
+  bool balanced;  // class weights n / (2C) and n / (2F) in groups that have both classes
 };
 
 struct PacsSums {
   enum Name { kLoss, kAccurate, kProxy, kScoreCorrect, kScoreWrong, kCorrect, kSize };
+  // The fields of PacsSums in maxrl_fast/ops/pacs_kernel.py, which compares them when it is imported.
+  static constexpr const char* kNames[kSize] = {"loss", "accurate", "proxy", "score_correct", "score_wrong", "correct"};
+  static_assert(kNames[kSize - 1] != nullptr);
 };
 
 // Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double.
@@ -32,18 +35,18 @@ struct Pacs {
   const Real* labels;         // [S], 0 or 1
   const double* denominator;  // [1], B
   PacsOptions options;
-  Real* cross_entropy;        // [S], of each rollout, without its weight
+  Real* cross_entropy;        // [S], without weights
   Real* gradient;             // [S], dL/dr
 
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
 };
 
-// What the proxies of a group have in common.
+// The constants of the score of a group.
 struct GroupScore {
-  double centre, multiplier, deviation;  // deviation: sample standard deviation of r, for kGrpo
+  double centre, multiplier, deviation;  // deviation: the sample standard deviation of r, for kGrpo
 };
 
-// mean and squares: the sum of r over n, and of (r - mean)^2.
+// mean: of r; squares: the sum of (r - mean)^2.
 MAXRL_HOST_DEVICE inline GroupScore group_score(Score kind, int64_t n, double mean, double squares) {
   if (kind == Score::kNaive) return {0.0, 1.0, 0.0};
   if (n < 2) return {mean, 0.0, 0.0};
@@ -51,7 +54,7 @@ MAXRL_HOST_DEVICE inline GroupScore group_score(Score kind, int64_t n, double me
   if (kind == Score::kRloo) return {mean, n / others, 0.0};
   if (kind == Score::kDrGrpo) return {mean, 1.0, 0.0};
   const double deviation = sqrt(squares / others);
-  // Squares beyond double's range must not pass for equal proxies.
+  // If the squares overflow double, the result must not be that of equal proxies.
   return {mean, deviation - deviation == 0.0 ? 1.0 / (deviation + 1e-6) : static_cast<double>(NAN), deviation};
 }
 
@@ -60,27 +63,27 @@ MAXRL_HOST_DEVICE inline double class_weight(bool balanced, int64_t n, int64_t n
   return static_cast<double>(n) / (2.0 * static_cast<double>(is_correct ? num_correct : n - num_correct));
 }
 
-// Cross-entropy of the label under sigmoid(psi), and its slope.
+// The cross-entropy of the label under sigmoid(psi), and its gradient in psi.
 MAXRL_HOST_DEVICE inline double cross_entropy(double psi, double label) {
   return fmax(psi, 0.0) - psi * label + log1p(exp(-fabs(psi)));
 }
-MAXRL_HOST_DEVICE inline double cross_entropy_slope(double psi, double label) {
-  const double tail = exp(-fabs(psi));  // of the less likely class
+MAXRL_HOST_DEVICE inline double cross_entropy_grad(double psi, double label) {
+  const double tail = exp(-fabs(psi));  // the odds of the less likely class
   return (psi >= 0.0 ? 1.0 : tail) / (1.0 + tail) - label;
 }
 
 // dL/dr from q, its mean, and the sum over the group of q (r - centre).
-MAXRL_HOST_DEVICE inline double proxy_slope(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
+MAXRL_HOST_DEVICE inline double proxy_grad(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
                                             double moment_q) {
   if (kind == Score::kNaive) return q;
-  double slope = s.multiplier * (q - mean_q);
-  // The deviation's own slope, (r - mean) / ((n - 1) deviation); 0 where all are equal.
+  double grad = s.multiplier * (q - mean_q);
+  // The derivative of the deviation, (r - mean) / ((n - 1) deviation); 0 if all proxies are equal.
   if (kind == Score::kGrpo && s.deviation > 0.0)
-    slope -= s.multiplier * s.multiplier * moment_q * (r - s.centre) / (static_cast<double>(n - 1) * s.deviation);
-  return slope;
+    grad -= s.multiplier * s.multiplier * moment_q * (r - s.centre) / (static_cast<double>(n - 1) * s.deviation);
+  return grad;
 }
 
-// Packed sequences whose log-ratios are summed: r_s = beta sum_t (logp_t - ref_t) over the tokens that count.
+// Packed sequences whose log-ratios are summed: r_s = beta sum_t (logp_t - ref_t) over the tokens that are not masked.
 template <typename Real>
 struct LogRatio {
   int64_t num_tokens, num_sequences;

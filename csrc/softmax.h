@@ -1,6 +1,6 @@
-// The softmax of a row of logits from sums over its parts, and its gradient, shared by the CPU and the CUDA kernels.
+// The softmax of a row of logits from sums over its parts, and its gradient, for the CPU and the CUDA kernels.
 //
-// The target is kept apart from the other tokens: 1 - p(y) is their sum, and does not cancel where p(y) is near 1.
+// The target is kept separate from the other tokens: 1 - p(y) is their sum, without cancellation where p(y) is near 1.
 // Exponents are x = (z - top) / tau, with top the greatest logit.
 #pragma once
 #include <cmath>
@@ -9,14 +9,14 @@
 
 namespace maxrl {
 
-// What is known of a row, or of a part of it, without its target.
+// The sums over a row, or a part of it, without the target.
 struct PartialSoftmax {
-  double top;             // greatest logit, -inf where there is none
+  double top;             // greatest logit, -inf if there is none
   double others, moment;  // sums of e^x and of x e^x
 
   MAXRL_HOST_DEVICE static PartialSoftmax empty() { return {-static_cast<double>(INFINITY), 0.0, 0.0}; }
 
-  // Exponents are taken under this: the difference of infinities is not a number.
+  // The number subtracted in exponents: -inf would give NaN.
   MAXRL_HOST_DEVICE double base() const { return top == -static_cast<double>(INFINITY) ? 0.0 : top; }
 
   MAXRL_HOST_DEVICE void raise(double new_top, double inverse_temperature) {
@@ -38,12 +38,12 @@ struct PartialSoftmax {
   }
 };
 
-// dL/dlogp and dL/dH of a row.
-struct Slopes {
-  double by_logp, by_entropy;
+// dL/dlogp and dL/dH of a row of logits, H its entropy.
+struct RowGrads {
+  double grad_logp, grad_entropy;
 };
 
-// dL/dz: at the target, and elsewhere e^x (constant + slope x).
+// dL/dz: at_target at the target, e^x (constant + slope x) elsewhere.
 struct RowGradient {
   double at_target, constant, slope;
 };
@@ -63,7 +63,7 @@ struct Softmax {
     top = part.top;
     others = part.others;
     const double x = (at_target - top) * inverse_temperature, target = exp(x), total = others + target;
-    // The target may be nearly all of the softmax.
+    // log1p is precise where p(y) is near 1.
     log_total = others < target ? x + log1p(others / target) : log(total);
     inverse_total = 1.0 / total;
     p = target * inverse_total;
@@ -72,8 +72,8 @@ struct Softmax {
   }
 
   // dL/dz = (g / tau) (onehot(y) - p) - (h / tau) p (log p + H).
-  MAXRL_HOST_DEVICE RowGradient gradient(const Slopes& slopes) const {
-    const double g = slopes.by_logp * inverse_temperature, h = slopes.by_entropy * inverse_temperature;
+  MAXRL_HOST_DEVICE RowGradient gradient(const RowGrads& grads) const {
+    const double g = grads.grad_logp * inverse_temperature, h = grads.grad_entropy * inverse_temperature;
     const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
     return {g * others * inverse_total - h * of_entropy, (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
   }

@@ -1,5 +1,5 @@
-// The scalar formulas of the token losses, used by the CPU and the CUDA kernels. Of a row of logits a loss needs two numbers,
-// the target's log-probability and the entropy, and gives back its slopes in them.
+// The scalar formulas of the token losses, used by the CPU and the CUDA kernels. A loss needs two numbers of a row of logits,
+// the target's log-probability and the entropy, and returns its gradients in them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -11,27 +11,34 @@ namespace maxrl {
 enum class Loss { kReinforce, kPpo, kCispo, kGspo };
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
 
-struct LossOptions {
+struct LossTerms {
   Loss loss;
   double clip_low, clip_high;  // the ratio is clipped to [1 - clip_low, 1 + clip_high]
-  double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: it is not limited
+  double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
+  // The fields of LossTerms in maxrl_fast/ops/token_batch.py, compared when maxrl_fast.ops is imported.
+  static constexpr const char* kNames[] = {"loss", "clip_low", "clip_high", "dual_clip", "kl", "kl_coef", "entropy_coef"};
 };
 
-// Sums over the rows, in the order of SUMS in maxrl_fast/ops/token_loss_kernel.py.
-struct Sums {
-  enum Name { kLoss, kTokens, kDropped, kRatio, kClippedLow, kClippedHigh, kDivergence, kEntropy, kMismatch, kSize };
+// Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have no gradient. The other sums
+// are over the tokens that have a gradient.
+struct LossSums {
+  enum Name { kLoss, kTokens, kDropped, kRatio, kClippedLow, kClippedHigh, kKl, kEntropy, kLogprobDiff, kSize };
+  // The fields of LossSums in maxrl_fast/ops/token_loss_kernel.py, which compares them when it is imported.
+  static constexpr const char* kNames[kSize] = {"loss",         "tokens", "dropped_tokens", "ratio",       "clipped_low",
+                                                "clipped_high", "kl",     "entropy",        "logprob_diff"};
+  static_assert(kNames[kSize - 1] != nullptr);
   double values[kSize];
   MAXRL_HOST_DEVICE void clear() {
     for (double& value : values) value = 0.0;
   }
-  MAXRL_HOST_DEVICE void add(const Sums& other) {
+  MAXRL_HOST_DEVICE void add(const LossSums& other) {
     for (int i = 0; i < kSize; ++i) values[i] += other.values[i];
   }
 };
 
-// Rows of a matrix whose elements lie side by side; null where there is none.
+// A matrix with contiguous rows, or null.
 template <typename Element>
 struct Rows {
   Element* data;
@@ -39,15 +46,15 @@ struct Rows {
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
-// The target and the temperature of each row of logits. Real, here and below, is float, or double with double logits.
+// The target and the temperature of each row of logits. Real is float, or double for double logits.
 template <typename Real>
 struct TokenRows {
   int64_t num_tokens, vocab_size;
   const int64_t* targets;    // [T]
-  const Real* temperatures;  // [T], or null: `temperature` for all
+  const Real* temperatures;  // [T], or null: then `temperature` for all
   double temperature;
 
-  // NaN where it is not above 0: exponents would rise, and the exponential is made for those that fall.
+  // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
     const double tau = temperatures ? static_cast<double>(temperatures[t]) : temperature;
     return tau > 0.0 ? tau : static_cast<double>(NAN);
@@ -55,24 +62,24 @@ struct TokenRows {
   MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const { return targets[t] >= 0 && targets[t] < vocab_size; }
 };
 
-// The tokens of packed sequences, and what their loss is made of. Null pointers: absent.
+// The tokens of packed sequences and the inputs of their loss. Absent inputs are null.
 template <typename Real>
 struct TokenLossInputs {
   TokenRows<Real> rows;
   int64_t num_sequences;
   const int64_t* cu_seqlens;       // [S+1]
-  const Real* advantages;          // [S], or [T]
+  const Real* advantages;          // [T] if advantages_per_token, else [S]
   bool advantages_per_token;
-  const Real* importance_weights;  // [S], or [T]
+  const Real* importance_weights;  // [T] if importance_per_token, else [S]
   bool importance_per_token;
   const Real* old_logprobs;        // [T]
   const Real* ref_logprobs;        // [T]
   const Real* sequence_log_ratio;  // [S], for kGspo
   const bool* mask;                // [T]
-  const int64_t* sequence_tokens;  // [S] tokens that count, where each sequence's mean is taken
+  const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
 
-  // The sequence of token t: the last that starts at or before it (empty ones before it start there too).
+  // The sequence of token t: the last one that starts at or before it (empty sequences may start there too).
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
     int64_t low = 0, high = num_sequences;  // cu_seqlens[low] <= t < cu_seqlens[high]
     while (high - low > 1) {
@@ -83,17 +90,17 @@ struct TokenLossInputs {
   }
 };
 
-// What is known of a row before its logits are read.
+// The part of a row's loss that is known before its logits are read.
 struct RowPlan {
   bool counts;      // not masked
-  bool must_read;   // else its gradient is zero and its loss too
+  bool must_read;   // otherwise its gradient and loss are 0
   int64_t sequence;
   double advantage;  // times the importance weight
-  double weight;     // of the token's loss in the whole
+  double weight;     // of the token's loss in the total
 };
 
 template <typename Real>
-MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const LossOptions& options, int64_t t) {
+MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t) {
   RowPlan row{};
   row.counts = !in.mask || in.mask[t];
   if (!row.counts) return row;
@@ -101,7 +108,7 @@ MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const
   row.advantage = static_cast<double>(in.advantages[in.advantages_per_token ? t : row.sequence]);
   if (in.importance_weights)
     row.advantage *= static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
-  row.must_read = row.advantage != 0.0 || options.kl_coef != 0.0 || options.entropy_coef != 0.0;
+  row.must_read = row.advantage != 0.0 || terms.kl_coef != 0.0 || terms.entropy_coef != 0.0;
   if (row.must_read) {
     row.weight = 1.0 / *in.denominator;
     if (in.sequence_tokens) row.weight /= static_cast<double>(in.sequence_tokens[row.sequence]);
@@ -109,55 +116,55 @@ MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const
   return row;
 }
 
-// The loss of a token and its slopes, without weight.
-struct TokenTerms {
-  double value, by_logp;
+// The loss of a token and its gradient in the log-probability, without the token's weight.
+struct TokenLoss {
+  double value, grad_logp;
 };
 
-MAXRL_HOST_DEVICE inline TokenTerms surrogate(const LossOptions& options, double advantage, double ratio, double logp) {
-  if (advantage == 0.0) return {0.0, 0.0};  // whatever the ratio, infinite ones included
-  if (options.loss == Loss::kReinforce) return {-advantage * logp, -advantage};
-  const double clipped = fmin(fmax(ratio, 1.0 - options.clip_low), 1.0 + options.clip_high);
-  if (options.loss == Loss::kCispo) return {-clipped * advantage * logp, -clipped * advantage};
+MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, double advantage, double ratio, double logp) {
+  if (advantage == 0.0) return {0.0, 0.0};  // even if the ratio is infinite
+  if (terms.loss == Loss::kReinforce) return {-advantage * logp, -advantage};
+  const double clipped = fmin(fmax(ratio, 1.0 - terms.clip_low), 1.0 + terms.clip_high);
+  if (terms.loss == Loss::kCispo) return {-clipped * advantage * logp, -clipped * advantage};
   const double free = -advantage * ratio, bound = -advantage * clipped;
-  TokenTerms terms = free >= bound ? TokenTerms{free, free} : TokenTerms{bound, 0.0};
-  if (advantage < 0.0 && terms.value > -advantage * options.dual_clip) terms = {-advantage * options.dual_clip, 0.0};
-  return free == free ? terms : TokenTerms{free, free};  // comparisons would hide a NaN
+  TokenLoss token = free >= bound ? TokenLoss{free, free} : TokenLoss{bound, 0.0};
+  if (advantage < 0.0 && token.value > -advantage * terms.dual_clip) token = {-advantage * terms.dual_clip, 0.0};
+  return free == free ? token : TokenLoss{free, free};  // comparisons would hide a NaN
 }
 
 // Estimates of KL(policy || reference) of one token (Schulman 2020), d = logp - ref.
-MAXRL_HOST_DEVICE inline TokenTerms divergence(Divergence kind, double d) {
+MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
   if (kind == Divergence::kK1) return {d, 1.0};
   if (kind == Divergence::kK2) return {d * d / 2, d};
   const double k3 = expm1(-d) + d;
   return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
-// Adds the row to the sums; returns its slopes.
+// Adds the row to the sums and returns its gradients.
 template <typename Real>
-MAXRL_HOST_DEVICE inline Slopes evaluate_row(const TokenLossInputs<Real>& in, const LossOptions& options, int64_t t, const RowPlan& row,
-                                             const Softmax& softmax, Sums& sums) {
+MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t, const RowPlan& row,
+                                             const Softmax& softmax, LossSums& sums) {
   const double log_ratio = in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
-  const bool by_sequence = options.loss == Loss::kGspo && in.sequence_log_ratio;
+  const bool by_sequence = terms.loss == Loss::kGspo && in.sequence_log_ratio;
   const double ratio = exp(by_sequence ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
-  TokenTerms terms = surrogate(options, row.advantage, ratio, softmax.logp);
+  TokenLoss token = surrogate(terms, row.advantage, ratio, softmax.logp);
   if (in.ref_logprobs) {
-    const TokenTerms kl = divergence(options.kl, softmax.logp - static_cast<double>(in.ref_logprobs[t]));
-    sums.values[Sums::kDivergence] += kl.value;
-    if (options.kl_coef != 0.0) {
-      terms.value += options.kl_coef * kl.value;
-      terms.by_logp += options.kl_coef * kl.by_logp;
+    const TokenLoss kl = divergence(terms.kl, softmax.logp - static_cast<double>(in.ref_logprobs[t]));
+    sums.values[LossSums::kKl] += kl.value;
+    if (terms.kl_coef != 0.0) {
+      token.value += terms.kl_coef * kl.value;
+      token.grad_logp += terms.kl_coef * kl.grad_logp;
     }
   }
-  if (options.entropy_coef != 0.0) terms.value -= options.entropy_coef * softmax.entropy;
-  const bool either_sign = options.loss == Loss::kCispo, has_clip = options.loss != Loss::kReinforce;
-  sums.values[Sums::kLoss] += row.weight * terms.value;
-  sums.values[Sums::kRatio] += ratio;
-  sums.values[Sums::kClippedLow] += has_clip && ratio < 1.0 - options.clip_low && (either_sign || row.advantage < 0.0);
-  sums.values[Sums::kClippedHigh] += has_clip && ratio > 1.0 + options.clip_high && (either_sign || row.advantage > 0.0);
-  sums.values[Sums::kEntropy] += softmax.entropy;
-  sums.values[Sums::kMismatch] += fabs(log_ratio);
-  return {row.weight * terms.by_logp, -row.weight * options.entropy_coef};
+  if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
+  const bool either_sign = terms.loss == Loss::kCispo, has_clip = terms.loss != Loss::kReinforce;
+  sums.values[LossSums::kLoss] += row.weight * token.value;
+  sums.values[LossSums::kRatio] += ratio;
+  sums.values[LossSums::kClippedLow] += has_clip && ratio < 1.0 - terms.clip_low && (either_sign || row.advantage < 0.0);
+  sums.values[LossSums::kClippedHigh] += has_clip && ratio > 1.0 + terms.clip_high && (either_sign || row.advantage > 0.0);
+  sums.values[LossSums::kEntropy] += softmax.entropy;
+  sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
+  return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
 }
 
 }  // namespace maxrl

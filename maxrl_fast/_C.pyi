@@ -1,6 +1,7 @@
 """The compiled kernels: csrc/bindings/. Addresses are integers; only maxrl_fast.ops calls these."""
 
 cuda: bool
+FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: LossTerms, LossSums, PacsSums
 
 class Formula:
     def __init__(self, *, value: str, baseline: str, scale: str, eps: float, ddof: int, gain: float, bias: float) -> None: ...
@@ -36,11 +37,10 @@ def group_advantage_cuda(
     stream: int,
 ) -> None: ...
 
-SUMS: int
 LOSS_WORKSPACE: int  # this and the next only with CUDA kernels
 PACS_WORKSPACE: int
 
-class LossOptions:
+class LossTerms:
     def __init__(
         self, *, loss: str, clip_low: float, clip_high: float, dual_clip: float, kl: str, kl_coef: float, entropy_coef: float
     ) -> None: ...
@@ -76,14 +76,14 @@ def token_loss_cpu(
     logits: Matrix,
     tokens: Tokens,
     sequences: Sequences,
-    options: LossOptions,
+    terms: LossTerms,
     gradient: Matrix,
     sums: int,
     num_threads: int,
 ) -> int: ...
 def token_logprobs_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, logprobs: int, entropy: int, num_threads: int) -> int: ...
 def token_logprobs_backward_cpu(
-    *, dtype: str, logits: Matrix, tokens: Tokens, by_logprobs: int, by_entropy: int, gradient: Matrix, num_threads: int
+    *, dtype: str, logits: Matrix, tokens: Tokens, grad_logprobs: int, grad_entropy: int, gradient: Matrix, num_threads: int
 ) -> None: ...
 def scale_cuda(*, dtype: str, matrix: Matrix, num_rows: int, row_size: int, scale: int, stream: int) -> None: ...
 def decode_attention_cuda(
@@ -148,7 +148,7 @@ def log_ratio_reward_cpu(
     *, dtype: str, sequences: LogRatio, logprobs: int, ref_logprobs: int, proxies: int, num_threads: int
 ) -> None: ...
 def log_ratio_reward_backward_cpu(
-    *, dtype: str, sequences: LogRatio, by_proxies: int, gradient: int, num_threads: int
+    *, dtype: str, sequences: LogRatio, grad_proxies: int, gradient: int, num_threads: int
 ) -> None: ...
 
 class LayerWeights:

@@ -157,7 +157,7 @@ def test_sampling_that_leaves_tokens_out_is_corrected(tmp_path, capsys):
     assert run(tmp_path / "run", *flags) == 0
     assert "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)" in capsys.readouterr().out
     for record in read(tmp_path / "run" / "metrics.jsonl"):
-        assert record["mismatch"] > 0.01  # the policy gives the kept tokens less than the sampling
+        assert record["logprob_diff"] > 0.01  # the policy gives the kept tokens less than the sampling
         assert 0.5 < record["importance_weight"] < 1
 
 

@@ -30,6 +30,14 @@ inline Choice choose(const char* option, std::string_view name, const std::pair<
   throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
 }
 
+// Tells Python the names of a record's fields, in order: _C.FIELDS[record].
+template <std::size_t size>
+void export_fields(py::module_& m, const char* record, const char* const (&names)[size]) {
+  py::tuple fields(size);
+  for (std::size_t i = 0; i < size; ++i) fields[i] = names[i];
+  m.attr("FIELDS")[record] = fields;
+}
+
 void bind_group_advantage(py::module_& m);
 void bind_token_loss(py::module_& m);
 void bind_pacs(py::module_& m);

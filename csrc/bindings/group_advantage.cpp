@@ -28,7 +28,7 @@ struct Types {
   using advantage = Advantage;
 };
 
-// Calls `use` with the element types of rewards and advantages that the dtype of the rewards means.
+// Calls `use` with the element types of rewards and advantages for this dtype of rewards.
 template <typename Use>
 auto with_types(std::string_view dtype, const Use& use) {
   if (dtype == "float32") return use(Types<float, float>{});

@@ -13,7 +13,7 @@ PacsOptions pacs_options(std::string_view score, bool balanced) {
           balanced};
 }
 
-// Pacs and LogRatio by address, before Real is known.
+// Pacs and LogRatio as addresses, before Real is known.
 struct PacsArguments {
   std::int64_t num_groups, group_size;
   Address offsets, proxies, labels, denominator;
@@ -53,6 +53,7 @@ auto with_real(std::string_view dtype, const Use& use) {
 }  // namespace
 
 void bind_pacs(py::module_& m) {
+  export_fields(m, "PacsSums", PacsSums::kNames);
   py::class_<PacsArguments>(m, "Pacs").def(
       py::init([](std::int64_t num_groups, std::int64_t group_size, Address offsets, Address proxies, Address labels,
                   Address denominator, std::string_view score, bool balanced, Address cross_entropy, Address gradient) {
@@ -90,15 +91,15 @@ void bind_pacs(py::module_& m) {
       py::kw_only(), "dtype"_a, "sequences"_a, "logprobs"_a, "ref_logprobs"_a, "proxies"_a, "num_threads"_a);
   m.def(
       "log_ratio_reward_backward_cpu",
-      [](std::string_view dtype, const LogRatioArguments& sequences, Address by_proxies, Address gradient, int num_threads) {
+      [](std::string_view dtype, const LogRatioArguments& sequences, Address grad_proxies, Address gradient, int num_threads) {
         with_real(dtype, [&](auto real) {
           using Real = decltype(real);
           const py::gil_scoped_release release;
-          cpu::log_ratio_reward_backward(sequences.typed<Real>(), pointer<const Real>(by_proxies), pointer<Real>(gradient),
+          cpu::log_ratio_reward_backward(sequences.typed<Real>(), pointer<const Real>(grad_proxies), pointer<Real>(gradient),
                                          num_threads);
         });
       },
-      py::kw_only(), "dtype"_a, "sequences"_a, "by_proxies"_a, "gradient"_a, "num_threads"_a);
+      py::kw_only(), "dtype"_a, "sequences"_a, "grad_proxies"_a, "gradient"_a, "num_threads"_a);
 
 #ifdef MAXRL_FAST_CUDA
   m.attr("PACS_WORKSPACE") = cuda::pacs_workspace();
@@ -123,14 +124,14 @@ void bind_pacs(py::module_& m) {
       py::kw_only(), "dtype"_a, "sequences"_a, "logprobs"_a, "ref_logprobs"_a, "proxies"_a, "stream"_a);
   m.def(
       "log_ratio_reward_backward_cuda",
-      [](std::string_view dtype, const LogRatioArguments& sequences, Address by_proxies, Address gradient, Address stream) {
+      [](std::string_view dtype, const LogRatioArguments& sequences, Address grad_proxies, Address gradient, Address stream) {
         with_real(dtype, [&](auto real) {
           using Real = decltype(real);
-          cuda::log_ratio_reward_backward(sequences.typed<Real>(), pointer<const Real>(by_proxies), pointer<Real>(gradient),
+          cuda::log_ratio_reward_backward(sequences.typed<Real>(), pointer<const Real>(grad_proxies), pointer<Real>(gradient),
                                           reinterpret_cast<cudaStream_t>(stream));
         });
       },
-      py::kw_only(), "dtype"_a, "sequences"_a, "by_proxies"_a, "gradient"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "sequences"_a, "grad_proxies"_a, "gradient"_a, "stream"_a);
 #endif
 }
 

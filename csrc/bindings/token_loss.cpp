@@ -3,7 +3,7 @@
 namespace maxrl::bindings {
 namespace {
 
-// The element types of logits, and of the numbers that go with them.
+// The element type of logits, and the type of the numbers beside them.
 template <typename Element_, typename Real_>
 struct LogitTypes {
   using Element = Element_;
@@ -19,7 +19,7 @@ auto with_logit_types(std::string_view dtype, const Use& use) {
   throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
 }
 
-// A matrix by address, before its element type is known.
+// A matrix as an address, before its element type is known.
 struct Matrix {
   Address data;
   std::int64_t stride;
@@ -29,7 +29,7 @@ struct Matrix {
   }
 };
 
-// TokenRows and TokenLossInputs by address, before Real is known.
+// TokenRows and TokenLossInputs as addresses, before Real is known.
 struct Tokens {
   std::int64_t num_tokens, vocab_size;
   Address targets, temperatures;
@@ -65,7 +65,7 @@ struct Sequences {
   }
 };
 
-LossOptions loss_options(std::string_view loss, double clip_low, double clip_high, double dual_clip, std::string_view kl,
+LossTerms loss_terms(std::string_view loss, double clip_low, double clip_high, double dual_clip, std::string_view kl,
                                 double kl_coef, double entropy_coef) {
   using namespace std::string_view_literals;
   return {choose<Loss>("loss", loss,
@@ -82,9 +82,10 @@ LossOptions loss_options(std::string_view loss, double clip_low, double clip_hig
 }  // namespace
 
 void bind_token_loss(py::module_& m) {
-  py::class_<LossOptions>(m, "LossOptions")
-      .def(py::init(&loss_options), py::kw_only(), "loss"_a, "clip_low"_a, "clip_high"_a, "dual_clip"_a, "kl"_a, "kl_coef"_a,
-           "entropy_coef"_a);
+  py::class_<LossTerms>(m, "LossTerms")
+      .def(py::init(&loss_terms), py::kw_only(), py::arg(LossTerms::kNames[0]), py::arg(LossTerms::kNames[1]),
+           py::arg(LossTerms::kNames[2]), py::arg(LossTerms::kNames[3]), py::arg(LossTerms::kNames[4]),
+           py::arg(LossTerms::kNames[5]), py::arg(LossTerms::kNames[6]));
   py::class_<Matrix>(m, "Matrix").def(py::init([](Address data, std::int64_t stride) { return Matrix{data, stride}; }));
   py::class_<Tokens>(m, "Tokens")
       .def(py::init([](std::int64_t num_tokens, std::int64_t vocab_size, Address targets, Address temperatures,
@@ -100,21 +101,22 @@ void bind_token_loss(py::module_& m) {
            py::kw_only(), "num_sequences"_a, "cu_seqlens"_a, "advantages"_a, "advantages_per_token"_a, "importance_weights"_a,
            "importance_per_token"_a, "old_logprobs"_a, "ref_logprobs"_a, "sequence_log_ratio"_a, "mask"_a, "sequence_tokens"_a,
            "denominator"_a);
-  m.attr("SUMS") = static_cast<int>(Sums::kSize);
+  export_fields(m, "LossTerms", LossTerms::kNames);
+  export_fields(m, "LossSums", LossSums::kNames);
 
   m.def(
       "token_loss_cpu",
       [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences,
-         const LossOptions& options, const Matrix& gradient, Address sums, int num_threads) {
+         const LossTerms& terms, const Matrix& gradient, Address sums, int num_threads) {
         return with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
           const py::gil_scoped_release release;
           return cpu::token_loss(logits.rows<const Element>(),
-                                        sequences.inputs<typename decltype(types)::Real>(tokens), options,
+                                        sequences.inputs<typename decltype(types)::Real>(tokens), terms,
                                         gradient.rows<Element>(), pointer<double>(sums), num_threads);
         });
       },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "options"_a, "gradient"_a, "sums"_a, "num_threads"_a);
+      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "terms"_a, "gradient"_a, "sums"_a, "num_threads"_a);
   m.def(
       "token_logprobs_cpu",
       [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy, int num_threads) {
@@ -128,31 +130,31 @@ void bind_token_loss(py::module_& m) {
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "logprobs"_a, "entropy"_a, "num_threads"_a);
   m.def(
       "token_logprobs_backward_cpu",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address by_logprobs, Address by_entropy,
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address grad_logprobs, Address grad_entropy,
          const Matrix& gradient, int num_threads) {
         with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
           using Real = typename decltype(types)::Real;
           const py::gil_scoped_release release;
-          cpu::token_logprobs_backward(logits.rows<const Element>(), tokens.rows<Real>(), pointer<const Real>(by_logprobs),
-                                              pointer<const Real>(by_entropy), gradient.rows<Element>(), num_threads);
+          cpu::token_logprobs_backward(logits.rows<const Element>(), tokens.rows<Real>(), pointer<const Real>(grad_logprobs),
+                                              pointer<const Real>(grad_entropy), gradient.rows<Element>(), num_threads);
         });
       },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "by_logprobs"_a, "by_entropy"_a, "gradient"_a, "num_threads"_a);
+      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "grad_logprobs"_a, "grad_entropy"_a, "gradient"_a, "num_threads"_a);
 
 #ifdef MAXRL_FAST_CUDA
   m.attr("LOSS_WORKSPACE") = cuda::loss_workspace();
   m.def(
       "token_loss_cuda",
       [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences,
-         const LossOptions& options, const Matrix& gradient, Address sums, Address stream) {
+         const LossTerms& terms, const Matrix& gradient, Address sums, Address stream) {
         with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
-          cuda::token_loss(logits.rows<const Element>(), sequences.inputs<typename decltype(types)::Real>(tokens), options,
+          cuda::token_loss(logits.rows<const Element>(), sequences.inputs<typename decltype(types)::Real>(tokens), terms,
                            gradient.rows<Element>(), pointer<double>(sums), reinterpret_cast<cudaStream_t>(stream));
         });
       },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "options"_a, "gradient"_a, "sums"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "terms"_a, "gradient"_a, "sums"_a, "stream"_a);
   m.def(
       "token_logprobs_cuda",
       [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy, Address stream) {
@@ -165,17 +167,17 @@ void bind_token_loss(py::module_& m) {
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "logprobs"_a, "entropy"_a, "stream"_a);
   m.def(
       "token_logprobs_backward_cuda",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address by_logprobs, Address by_entropy,
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address grad_logprobs, Address grad_entropy,
          const Matrix& gradient, Address stream) {
         with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
           using Real = typename decltype(types)::Real;
-          cuda::token_logprobs_backward(logits.rows<const Element>(), tokens.rows<Real>(), pointer<const Real>(by_logprobs),
-                                        pointer<const Real>(by_entropy), gradient.rows<Element>(),
+          cuda::token_logprobs_backward(logits.rows<const Element>(), tokens.rows<Real>(), pointer<const Real>(grad_logprobs),
+                                        pointer<const Real>(grad_entropy), gradient.rows<Element>(),
                                         reinterpret_cast<cudaStream_t>(stream));
         });
       },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "by_logprobs"_a, "by_entropy"_a, "gradient"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "grad_logprobs"_a, "grad_entropy"_a, "gradient"_a, "stream"_a);
   m.def(
       "scale_cuda",
       [](std::string_view dtype, const Matrix& matrix, std::int64_t num_rows, std::int64_t row_size, Address scale,

@@ -1,4 +1,4 @@
-// Rows shared out to threads, by code compiled for the widest vectors this processor has.
+// Distributes rows over threads, with code compiled for the widest vectors of this processor.
 #pragma once
 #include <omp.h>
 
@@ -12,7 +12,7 @@ namespace maxrl::cpu {
 
 #if defined(__x86_64__)
 const bool has_avx2_and_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-// flatten: whatever it calls is compiled into it, for these instructions.
+// flatten: all that it calls is inlined, and so compiled for these instructions.
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
 
 const bool has_avx512 = has_avx2_and_fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -44,11 +44,11 @@ void with_widest_floats(const Work& work) {
   work(Vectors<float, 4>{});
 }
 
-// Rows of one piece of a thread's work: enough to hide what a piece costs.
+// Rows of one piece of work: enough to hide the cost of starting a piece.
 inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
 
-// work.run<Vectors>(begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
-// threads; `scratch` is a thread's own, of the given size, or null where that is 0.
+// Calls work.run<Vectors>(begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
+// threads. Every thread has its own `scratch` of the given size, null if that is 0.
 template <typename Real, typename Work>
 void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
   const int64_t pieces = (num_rows + grain - 1) / grain;

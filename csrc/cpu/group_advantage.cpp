@@ -1,4 +1,4 @@
-// Group advantages on a CPU, a tile (tile.h) at a time.
+// Group advantages on a CPU, one tile (tile.h) at a time.
 #include "group_advantage.h"
 
 #include <omp.h>
@@ -15,10 +15,10 @@
 namespace maxrl::cpu {
 namespace {
 
-constexpr int64_t kParallelThreshold = 1 << 12;  // rewards; below, a team of threads costs more than it saves (about 5 us)
+constexpr int64_t kParallelThreshold = 1 << 12;  // rewards; below, starting threads costs more than it saves (about 5 us)
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
-// t.ranks from t.values, whose empty rows must come last.
+// Computes t.ranks from t.values, whose empty rows must come last.
 template <int kLanes>
 void rank_by_counting(Tile<kLanes>& t) {
   using Lanes = typename Tile<kLanes>::Lanes;
@@ -36,7 +36,7 @@ void rank_by_counting(Tile<kLanes>& t) {
   }
 }
 
-// From the n > 0 sorted rewards of a group to v in that order, without a term that all have, which is returned.
+// Replaces the n > 0 sorted rewards of a group by v minus a term that all have in common, and returns this term.
 double transform_sorted(double* sorted, int32_t n, const Formula& f, const Tables& tables) {
   if (f.value == Value::kOrder) {
     double last = sorted[0];
@@ -120,7 +120,7 @@ auto exact_sum(const Tile<kLanes>& t, typename Tile<kLanes>::Lanes bound, const 
 template <bool precise, int kLanes>
 auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Tile<kLanes>::Lanes bound) {
   using Lanes = typename Tile<kLanes>::Lanes;
-  Lanes total{}, longest{};  // whole numbers: exact
+  Lanes total{}, longest{};  // integers: exact
   for (int32_t i = 0; i < t.rows; ++i) {
     total += t.lengths[i];
     longest = t.lengths[i] > longest ? t.lengths[i] : longest;
@@ -135,8 +135,8 @@ auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Til
   return weighted / (has_tokens ? total : t.n);
 }
 
-// A_i = gain (v_i - baseline) multiplier + bias, in place. Moments are taken of the distances from the smallest value, so
-// that equal values have none, and a large offset costs no digits.
+// A_i = gain (v_i - baseline) multiplier + bias, in place. Moments are computed from the distances to the smallest value:
+// they are 0 for equal values, and a large offset costs no precision.
 template <bool precise, int kLanes>
 void normalise(Tile<kLanes>& t, const Formula& f) {
   using Lanes = typename Tile<kLanes>::Lanes;
@@ -187,16 +187,15 @@ struct Arguments {
   Advantage* advantages;
 };
 
-// Groups first to first + num_groups - 1, in a tile. The first position with an unusable reward, else kNone.
+// Reads groups first to first + num_groups - 1 into a tile.
 template <int kLanes, typename Args>
-int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
-  using Advantage = typename Args::Advantage;
+void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
   const Groups& groups = a.groups;
   const bool is_direct = !groups.order && !groups.valid;
   t.num_groups = num_groups;
   int64_t largest = 0;
   for (int64_t g = first; g < first + num_groups; ++g) largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
-  t.is_spread = largest > kLargestLane;  // then it is alone
+  t.is_spread = largest > kLargestLane;  // then it is the only one
   t.rows = static_cast<int32_t>(t.is_spread ? (largest + kLanes - 1) / kLanes : largest);
   t.n = t.filled = t.all(0.0);
   if (!is_direct || groups.offsets || num_groups < kLanes) std::fill_n(t.values, t.rows, t.all(0.0));
@@ -225,31 +224,37 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
       t.n[group] = t.filled[group] = n;
     }
   }
-
   t.is_full = true;
   for (int lane = 0; lane < kLanes; ++lane) t.is_full &= t.filled[lane] == t.rows;
+}
 
-  auto poison = t.all(0.0);  // becomes NaN with the first reward that is not finite, or above 0 with one that is not 0 or 1
+// Returns the first position with an unusable reward in the groups of a tile, or kNone.
+template <int kLanes, typename Args>
+int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
+  auto poison = t.all(0.0);  // NaN after a reward that is not finite, or above 0 after one that is neither 0 nor 1
   if (a.formula.value == Value::kBinary)
     for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * t.values[i] == t.values[i] ? t.all(0.0) : t.all(1.0);
   else
     for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * 0.0;
   bool all_usable = true;
   for (int lane = 0; lane < kLanes; ++lane) all_usable &= poison[lane] == 0.0;
-  if (!all_usable)
-    for (int64_t position = groups.begin(first); position < groups.begin(first + num_groups); ++position) {
-      const int64_t index = groups.index(position);
-      if (groups.exists(index) && !is_usable(to_double(a.rewards[index]), a.formula)) return position;
-    }
+  if (all_usable) return kNone;
+  for (int64_t position = a.groups.begin(first); position < a.groups.begin(first + t.num_groups); ++position) {
+    const int64_t index = a.groups.index(position);
+    if (a.groups.exists(index) && !is_usable(to_double(a.rewards[index]), a.formula)) return position;
+  }
+  return kNone;
+}
 
-  if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
-  if (a.formula.value == Value::kBinary) look_up(t, a.tables);
-  normalise<sizeof(Advantage) == sizeof(double)>(t, a.formula);
-
-  for (int32_t group = 0; group < num_groups; ++group) {
+// Writes the advantages of the groups of a tile; 0 for rollouts that are not valid.
+template <int kLanes, typename Args>
+void scatter(const Args& a, int64_t first, Tile<kLanes>& t) {
+  using Advantage = typename Args::Advantage;
+  const Groups& groups = a.groups;
+  for (int32_t group = 0; group < t.num_groups; ++group) {
     const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
     const double* values = t.column(t.values, group);
-    if (is_direct) {
+    if (!groups.order && !groups.valid) {
       for (int64_t i = 0; i < end - begin; ++i) a.advantages[begin + i] = from_double<Advantage>(values[i * stride]);
       continue;
     }
@@ -259,14 +264,26 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
       a.advantages[index] = from_double<Advantage>(groups.exists(index) ? values[n++ * stride] : 0.0);
     }
   }
+}
+
+// Computes groups first to first + num_groups - 1 in a tile. Returns the first position with an unusable reward, or kNone.
+template <int kLanes, typename Args>
+int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
+  gather(a, first, num_groups, t);
+  const int64_t unusable = first_unusable(a, first, t);
+  if (unusable != kNone) return unusable;
+  if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
+  if (a.formula.value == Value::kBinary) look_up(t, a.tables);
+  normalise<sizeof(typename Args::Advantage) == sizeof(double)>(t, a.formula);
+  scatter(a, first, t);
   return kNone;
 }
 
-// This thread's share of all groups.
+// Computes this thread's share of all groups.
 template <int kLanes, typename Args>
 inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, int64_t num_threads) {
   Tile<kLanes> tile(largest);
-  const int64_t step = largest > kLargestLane ? 1 : kLanes;  // one large group: all go alone
+  const int64_t step = largest > kLargestLane ? 1 : kLanes;  // with one large group, every group is computed alone
   const int64_t steps = (a.groups.num_groups + step - 1) / step;
   for (int64_t s = steps * thread / num_threads; s < steps * (thread + 1) / num_threads; ++s) {
     const auto num_groups = static_cast<int32_t>(std::min(step, a.groups.num_groups - s * step));
@@ -277,8 +294,8 @@ inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, in
 }
 
 #if defined(__x86_64__)
-// The same compiled for wider vectors, taken where the processor has them. Lane by lane the arithmetic is the same, so the
-// result is too.
+// The same, compiled for wider vectors, for processors that have them. The arithmetic of every lane is the same, so the result
+// is bitwise identical.
 template <typename Args>
 __attribute__((target("avx2"), flatten)) int64_t evaluate_share_avx2(const Args& a, int64_t largest, int64_t thread,
                                                                      int64_t num_threads) {

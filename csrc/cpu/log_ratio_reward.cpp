@@ -1,4 +1,4 @@
-// Log-ratio reward proxies, sums over packed sequences, and back, on a CPU.
+// Log-ratio reward proxies, sums over packed sequences, and their backward pass, on a CPU.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -27,11 +27,11 @@ void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real
 }
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, int num_threads) {
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kParallelThreshold)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
-    const auto slope = static_cast<Real>(in.beta * by_proxies[s]);
-    for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t) gradient[t] = !in.mask || in.mask[t] ? slope : Real(0);
+    const auto grad = static_cast<Real>(in.beta * grad_proxies[s]);
+    for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t) gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   }
 }
 

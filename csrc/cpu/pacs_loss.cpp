@@ -1,4 +1,4 @@
-// The loss of PACS and its gradient to the reward proxies, on a CPU, a group at a time.
+// The loss of PACS and its gradient in the reward proxies, on a CPU, one group at a time.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -9,7 +9,7 @@ namespace maxrl::cpu {
 namespace {
 
 constexpr int64_t kParallelThreshold = 1 << 13;  // rollouts
-constexpr int64_t kGroupsPerPiece = 64;          // whose sums are added in order, whatever the number of threads
+constexpr int64_t kGroupsPerPiece = 64;          // whose sums are added in order, for any number of threads
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 template <typename Real>
@@ -23,20 +23,20 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
     num_correct += label == 1.0;
     mean += (static_cast<double>(in.proxies[i]) - in.proxies[begin]) / static_cast<double>(n);
   }
-  if (n > 0) mean += in.proxies[begin];  // so that equal proxies lie at 0 from it, exactly; likewise the slopes below
+  if (n > 0) mean += in.proxies[begin];  // so that equal proxies have exactly this mean; likewise for q below
   for (int64_t i = begin; i < end; ++i) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
   const GroupScore score = group_score(in.options.score, n, mean, squares);
   double mean_q = 0.0, moment_q = 0.0;
-  const auto slope_at = [&](int64_t i) {
+  const auto grad_at = [&](int64_t i) {
     const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
-    return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_slope(psi, label) / *in.denominator;
+    return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) / *in.denominator;
   };
-  const double first_q = n > 0 ? slope_at(begin) : 0.0;
+  const double first_q = n > 0 ? grad_at(begin) : 0.0;
   for (int64_t i = begin; i < end; ++i) {
     const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
     const double entropy = cross_entropy(psi, label);
     const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * entropy;
-    const double q = slope_at(i);
+    const double q = grad_at(i);
     in.cross_entropy[i] = static_cast<Real>(entropy);
     mean_q += (q - first_q) / static_cast<double>(n);
     moment_q += q * (r - score.centre);
@@ -48,7 +48,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
   mean_q += first_q;
   for (int64_t i = begin; i < end; ++i)
     in.gradient[i] =
-        static_cast<Real>(proxy_slope(in.options.score, score, n, in.proxies[i], slope_at(i), mean_q, moment_q));
+        static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
   sums[PacsSums::kCorrect] += static_cast<double>(num_correct);
   return kNone;
 }

@@ -1,4 +1,5 @@
-// A row of logits on a CPU: the two numbers that a loss needs of its softmax, and the gradient that the loss's slopes give.
+// A row of logits on a CPU: the log-probability and entropy that a loss needs, and the gradient in the logits from its
+// gradients.
 #pragma once
 #include <algorithm>
 
@@ -7,10 +8,10 @@
 
 namespace maxrl::cpu {
 
-constexpr int64_t kBlock = 2048;  // elements, within the first cache
+constexpr int64_t kBlock = 2048;  // elements, which fit into the L1 cache
 constexpr int64_t kLargestStep = 16;
 
-// Numbers of working memory with which SoftmaxRow computes the exponentials only once.
+// Elements of working memory that let SoftmaxRow compute the exponentials only once.
 inline int64_t scratch_size(int64_t vocab_size) { return vocab_size + 2 * kLargestStep + vocab_size / kBlock + 2; }
 
 template <typename Vectors_, typename Element_>
@@ -35,8 +36,8 @@ class SoftmaxRow {
   }
 
   // After statistics(): writes dL/dz, which may be where the logits are.
-  void write_gradient(const Softmax& softmax, const Slopes& slopes, Element* gradient) const {
-    const RowGradient row = softmax.gradient(slopes);
+  void write_gradient(const Softmax& softmax, const RowGrads& grads, Element* gradient) const {
+    const RowGradient row = softmax.gradient(grads);
     if (exponentials_ && row.slope == 0.0)
       for_blocks([&](const Block& block) {
         const double below = (static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_;
@@ -68,10 +69,10 @@ class SoftmaxRow {
   static_assert(kStep <= kLargestStep && kBlock % kStep == 0);
   static constexpr Real kNothing = -std::numeric_limits<Real>::infinity();
 
-  // What is before the target and what is behind it, in pieces.
+  // A piece of the row before or behind the target.
   struct Block {
     int64_t index, begin, end;
-    int64_t shift;  // of its exponentials: the last step before the target is stored whole
+    int64_t shift;  // of its stored exponentials: the last step before the target is stored in full
   };
   template <typename Use>
   void for_blocks(const Use& use) const {
@@ -80,7 +81,7 @@ class SoftmaxRow {
     for (int64_t begin = target_ + 1; begin < size_; begin += kBlock)
       use(Block{index++, begin, std::min(begin + kBlock, size_), kStep});
   }
-  template <typename Use>  // use(i, count) with count < kStep in the last step, maybe
+  template <typename Use>  // use(i, count), with count < kStep possible in the last step
   static void for_steps(const Block& block, const Use& use) {
     int64_t i = block.begin;
     for (; i + kStep <= block.end; i += kStep) use(i, kStep);
@@ -96,10 +97,10 @@ class SoftmaxRow {
       Vectors::store_some(to, count, x);
   }
 
-  // A NaN with no bits that rounding could carry out of it.
+  // A NaN whose bits rounding does not change into another number.
   static Real plain(Real x) { return x == x ? x : std::numeric_limits<Real>::quiet_NaN(); }
 
-  // Exponents (z - base) / tau, not below what exponential() takes. A NaN stays one.
+  // Exponents (z - base) / tau, raised to the lowest that exponential() takes. NaN stays NaN.
   Reals exponents(Reals z) const {
     const Reals x = (z - base_) * inverse_temperature_;
     return Vectors::greater(Vectors::all(Vectors::kLowestExponent), x);
@@ -134,10 +135,10 @@ class SoftmaxRow {
   const Element* logits_;
   int64_t size_, target_;
   Real inverse_temperature_;
-  Real* exponentials_;     // e^x by step, each under the greatest logit up to its block, tops_[block]
+  Real* exponentials_;     // e^x by step, x relative to the greatest logit up to the block, tops_[block]
   Real* tops_;
   PartialSoftmax part_;
-  Real base_;  // of exponents
+  Real base_;  // subtracted in exponents
 };
 
 }  // namespace maxrl::cpu

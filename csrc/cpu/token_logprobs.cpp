@@ -1,4 +1,4 @@
-// Log-probabilities and entropies of rows of logits on a CPU, and the gradient back to the logits.
+// Log-probabilities and entropies of rows of logits on a CPU, and their backward pass.
 #include "../kernels.h"
 #include "dispatch.h"
 #include "huge_pages.h"
@@ -28,19 +28,19 @@ template <typename Element, typename Real>
 struct BackwardWork {
   Rows<const Element> logits;
   const TokenRows<Real>& in;
-  const Real *by_logprobs, *by_entropy;
+  const Real *grad_logprobs, *grad_entropy;
   Rows<Element> gradient;
 
   template <typename Vectors>
   void run(int64_t begin, int64_t end, Real* scratch) const {
     for (int64_t t = begin; t < end; ++t) {
-      const Slopes slopes{by_logprobs[t], by_entropy[t]};
-      if (slopes.by_logp == 0.0 && slopes.by_entropy == 0.0) {
+      const RowGrads grads{grad_logprobs[t], grad_entropy[t]};
+      if (grads.grad_logp == 0.0 && grads.grad_entropy == 0.0) {
         std::fill_n(gradient.of(t), in.vocab_size, Element{});
         continue;
       }
       SoftmaxRow<Vectors, Element> row(logits.of(t), in.vocab_size, in.targets[t], in.temperature_of(t), scratch);
-      row.write_gradient(row.statistics(), slopes, gradient.of(t));
+      row.write_gradient(row.statistics(), grads, gradient.of(t));
     }
   }
 };
@@ -57,12 +57,12 @@ int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Re
 }
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, int num_threads) {
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, int num_threads) {
   if (gradient.data != logits.data)
     advise_huge_pages(gradient.data, in.num_tokens * gradient.stride * static_cast<int64_t>(sizeof(Element)));
   for_rows<Real>(in.num_tokens, rows_per_piece(in.vocab_size), scratch_size(in.vocab_size), num_threads,
-                 BackwardWork<Element, Real>{logits, in, by_logprobs, by_entropy, gradient});
+                 BackwardWork<Element, Real>{logits, in, grad_logprobs, grad_entropy, gradient});
 }
 
 #define MAXRL_INSTANTIATE(Element, Real)                                                                    \

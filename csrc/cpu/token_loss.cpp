@@ -15,28 +15,28 @@ template <typename Element, typename Real>
 struct TokenLossWork {
   Rows<const Element> logits;
   const TokenLossInputs<Real>& in;
-  const LossOptions& options;
+  const LossTerms& terms;
   Rows<Element> gradient;
   int64_t grain;
-  Sums* partial;  // of each piece
+  LossSums* partial;  // one per piece
 
   template <typename Vectors>
   void run(int64_t begin, int64_t end, typename Vectors::Real* scratch) const {
-    Sums sums;
+    LossSums sums;
     sums.clear();
     for (int64_t t = begin; t < end; ++t) {
       Element* row_gradient = gradient.of(t);
-      const RowPlan plan = plan_row(in, options, t);
-      sums.values[Sums::kTokens] += plan.counts;
-      sums.values[Sums::kDropped] += plan.counts && !plan.must_read;
+      const RowPlan plan = plan_row(in, terms, t);
+      sums.values[LossSums::kTokens] += plan.counts;
+      sums.values[LossSums::kDropped] += plan.counts && !plan.must_read;
       if (!plan.must_read) {
         if (row_gradient) std::fill_n(row_gradient, in.rows.vocab_size, Element{});
         continue;
       }
       SoftmaxRow<Vectors, Element> row(logits.of(t), in.rows.vocab_size, in.rows.targets[t], in.rows.temperature_of(t), scratch);
       const Softmax softmax = row.statistics();
-      const Slopes slopes = evaluate_row(in, options, t, plan, softmax, sums);
-      if (row_gradient) row.write_gradient(softmax, slopes, row_gradient);
+      const RowGrads grads = evaluate_row(in, terms, t, plan, softmax, sums);
+      if (row_gradient) row.write_gradient(softmax, grads, row_gradient);
     }
     partial[begin / grain] = sums;
   }
@@ -45,25 +45,25 @@ struct TokenLossWork {
 }  // namespace
 
 template <typename Element, typename Real>
-int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                    Rows<Element> gradient, double* sums, int num_threads) {
   for (int64_t t = 0; t < in.rows.num_tokens; ++t)
     if (!in.rows.is_target_valid(t) && (!in.mask || in.mask[t])) return t;
   if (gradient.data && gradient.data != logits.data)
     advise_huge_pages(gradient.data, in.rows.num_tokens * gradient.stride * static_cast<int64_t>(sizeof(Element)));
   const int64_t grain = rows_per_piece(in.rows.vocab_size);
-  std::vector<Sums> partial((in.rows.num_tokens + grain - 1) / grain);
+  std::vector<LossSums> partial((in.rows.num_tokens + grain - 1) / grain);
   for_rows<Real>(in.rows.num_tokens, grain, gradient.data ? scratch_size(in.rows.vocab_size) : 0, num_threads,
-                 TokenLossWork<Element, Real>{logits, in, options, gradient, grain, partial.data()});
-  Sums total;
+                 TokenLossWork<Element, Real>{logits, in, terms, gradient, grain, partial.data()});
+  LossSums total;
   total.clear();
-  for (const Sums& piece : partial) total.add(piece);
-  std::copy_n(total.values, static_cast<int>(Sums::kSize), sums);
+  for (const LossSums& piece : partial) total.add(piece);
+  std::copy_n(total.values, static_cast<int>(LossSums::kSize), sums);
   return -1;
 }
 
 #define MAXRL_INSTANTIATE(Element, Real)                                                                              \
-  template int64_t token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossOptions&, Rows<Element>, \
+  template int64_t token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, \
                               double*, int);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)

@@ -1,5 +1,5 @@
-// Vectors of a few numbers, to and from the element types of tensors, and the exponential, for any instruction set:
-// the compiler takes what the enclosing function may use.
+// Vectors of a few numbers, conversions to and from the element types of tensors, and the exponential, for any instruction set:
+// the compiler uses the instructions that are enabled for the enclosing function.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -71,14 +71,14 @@ struct Vectors : VectorTypes<Real_, lanes> {
   }
   static void write(Real* to, Reals x) { memcpy(to, &x, sizeof x); }
 
-  // kStep elements of a row. Half-width ones come as those at even and those at odd places, which costs no shuffling.
+  // kStep elements of a row. Half-precision elements come as the even and the odd ones, which needs no shuffling.
   struct Pair {
     Reals first, second;
   };
   static constexpr int64_t kStep = 2 * lanes;
 
   static Pair load(const Real* from) {
-    Pair x;  // each vector by itself: both at once would go through memory
+    Pair x;  // one vector at a time: copying both at once would go through memory
     memcpy(&x.first, from, sizeof x.first);
     memcpy(&x.second, from + lanes, sizeof x.second);
     return x;
@@ -92,7 +92,7 @@ struct Vectors : VectorTypes<Real_, lanes> {
     const auto words = load_words(from);
     return {bits_as<Reals>(words << 16), bits_as<Reals>(words & 0xffff0000)};
   }
-  static void store(BFloat16* to, Pair x) {  // to nearest, ties to even; NaNs must have nothing below the upper half
+  static void store(BFloat16* to, Pair x) {  // round to nearest even; the lower half of NaNs must be 0
     const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
     const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
     store_words(to, (even >> 16) | (odd & 0xffff0000));
@@ -120,11 +120,11 @@ struct Vectors : VectorTypes<Real_, lanes> {
 
   static constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-88) : Real(-745.5);
 
-  // e^x for x <= 0, 0 at kLowestExponent; what is below that must have been raised to it. float: within 1.5e-7 of its value.
+  // e^x for x <= 0, 0 at kLowestExponent; x must not be below it. float: within 1.5e-7 of its value.
   static Reals exponential(Reals x) {
     if constexpr (sizeof(Real) == 4) {
       using Words = typename VectorTypes<Real, lanes>::Words;
-      constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to whole numbers, and leaves the exponent's bits below
+      constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
       const Reals shifted = x * 0x1.715476p+0f + kShift;
       const Reals n = shifted - kShift;
       const Reals r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // n ln 2 in two parts

@@ -12,37 +12,6 @@ namespace {
 constexpr int kMaxWarps = 8;
 constexpr int kNone = INT32_MAX;
 
-// Combines one value of each thread; every thread gets the result.
-template <typename Value, typename Combine>
-__device__ Value over_block(Value value, Value* of_warps, const Combine& combine) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
-  __syncthreads();  // of_warps may still be read from an earlier call
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  value = of_warps[0];
-  for (int w = 1; w < static_cast<int>(blockDim.x / kWarp); ++w) value = combine(value, of_warps[w]);
-  return value;
-}
-
-// Returns the sum over this thread and the threads before it; `total` is the sum over all threads.
-__device__ float prefix_sum(float value, float* of_warps, float& total) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const float other = __shfl_up_sync(kAllLanes, value, offset);
-    if (lane >= offset) value += other;
-  }
-  __syncthreads();
-  if (lane == kWarp - 1) of_warps[warp] = value;
-  __syncthreads();
-  float before = 0.0f;
-  total = 0.0f;
-  for (int w = 0; w < static_cast<int>(blockDim.x / kWarp); ++w) {
-    if (w == warp) before = total;
-    total += of_warps[w];
-  }
-  return before + value;
-}
-
 __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_constant__ DecodeSample in) {
   __shared__ float of_warps[kMaxWarps];
   __shared__ int of_warps_index[kMaxWarps];
@@ -50,12 +19,11 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   if (in.done[row]) return;
   const float* logits = in.logits + row * in.vocab_size;
   const int thread = threadIdx.x, size = static_cast<int>(in.vocab_size), num_threads = blockDim.x;
-  const auto sum = [](float a, float b) { return a + b; };
   const auto least = [](int a, int b) { return a < b ? a : b; };
 
   float top = -INFINITY;
   for (int i = thread; i < size; i += num_threads) top = logits[i] > top ? logits[i] : top;
-  top = over_block(top, of_warps, [](float a, float b) { return a > b ? a : b; });
+  top = block_reduce(top, of_warps, [](float a, float b) { return a > b ? a : b; });
 
   // A NaN makes the sum NaN, and with it the log-prob.
   const bool is_greedy = in.temperature == 0.0;
@@ -66,21 +34,21 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
     total += exponential2((logits[i] - top) * rate);
     if (logits[i] == top) likeliest = least(likeliest, i);
   }
-  total = over_block(total, of_warps, sum);
+  total = block_reduce(total, of_warps, Add());
 
   int token = kNone;
   if (is_greedy) {
-    token = over_block(likeliest, of_warps_index, least);
+    token = block_reduce(likeliest, of_warps_index, least);
   } else {
     const float wanted = uniform(in.keys[row], in.length[row]) * total;
     float below = 0.0f;
-    for (int start = 0; start < size; start += num_threads) {  // the same number of times in all threads
+    for (int start = 0; start < size; start += num_threads) {  // the same number of iterations for all threads
       const int i = start + thread;
       const float e = i < size ? exponential2((logits[i] - top) * rate) : 0.0f;
-      float of_these;
-      const float up_to = below + prefix_sum(e, of_warps, of_these);
-      token = over_block(i < size && up_to > wanted ? i : kNone, of_warps_index, least);
-      below += of_these;
+      const PrefixSum<float> sums = block_prefix_sum(e, of_warps);
+      const float up_to = below + sums.with_own;
+      token = block_reduce(i < size && up_to > wanted ? i : kNone, of_warps_index, least);
+      below += sums.total;
       if (token != kNone) break;
     }
   }

@@ -1,4 +1,4 @@
-// The element types in registers, 16 bytes of them at a time.
+// The element types in registers, 16 bytes at a time.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,7 +10,7 @@
 
 namespace maxrl::cuda {
 
-constexpr int kAccess = 16;  // bytes a thread reads or writes at once
+constexpr int kAccess = 16;  // bytes that a thread reads or writes at once
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 __device__ inline float to_real(float x) { return x; }
@@ -31,7 +31,7 @@ __device__ inline Float16 from_real<Float16, float>(float x) {
   return Float16{__half_as_ushort(__float2half_rn(x))};
 }
 
-// 2^x: one instruction, below 2^-126 it is 0.
+// 2^x in one instruction; 0 below 2^-126.
 __device__ inline float exponential2(float x) {
 #ifdef __CUDACC__
   float y;
@@ -43,7 +43,7 @@ __device__ inline float exponential2(float x) {
 }
 __device__ inline double exponential2(double x) { return exp2(x); }
 
-// The greater one; a NaN stays one.
+// The greater number; NaN if x is NaN.
 __device__ inline float at_least(float x, float least) {
 #ifdef __CUDACC__
   float y;
@@ -65,7 +65,7 @@ union Chunk {
   __device__ Chunk() {}
 };
 
-// Two numbers to a register, the first in its lower half.
+// Two numbers in one register, the first in the lower half.
 __device__ inline uint32_t rounded_pair(BFloat16, float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   uint32_t bits;
@@ -118,7 +118,7 @@ __device__ inline void unpack(const Chunk<BFloat16>& chunk, float (&values)[8]) 
   }
 }
 
-// The greatest element; of NaNs nothing is said.
+// The greatest element; unspecified if one is NaN.
 template <typename Real, typename Element>
 __device__ inline Real greatest_of(const Chunk<Element>& chunk) {
   if constexpr (sizeof(Element) == 2) {

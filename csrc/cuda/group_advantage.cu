@@ -1,39 +1,24 @@
-// One block per group. Ranks: bitonic sort in shared memory, then a prefix sum over the gaps. All sums are exact, so that
-// they come out the same in any order, and the number of threads changes nothing. Compiled without contraction to fused
-// multiply-add (CMakeLists.txt), so that a term is the same number wherever it is computed.
+// One block per group. Ranks take a bitonic sort in shared memory, then a prefix sum over the gaps. All sums are exact, so
+// their order and the number of threads do not matter. Compiled without fused multiply-add (CMakeLists.txt), so that a term is
+// the same number wherever it is computed.
 #include "../group_advantage.h"
 
 #include "../kernels.h"
 #include "launch.h"
+#include "reduce.cuh"
 
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 512;
 
 // Threads of a block for groups of up to n.
 inline int threads_for(int64_t n) {
-  int threads = kWarpSize;
+  int threads = kWarp;
   while (2 * threads < n && threads < kMaxThreads) threads *= 2;
   return threads;
 }
 
-// Combines one value of each thread; every thread gets the result. `warps` [kMaxThreads / kWarpSize] in shared memory.
-template <typename Combine>
-__device__ double block_reduce(double value, double* warps, const Combine& combine) {
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffff, value, offset));
-  __syncthreads();  // `warps` may still be read from an earlier call
-  if (threadIdx.x % kWarpSize == 0) warps[threadIdx.x / kWarpSize] = value;
-  __syncthreads();
-  value = warps[0];
-  for (int w = 1; w < blockDim.x / kWarpSize; ++w) value = combine(value, warps[w]);
-  return value;
-}
-
-struct Add {
-  __device__ double operator()(double a, double b) const { return a + b; }
-};
 struct Least {
   __device__ double operator()(double a, double b) const { return fmin(a, b); }
 };
@@ -41,24 +26,7 @@ struct Greatest {
   __device__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
-// The sum over the threads before this one.
-__device__ double block_prefix_sum(double value, double* warps) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  double inclusive = value;
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const double other = __shfl_up_sync(0xffffffff, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  const double last_before = __shfl_up_sync(0xffffffff, inclusive, 1);
-  __syncthreads();  // `warps` may still be read from an earlier call
-  if (lane == kWarpSize - 1) warps[warp] = inclusive;
-  __syncthreads();
-  double before = lane > 0 ? last_before : 0.0;
-  for (int w = 0; w < warp; ++w) before += warps[w];
-  return before;
-}
-
-// Sorts values and indices [padded], a power of two, ascending; places with a negative index last.
+// Sorts values and indices [padded], a power of two, ascending; entries with a negative index last.
 __device__ void bitonic_sort(double* values, int32_t* indices, int padded) {
   for (int run = 2; run <= padded; run *= 2) {
     for (int stride = run / 2; stride > 0; stride /= 2) {
@@ -83,8 +51,8 @@ __device__ void bitonic_sort(double* values, int32_t* indices, int padded) {
   __syncthreads();
 }
 
-// Replaces sorted rewards [n] by their rank transform. The sums are exact, so that equal rewards of different threads get the
-// same bits, which sums in the order of a tree would not give them.
+// Replaces sorted rewards [n] by their rank transform. The sums are exact, so that equal rewards in different threads get
+// identical results, which a tree reduction would not give.
 __device__ void rank_transform(double* values, int n, const double* table, double* warps) {
   const double *offset = table, *slope = table + n;
   const int per_thread = (n + blockDim.x - 1) / blockDim.x;
@@ -111,8 +79,8 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
     fine += sum.fine(term - part);
   }
   const double base = block_reduce(base_coarse, warps, Add()) + block_reduce(base_fine, warps, Add());
-  coarse = block_prefix_sum(coarse, warps);
-  fine = block_prefix_sum(fine, warps);
+  coarse = block_prefix_sum(coarse, warps).before;
+  fine = block_prefix_sum(fine, warps).before;
   double lower = before;
   for (int i = begin; i < end; ++i) {
     const double reward = values[i];
@@ -131,7 +99,7 @@ __device__ void count_smaller(double* values, int n) {
   const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
   double last = begin < end ? values[begin] : 0.0;
   int place = begin < end ? count_below(values, n, last) : 0;
-  __syncthreads();  // no thread searches any more
+  __syncthreads();  // all threads have finished searching
   for (int i = begin; i < end; ++i) {
     if (values[i] != last) place = i;
     last = values[i];
@@ -140,13 +108,13 @@ __device__ void count_smaller(double* values, int n) {
   __syncthreads();
 }
 
-// b, the multiplier with the gain, and what else turns a value into an advantage.
+// Turns a value into an advantage.
 struct Normaliser {
   double origin, shift, factor, bias;
   __device__ double operator()(double value) const { return (value - origin - shift) * factor + bias; }
 };
 
-// The moments of n values. `each(term)` sums nothing itself: it calls term(value, length) for the values of this thread.
+// Computes the moments of n values. `each(term)` calls term(value, length) for every value of this thread.
 template <typename Each>
 __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, double* warps) {
   Normaliser result{0.0, 0.0, f.gain * multiplier(f, n, 0.0, 0.0), f.bias};
@@ -181,7 +149,7 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, 
   if (f.baseline == Baseline::kZero) result.origin = result.shift = 0.0;
   if (f.baseline == Baseline::kLengthMean) {
     longest = block_reduce(longest, warps, Greatest());
-    total = block_reduce(total, warps, Add());  // whole numbers: exact
+    total = block_reduce(total, warps, Add());  // integers: exact
     const double weighted =
         exact_sum(bound * power_of_two_above(longest), [](double distance, double length) { return length * distance; });
     if (total > 0.0) result.shift = weighted / total;
@@ -190,12 +158,12 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, 
   return result;
 }
 
-// Shared memory, for ranks: values [capacity] double, then indices [capacity] int32, a power of two.
+// Dynamic shared memory, for ranks: values [capacity] double, then indices [capacity] int32; capacity is a power of two.
 template <typename Reward, typename Advantage>
 __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, const int64_t* lengths, Tables tables, Formula f,
                                        Advantage* advantages, int capacity) {
-  __shared__ double warps[kMaxThreads / kWarpSize];
-  // Offsets on a GPU were not checked: whatever they are, stay inside the array.
+  __shared__ double warps[kMaxThreads / kWarp];
+  // Offsets on a GPU were not checked: stay inside the array in any case.
   const int64_t begin = max(groups.begin(blockIdx.x), int64_t(0));
   const int64_t size = min(groups.begin(blockIdx.x + int64_t(1)), groups.num_rewards) - begin;
   if (size <= 0) return;
@@ -281,14 +249,14 @@ void group_advantage(const Reward* rewards, const Groups& groups, const int64_t*
   if (formula.needs_sorting() && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
     throw std::invalid_argument("ranks on a GPU take groups of at most " + std::to_string(kMaxRankedGroupSize) +
                                 " rollouts, got " + std::to_string(groups.group_size));
-  // The host does not know the sizes of uneven groups: none is larger than all rewards together.
+  // The host does not know the sizes of uneven groups; none is larger than the number of rewards.
   const int64_t largest = groups.offsets ? groups.num_rewards : groups.group_size;
   int capacity = 0;
   if (formula.needs_sorting())
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
   const auto shared_bytes = static_cast<int64_t>(capacity * (sizeof(double) + sizeof(int32_t)));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;
-  if (shared_bytes > 40 * 1024) allow_shared(kernel, shared_bytes);  // the kernel has some of its own
+  if (shared_bytes > 40 * 1024) allow_shared(kernel, shared_bytes);  // the kernel has static shared memory too
   launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, rewards, groups, lengths, tables, formula,
          advantages, capacity);
 }

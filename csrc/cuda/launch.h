@@ -1,4 +1,4 @@
-// Starting a kernel, and the shared memory asked for with it.
+// Launches of kernels, and their shared memory.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,7 +24,7 @@ struct LaunchShape {
     config.attrs = &cluster;
     config.numAttrs = cluster_size > 0 ? 1 : 0;
   }
-  LaunchShape(const LaunchShape&) = delete;  // it points into itself
+  LaunchShape(const LaunchShape&) = delete;  // it has a pointer to its own member
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -34,7 +34,7 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t 
   MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&shape.config, kernel, arguments...));
 }
 
-// More than the 48 KiB that a block has without asking.
+// Allows a kernel more than the default 48 KiB of shared memory per block.
 template <typename... Parameters>
 void allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
   MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
@@ -47,8 +47,8 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// Clusters that the present device holds at once: each lies within one of its groups of multiprocessors, so that they may be
-// fewer than its blocks by the size. cluster_size 0 and 1: blocks.
+// The number of clusters that the current device holds at once. A cluster lies within one group of multiprocessors, so there
+// may be fewer than the number of blocks divided by the cluster size. For cluster_size 0 and 1, the number of blocks.
 template <typename... Parameters>
 int64_t resident_clusters(void (*kernel)(Parameters...), int threads, int64_t shared_bytes, int cluster_size) {
   int count = 0;

@@ -1,4 +1,4 @@
-// The loss of PACS and log-ratio reward proxies on a GPU: a warp to a group, a block to a sequence.
+// The loss of PACS (one warp per group) and log-ratio reward proxies (one block per sequence) on a GPU.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -9,7 +9,7 @@ namespace maxrl::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroups = kThreads / kWarp;  // of a block at a time
+constexpr int kGroups = kThreads / kWarp;  // per block, at a time
 
 template <typename Real>
 __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* workspace) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
   for (int64_t g = int64_t{blockIdx.x} * kGroups + warp; g < in.num_groups; g += int64_t{gridDim.x} * kGroups) {
     const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
     if (n <= 0) continue;
-    // Distances from the first, so that equal proxies have a distance of 0 from their mean, exactly; likewise slopes.
+    // Distances from the first proxy, so that equal proxies have exactly the distance 0 from their mean; likewise for q.
     const double first = in.proxies[begin];
     double distance = 0.0, correct = 0.0, squares = 0.0;
     for (int64_t i = begin + lane; i < end; i += kWarp) {
@@ -32,25 +32,25 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     const GroupScore score = group_score(in.options.score, n, mean, warp_sum(squares));
     const auto num_correct = static_cast<int64_t>(correct == correct ? correct : 0.0);
     const double poison = correct * 0.0;  // NaN where a label is neither 0 nor 1
-    const auto slope_at = [&](int64_t i) {
+    const auto grad_at = [&](int64_t i) {
       const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
-      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_slope(psi, label) /
+      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) /
                  *in.denominator + poison;
     };
-    const double first_q = slope_at(begin);
+    const double first_q = grad_at(begin);
     double mean_q = 0.0, moment_q = 0.0;
     for (int64_t i = begin + lane; i < end; i += kWarp) {
       const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
       const double entropy = cross_entropy(psi, label) + poison;
       const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * entropy;
-      const double q = slope_at(i);
+      const double q = grad_at(i);
       in.cross_entropy[i] = static_cast<Real>(entropy);
       mean_q += q - first_q;
       moment_q += q * (r - score.centre);
       sums[PacsSums::kLoss] += loss / *in.denominator;
       sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
       sums[PacsSums::kProxy] += r;
-      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // an index known only now would take them out of registers
+      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // no computed index: it would move sums out of registers
       sums[PacsSums::kScoreWrong] += label == 1.0 ? 0.0 : psi;
       sums[PacsSums::kCorrect] += label == 1.0;
     }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     moment_q = warp_sum(moment_q);
     for (int64_t i = begin + lane; i < end; i += kWarp)
       in.gradient[i] =
-          static_cast<Real>(proxy_slope(in.options.score, score, n, in.proxies[i], slope_at(i), mean_q, moment_q));
+          static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
   }
   for (int i = 0; i < PacsSums::kSize; ++i) {
     sums[i] = warp_sum(sums[i]);
@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads) spread_slopes(LogRatio<Real> in, const Real* by_proxies, Real* gradient) {
+__global__ void __launch_bounds__(kThreads) spread_grads(LogRatio<Real> in, const Real* grad_proxies, Real* gradient) {
   for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
-    const auto slope = static_cast<Real>(in.beta * by_proxies[s]);
+    const auto grad = static_cast<Real>(in.beta * grad_proxies[s]);
     for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
-      gradient[t] = !in.mask || in.mask[t] ? slope : Real(0);
+      gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   }
 }
 
@@ -119,9 +119,9 @@ void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real
 }
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* by_proxies, Real* gradient, cudaStream_t stream) {
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream) {
   if (in.num_sequences == 0) return;
-  launch(spread_slopes<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, by_proxies, gradient);
+  launch(spread_grads<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, grad_proxies, gradient);
 }
 
 #define MAXRL_INSTANTIATE(Real)                                                                         \
@@ -132,7 +132,7 @@ MAXRL_INSTANTIATE(float)
 MAXRL_INSTANTIATE(double)
 #undef MAXRL_INSTANTIATE
 
-int64_t loss_workspace() { return workspace_size(Sums::kSize); }
+int64_t loss_workspace() { return workspace_size(LossSums::kSize); }
 int64_t pacs_workspace() { return workspace_size(PacsSums::kSize); }
 
 }  // namespace maxrl::cuda

@@ -1,4 +1,4 @@
-// Sums over all blocks of a launch, in an order that depends on the launch's shape alone.
+// Reductions over a warp, a block, and all blocks of a launch, in an order that depends on the launch's shape alone.
 #pragma once
 #include <cstdint>
 
@@ -10,6 +10,53 @@ constexpr unsigned kAllLanes = 0xffffffff;
 __device__ inline double warp_sum(double value) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
+}
+
+struct Add {
+  template <typename Value>
+  __device__ Value operator()(Value a, Value b) const {
+    return a + b;
+  }
+};
+
+// Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one value a warp. Every thread
+// of the block must call it.
+template <typename Value, typename Combine>
+__device__ Value block_reduce(Value value, Value* of_warps, const Combine& combine) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
+  __syncthreads();  // of_warps may still be read from an earlier call
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = of_warps[0];
+  for (int w = 1; w < static_cast<int>(blockDim.x / kWarp); ++w) value = combine(value, of_warps[w]);
+  return value;
+}
+
+// The sum over the threads before this one, over this one and those before it, and over the whole block.
+template <typename Value>
+struct PrefixSum {
+  Value before, with_own, total;
+};
+
+template <typename Value>
+__device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  Value in_warp = value;  // inclusive
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const Value other = __shfl_up_sync(kAllLanes, in_warp, offset);
+    if (lane >= offset) in_warp += other;
+  }
+  const Value before_in_warp = __shfl_up_sync(kAllLanes, in_warp, 1);
+  __syncthreads();  // of_warps may still be read from an earlier call
+  if (lane == kWarp - 1) of_warps[warp] = in_warp;
+  __syncthreads();
+  PrefixSum<Value> result{lane > 0 ? before_in_warp : Value(0), in_warp, 0};
+  for (int w = 0; w < static_cast<int>(blockDim.x / kWarp); ++w) {
+    if (w == warp) result.with_own = result.total + in_warp;
+    if (w < warp) result.before += of_warps[w];
+    result.total += of_warps[w];
+  }
+  return result;
 }
 
 // Numbers of zeroed memory that add_over_blocks needs for `size` sums: the result, a counter, one row of each block.

@@ -1,12 +1,12 @@
-// Rows of logits on a GPU: each is read once, by a cluster of blocks that keep their parts of it in shared memory until the
-// loss's slopes are known, and then write the gradient. Rows that no cluster can hold, and all rows before Hopper that one
-// block cannot hold, are read twice, the second time mostly from the second-level cache.
+// Rows of logits on a GPU. A cluster of blocks reads each row once, keeps it in shared memory until the gradients of the loss
+// are known, and then writes the gradient in the logits. Rows that do not fit into a cluster (before Hopper: into a block) are
+// read twice, the second time mostly from the L2 cache.
 //
-// A kernel is this loop and a Work, which has a State in shared memory, zeroed, and says
-//     bool plan(State&, int64_t t)                                    whether row t must be read; else its gradient is 0
-//     Slopes evaluate(State&, int64_t t, const Softmax& softmax)      the slopes of its loss
+// A kernel consists of this loop and a Work, which has a zeroed State in shared memory and the functions
+//     bool plan(State&, int64_t t)                                    whether row t must be read; otherwise its gradient is 0
+//     RowGrads evaluate(State&, int64_t t, const Softmax& softmax)      dL/dlogp and dL/dH of the row
 //     void finish(State&)                                            after the last row, by every thread
-// plan and evaluate run on thread 0 of every block, and must say the same in all blocks of a cluster.
+// plan and evaluate run on thread 0 of every block, and must return the same in all blocks of a cluster.
 #pragma once
 #include <cuda_pipeline_primitives.h>
 
@@ -29,9 +29,9 @@ constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks
 template <typename Real>
 constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
 
-// What one thread has seen of its row; see PartialSoftmax, of which this is the fast form. Exponents are of 2, and one
-// multiply-add: z rate - base, with rate = log2(e) / tau, and base the greatest logit times rate as it was rounded. What the
-// exponents are under, `top`, is therefore base / rate, near the greatest logit.
+// The sums of one thread over its part of a row: a fast form of PartialSoftmax. Exponents are base 2, and one multiply-add: z
+// rate - base, with rate = log2(e) / tau, and base the greatest logit times rate, rounded. So the number that is subtracted
+// from logits is base / rate, which is near the greatest logit.
 template <typename Real>
 struct ThreadSoftmax {
   Real greatest = -static_cast<Real>(INFINITY), base = 0, others = 0, moment = 0;
@@ -59,8 +59,8 @@ struct ThreadSoftmax {
   }
 };
 
-// How a row lies in memory: a few elements up to the first 16-byte boundary, chunks, a few elements. In 32 bits, so that an
-// index takes one register.
+// The layout of a row in memory: a few elements up to the first 16-byte boundary, chunks, a few elements. Sizes have 32 bits,
+// so that an index takes one register.
 template <typename Element>
 struct RowLayout {
   int head, num_chunks, size;
@@ -77,12 +77,12 @@ struct RowLayout {
   }
 };
 
-// What a block needs of its row's softmax to write the gradient: 2^x (constant + slope x), x = z rate - base.
+// The numbers that a block needs to write the gradient of its row: 2^x (constant + slope x), x = z rate - base.
 template <typename Element, typename Real>
 struct ResolvedRow {
   Real base, constant, slope;
   Element at_target;
-  Softmax softmax;  // here rather than in registers
+  Softmax softmax;  // in shared memory rather than in registers
 };
 
 // A function of its own, on one thread, so that its double precision takes no registers from the loops.
@@ -94,9 +94,9 @@ __device__ __noinline__ void resolve(const Work& work, typename Work::State& sta
   PartialSoftmax part = *Cluster::of_rank(of_block, 0);
   for (unsigned r = 1; r < Cluster::size(); ++r) part.add(*Cluster::of_rank(of_block, r), inverse_temperature);
   resolved.softmax = Softmax(part, at_target, inverse_temperature);
-  const Slopes slopes = work.evaluate(state, t, resolved.softmax);
+  const RowGrads grads = work.evaluate(state, t, resolved.softmax);
   const Softmax& softmax = resolved.softmax;
-  const RowGradient row = softmax.gradient(slopes);
+  const RowGradient row = softmax.gradient(grads);
   // x under the rounded base instead of under the softmax's top.
   const auto base = static_cast<Real>(softmax.top * rate);
   const double shift = rate > 0 ? (static_cast<double>(base) / rate - softmax.top) * inverse_temperature : 0.0;
@@ -107,7 +107,7 @@ __device__ __noinline__ void resolve(const Work& work, typename Work::State& sta
   resolved.at_target = from_real<Element>(static_cast<Real>(row.at_target));
 }
 
-// Adds up what the threads of a block have seen, always in the same order, into *of_block.
+// Adds the sums of all threads of a block, always in the same order, into *of_block.
 template <typename Real>
 __device__ __noinline__ void combine(ThreadSoftmax<Real> mine, const TokenRows<Real>& in, int64_t t, PartialSoftmax* of_warps,
                                      PartialSoftmax* of_block) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
   const int thread = threadIdx.x;
   const int rank = kOnChip ? Cluster::rank() : 0, cluster_size = kOnChip ? Cluster::size() : 1;
   if (thread == 0) state = {};
-  // A cluster's barrier orders all memory, which a block by itself need not pay for.
+  // The barrier of a cluster is slower than the barrier of a block.
   const auto sync = [&] {
     if (cluster_size == 1)
       __syncthreads();
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
     const bool is_aligned =
         row_gradient && (reinterpret_cast<uintptr_t>(row_gradient + layout.head) % kAccess == 0 || layout.num_chunks == 0);
 
-    // Calls use(index in the row, value of it to be) on what this thread has of the head and the tail.
+    // Calls use(index in the row) for the elements of this thread in the head and the tail.
     const auto for_ends = [&](const auto& use) {
       if (has_head && thread < layout.head) use(thread);
       if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
       if (z > mine.greatest) mine.raise(z, rate);
       mine.add(z, rate);
     });
-    // A thread reads what it copied itself: it need not wait for others.
+    // A thread reads only its own copies, so it does not wait for others.
     const auto copy = [&](int c) {
       if (kOnChip && c < last) __pipeline_memcpy_async(&kept[c - first], &chunks[c], kAccess);
       if (kOnChip) __pipeline_commit();

@@ -1,4 +1,4 @@
-// Log-probabilities and entropies of rows of logits on a GPU, and the gradient back to the logits.
+// Log-probabilities and entropies of rows of logits on a GPU, and their backward pass.
 #include "../kernels.h"
 #include "softmax_rows.cuh"
 
@@ -12,7 +12,7 @@ struct ForwardWork {
   struct State {};
 
   __device__ bool plan(State&, int64_t) const { return true; }
-  __device__ Slopes evaluate(State&, int64_t t, const Softmax& softmax) const {
+  __device__ RowGrads evaluate(State&, int64_t t, const Softmax& softmax) const {
     logprobs[t] = static_cast<Real>(softmax.logp);
     entropy[t] = static_cast<Real>(softmax.entropy);
     return {0.0, 0.0};
@@ -22,20 +22,20 @@ struct ForwardWork {
 
 template <typename Real>
 struct BackwardWork {
-  const Real *by_logprobs, *by_entropy;
+  const Real *grad_logprobs, *grad_entropy;
 
   struct State {};
 
-  __device__ Slopes slopes(int64_t t) const { return {static_cast<double>(by_logprobs[t]), static_cast<double>(by_entropy[t])}; }
+  __device__ RowGrads grads(int64_t t) const { return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])}; }
   __device__ bool plan(State&, int64_t t) const {
-    const Slopes s = slopes(t);
-    return s.by_logp != 0.0 || s.by_entropy != 0.0;
+    const RowGrads s = grads(t);
+    return s.grad_logp != 0.0 || s.grad_entropy != 0.0;
   }
-  __device__ Slopes evaluate(State&, int64_t t, const Softmax&) const { return slopes(t); }
+  __device__ RowGrads evaluate(State&, int64_t t, const Softmax&) const { return grads(t); }
   __device__ void finish(State&) const {}
 };
 
-// One block a row, in place, scale read on the device.
+// One block per row, in place; the scale is read on the device.
 template <typename Element, typename Real>
 __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale) {
   const double factor = *scale;
@@ -56,10 +56,10 @@ void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real*
 }
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* by_logprobs,
-                             const Real* by_entropy, Rows<Element> gradient, cudaStream_t stream) {
+void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
+                             const Real* grad_entropy, Rows<Element> gradient, cudaStream_t stream) {
   if (in.num_tokens == 0) return;
-  launch_rows<Element, Real>(logits, in, gradient, BackwardWork<Real>{by_logprobs, by_entropy}, stream);
+  launch_rows<Element, Real>(logits, in, gradient, BackwardWork<Real>{grad_logprobs, grad_entropy}, stream);
 }
 
 template <typename Element, typename Real>

@@ -1,4 +1,4 @@
-// The token loss on a GPU, one launch: sums of the metrics included, in an order that depends on the launch alone.
+// The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends only on the launch's shape.
 #include "../kernels.h"
 #include "softmax_rows.cuh"
 
@@ -8,26 +8,26 @@ namespace {
 template <typename Real>
 struct LossWork {
   TokenLossInputs<Real> in;
-  LossOptions options;
+  LossTerms terms;
   double* workspace;
 
   struct State {
-    Sums sums;
+    LossSums sums;
     RowPlan row;
   };
 
   __device__ __noinline__ bool plan(State& state, int64_t t) const {
-    const RowPlan row = plan_row(in, options, t);
+    const RowPlan row = plan_row(in, terms, t);
     state.row = row;
-    state.sums.values[Sums::kTokens] += row.counts;
-    state.sums.values[Sums::kDropped] += row.counts && !row.must_read;
+    state.sums.values[LossSums::kTokens] += row.counts;
+    state.sums.values[LossSums::kDropped] += row.counts && !row.must_read;
     return row.must_read;
   }
-  __device__ __noinline__ Slopes evaluate(State& state, int64_t t, const Softmax& softmax) const {
-    return evaluate_row(in, options, t, state.row, softmax, state.sums);
+  __device__ __noinline__ RowGrads evaluate(State& state, int64_t t, const Softmax& softmax) const {
+    return evaluate_row(in, terms, t, state.row, softmax, state.sums);
   }
   __device__ void finish(State& state) const {
-    // The blocks of a cluster have the same sums: its first one counts.
+    // All blocks of a cluster have the same sums: the first adds them.
     const int size = Cluster::size();
     if (Cluster::rank() == 0) add_over_blocks(state.sums.values, workspace, blockIdx.x / size, gridDim.x / size);
   }
@@ -36,14 +36,14 @@ struct LossWork {
 }  // namespace
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossOptions& options,
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
                 Rows<Element> gradient, double* workspace, cudaStream_t stream) {
   if (in.rows.num_tokens == 0) return;  // the workspace is 0 already
-  launch_rows<Element, Real>(logits, in.rows, gradient, LossWork<Real>{in, options, workspace}, stream);
+  launch_rows<Element, Real>(logits, in.rows, gradient, LossWork<Real>{in, terms, workspace}, stream);
 }
 
 #define MAXRL_INSTANTIATE(Element, Real)                                                                           \
-  template void token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossOptions&, Rows<Element>, \
+  template void token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, \
                            double*, cudaStream_t);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)

@@ -13,6 +13,7 @@ from maxrl_fast.ops.group_advantage import (
 )
 from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
+from maxrl_fast.ops.register import register_estimator
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "maxrl_advantage",
     "pacs_loss",
     "policy_gradient_loss",
+    "register_estimator",
     "rloo_advantage",
     "token_logprobs",
 ]

@@ -1,4 +1,4 @@
-"""What every op asks of its arguments before it computes with them."""
+"""Checks of arguments that all ops share."""
 
 import math
 import numbers
@@ -21,9 +21,9 @@ _REAL = (
 
 
 def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "") -> None:
-    """Raise where `value` is not a dense tensor of real numbers, or is not on the device that `like` is on.
+    """Raise TypeError or ValueError if `value` is not a dense tensor of real numbers on `device`; `like` names what is there.
 
-    Of other dtypes a conversion would drop a part; tensors of two devices would reach the operator's stand-in for tracing.
+    Converting other dtypes would lose a part of each number. With tensors on two devices PyTorch would run the operator's fake.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -34,50 +34,50 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether the dtype is one of whole numbers; bool is not."""
+    """Return whether the dtype is an integer type; bool is not."""
     return tensor.dtype in _INTEGERS
 
 
 def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> float:
-    """`value` as a float; a ValueError where it is not a number, or not as `wanted`."""
+    """Return `value` as a float; raise ValueError if it is not a number for which `holds` is true."""
     if isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         try:
             number = float(value)
         except OverflowError:
-            number = math.inf if value > 0 else -math.inf  # type: ignore[operator]  # whole numbers alone come here
+            number = math.inf if value > 0 else -math.inf  # type: ignore[operator]  # only integers overflow
         if holds(number):
             return number
     raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
 
 
 def check_finite(name: str, value: Any) -> float:
-    """`value` as a float, not infinite and not NaN."""
+    """Return `value` as a float; raise ValueError if it is infinite or NaN."""
     return check_number(name, value, "a finite number", lambda x: -math.inf < x < math.inf)
 
 
-def check_whole(name: str, value: Any, wanted: str, holds: Callable[[int], bool]) -> int:
-    """`value`, a whole number as `wanted`; else a ValueError."""
-    is_whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-    if not is_whole or not holds(value):
+def check_integer(name: str, value: Any, wanted: str, holds: Callable[[int], bool]) -> int:
+    """Return `value`; raise ValueError if it is not an integer for which `holds` is true."""
+    is_int = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not is_int or not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
-    whole: int = value
-    return whole
+    number: int = value
+    return number
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """A ValueError where `value` is none of the choices."""
+    """Raise ValueError if `value` is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {_shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """A ValueError where `value` is not True or False."""
+    """Raise ValueError if `value` is not True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def can_look_at(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read for a check: on a CPU, where that waits for nothing."""
+    """Return whether the values of a tensor may be read for a check. Reading them on a GPU would wait for the device."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

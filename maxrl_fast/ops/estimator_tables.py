@@ -1,12 +1,12 @@
-"""The weights of the rank transform and of the closed binary forms, by group size n: float64, by recurrence.
+"""Tables of estimators by rank, and by the number of correct rollouts, for each group size n: float64, by recurrence.
 
 A rank table [2, n] holds `offset` and `slope`: for ascending rewards r_(1) <= ... <= r_(n), gaps d_0 = r_(1),
 d_j = r_(j+1) - r_(j),
 
     v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j.
 
-So every table is linear in the estimator, and centring is a choice of offset. A binary table [2, n+1] holds the advantage of
-a wrong rollout and of a correct one, by the number of correct rollouts.
+The table of a sum of estimators is therefore the sum of their tables, and centring is a choice of offset. A binary table
+[2, n+1] holds the advantages of a wrong and of a correct rollout, by the number of correct rollouts.
 
 Notation: S_i the mean of the maximum over the size-k subsets that contain i, S_-i over those without i, M_-i over the
 size-(k-1) subsets of the others.
@@ -19,26 +19,26 @@ from torch import Tensor
 
 
 def subset_ratios(n: int, k: int) -> Tensor:
-    """q_j = C(j, k) / C(n, k) for j = 0..n, float64: q_n = 1, q_{j-1} = q_j (j - k) / j. Underflow to 0 is harmless."""
+    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64: q_n = 1, q_{j-1} = q_j (j - k) / j. Underflow to 0 is harmless."""
     j = torch.arange(1, n + 1, dtype=torch.float64)
     factors = ((j - k).clamp_min(0) / j).flip(0)  # from q_n down
     return torch.cat([factors.new_ones(1), factors.cumprod(0)]).flip(0)
 
 
 def _gaps(n: int) -> Tensor:
-    """j = 1..n-1 [n-1]."""
+    """Return j = 1..n-1 [n-1]."""
     return torch.arange(1, n, dtype=torch.float64)
 
 
 def _uncentred(slope: Tensor, offset: Tensor | None = None, lowest: float = 0.0) -> Tensor:
-    """The table of slopes [n-1] and offsets [n-1] for the gaps; `lowest` is the weight of r_(1) itself."""
+    """Return the table of slopes [n-1] and offsets [n-1] for the gaps; `lowest` is the weight of r_(1) itself."""
     slopes = torch.cat([slope.new_zeros(1), slope])
     offsets = torch.cat([slope.new_tensor([lowest]), torch.zeros_like(slope) if offset is None else offset])
     return torch.stack([offsets, slopes])
 
 
 def _centred(slope: Tensor) -> Tensor:
-    """The table whose values have mean 0 in every group: gap j raises the n - j rollouts above it."""
+    """Return the table whose values have mean 0 in every group: gap j raises the n - j rollouts above it."""
     n = len(slope) + 1
     return _uncentred(slope, -slope * (n - _gaps(n)) / n)
 
@@ -76,13 +76,13 @@ def pkpo(n: int, k: int) -> Tensor:
 
 def conditional_max(n: int, k: int) -> Tensor:
     """S_i."""
-    below = subset_ratios(n - 1, k - 1)[:-1]  # C(j-1, k-1) / C(n-1, k-1): the k-1 others lie below gap j, as i does
+    below = subset_ratios(n - 1, k - 1)[:-1]  # C(j-1, k-1) / C(n-1, k-1): the k-1 others are below gap j, as i is
     return _uncentred(below, 1 - below, lowest=1.0)
 
 
 def leave_one_out_max(n: int, k: int) -> Tensor:
     """S_-i."""
-    ratios = subset_ratios(n - 1, k)  # C(j, k) / C(n-1, k): all k lie among the j lowest
+    ratios = subset_ratios(n - 1, k)  # C(j, k) / C(n-1, k): all k are among the j lowest
     return _uncentred(ratios[:-1] - ratios[1:], 1 - ratios[:-1], lowest=1.0)
 
 
@@ -104,19 +104,19 @@ def max_minus_second(n: int, _: float) -> Tensor:
 
 
 def above_quantile(n: int, quantile: float) -> Tensor:
-    """r_i - b, b = inf{x : F(x) >= quantile} of the group's empirical distribution function F."""
+    """Return r_i - b, b = inf{x : F(x) >= quantile} of the group's empirical distribution function F."""
     rank = max(1, math.ceil(round(quantile * n, 9)))  # rounded: .1 * 30 is a little above 3
     slope = torch.ones(n - 1, dtype=torch.float64)
     return _uncentred(slope, -(_gaps(n) < rank).double())
 
 
 def passk_training(n: int, k: int) -> Tensor:
-    """The binary table of Chen et al.: rewards of the groups of k, standardised, averaged over a rollout's groups."""
+    """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over the groups of a rollout."""
     correct = torch.arange(n + 1, dtype=torch.float64)
     wrong_groups = subset_ratios(n, k).flip(0)  # 1 - rho = C(F, k) / C(n, k), by C = n - F
     divisor = (wrong_groups * (1 - wrong_groups)).sqrt() + 1e-6
     # 1 - rho - C(F-1, k-1) / C(n-1, k-1) without the cancellation
     wrong_with_me = torch.cat([subset_ratios(n - 1, k - 1).flip(0), correct.new_zeros(1)])
     table = torch.stack([-correct / n * wrong_with_me, wrong_groups]) / divisor
-    table[1, 0] = 0  # no rollout is correct: none reads this
+    table[1, 0] = 0  # not read, since no rollout is correct
     return table

@@ -1,5 +1,6 @@
-"""Group advantages: how much better each rollout did than its group, by any estimator of `ESTIMATORS`."""
+"""Group advantages by any estimator of `ESTIMATORS`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -7,13 +8,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_flag, check_tensor, check_whole, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer
+from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
-from maxrl_fast.ops.group_advantage_kernel import DTYPES, result_dtype
+from maxrl_fast.ops.group_advantage_kernel import DTYPES
+from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
+from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-_kernel = torch.ops.maxrl_fast.group_advantage.default
-_LARGEST_WEIGHED = 10_000  # rollouts of effective_weight's group, whose square of float64 numbers it keeps
+INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts")  # what estimators take beside the rewards
+_LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
 def group_advantage(
@@ -28,120 +32,146 @@ def group_advantage(
     lengths: Tensor | None = None,
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
+    prompts: Sequence[Any] | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Advantages of rollouts within their groups (formulas and sources: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
+    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
 
     Args:
         rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
         estimator: a name in `ESTIMATORS`.
-        k: size of the max@k objective, for estimators that have one.
-        order: truncation of MaxRL, 1 <= order <= N-1; default the full order, N-1 of each group.
+        k: size of the max@k objective, for estimators that have it.
+        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
         group_ids: [S], integers in any order; equal ids form a group.
-        valid: bool, like `rewards`; the others are left out, as if their groups were smaller, and get 0.
-        lengths: integers like `rewards`, tokens of each response, for opo.
-        logprobs: like `rewards`, mean log-probability of each response's tokens, for differential_smoothing and unlikeliness.
-        greedy_correct: bool, whether the prompt's greedy response is correct, for self: one a group, or like `rewards`.
+        valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
+        lengths: integers of the shape of `rewards`, tokens of each response, for opo.
+        logprobs: of the shape of `rewards`, mean log-probability of the tokens of each response, for differential_smoothing and
+            unlikeliness.
+        greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
+            `rewards`.
+        prompts: one per group, for a registered function that asks for them.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
-        max_group_size: the largest uneven group, if known: on a GPU, with offsets or ids, estimators by rank keep tables of
-            all sizes up to it, or up to min(S, 4096), 8 bytes times its square.
-        options: what the estimator takes besides: eps, ddof, quantile, tau, ... with the defaults in `ESTIMATORS`.
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, estimators by rank keep
+            tables of all sizes up to it, by default up to min(S, 4096): 8 bytes times its square.
+        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in `ESTIMATORS`.
 
     Returns:
-        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. A group
-        of one has 0 under every centred estimator. Where groups are uneven, those with too few rollouts for k have 0.
+        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. In a group
+        of one, every centred estimator gives 0. If groups are uneven, groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: on an unknown estimator; k or order outside the range (of the largest group); what the estimator needs and
-            lacks, or does not take; shapes, dtypes, devices or offsets that do not fit; a reward on the CPU that is not
-            finite, or not 0 or 1 where only those have a meaning, and a length below 0. On a GPU rewards and offsets are not
-            looked at, which would stall it: a group with such a reward becomes NaN.
-        TypeError: on what should be a tensor and is none.
+        ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
+            option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
+            also if a reward is not finite, or not 0 or 1 where it must be, or a length is below 0. On a GPU, where the check
+            would wait for the device, the advantages of a group with such a reward become NaN.
+        TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
     shape, uneven = rewards.shape, offsets is not None or group_ids is not None
     if not shape or (uneven and len(shape) != 1):
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
-    plan_of = _plan if torch.compiler.is_compiling() else _cached_plan  # a compiler traces no cache
-    given = tuple(options.items())
-    try:
-        plan = plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
-    except TypeError:  # what the cache cannot keep is refused by name
-        plan = _plan(estimator, None if uneven else shape[-1], k, order, scale_by_k, given)
-    row = plan.row
-    if (lengths is not None, logprobs is not None, greedy_correct is not None) != plan.inputs:
-        _complain_of_inputs(estimator, row.inputs, lengths=lengths, logprobs=logprobs, greedy_correct=greedy_correct)
-    for name, tensor, kind in (
-        ("offsets", offsets, None),
-        ("group_ids", group_ids, "integers"),
-        ("valid", valid, "bool"),
-        ("lengths", lengths, "integers"),
-        ("logprobs", logprobs, "floating"),
-        ("greedy_correct", greedy_correct, None),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, rewards.device, "the rewards are")
-            if kind is not None:
-                _check_like_rewards(name, tensor, kind, shape)
+    plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    if (lengths is not None, logprobs is not None, greedy_correct is not None, prompts is not None) != plan.inputs:
+        given = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct, "prompts": prompts}
+        _complain_of_inputs(estimator, plan.row, given)
+    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct)
     if max_group_size is not None:
-        check_whole("max_group_size", max_group_size, "a whole number of at least 0", lambda x: x >= 0)
+        check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
-    if lengths is not None and can_look_at(lengths):
-        _check_lengths(lengths, valid)
 
     dtype = result_dtype(rewards)
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
     if rewards.requires_grad:
         rewards = rewards.detach()
-    rewards = _kernel_dtype(rewards)
     groups = Groups.of(rewards, offsets, group_ids, valid)
-    values = groups.view(rewards)
-    inputs = None
-    if row.before is not None or row.after is not None:
-        inputs = Inputs(
-            groups=groups,
-            rewards=values,
-            logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
-            greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
-        )
-        if row.before is not None:
-            values = row.before(inputs, plan.options)
-    advantages = _kernel(
-        values,
+    inputs = Inputs(
+        groups=groups,
+        rewards=groups.view(_kernel_dtype(rewards)),
+        lengths=None if lengths is None else groups.view(lengths.long()),
+        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
+        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        prompts=prompts,
+    )
+    if plan.row.custom is not None:
+        advantages = _by_function(plan.row.custom, inputs, k)
+    else:
+        advantages = _by_kernel(estimator, plan, inputs, max_group_size or 0)
+    if advantages.dtype != dtype:
+        advantages = advantages.to(dtype)
+    return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: int) -> Tensor:
+    """Return the advantages, [G, N] or [S], from the kernel and the steps around it."""
+    row, groups = plan.row, inputs.groups
+    advantages: Tensor = _kernel(
+        inputs.rewards if row.before is None else row.before(inputs, plan.options),
         groups.offsets,
         groups.order,
         groups.valid,
-        None if lengths is None else groups.view(lengths if lengths.dtype == torch.int64 else lengths.long()),
+        inputs.lengths,
         estimator,
         plan.parameter,
         plan.eps,
         plan.ddof,
         plan.gain,
         plan.bias,
-        max_group_size or 0,
+        max_group_size,
     )
     if row.after is not None:
-        assert inputs is not None
         advantages = row.after(advantages, inputs, plan.options)
         if groups.valid is not None:
             advantages = advantages.masked_fill(~groups.valid, 0.0)
-    if advantages.dtype != dtype:
-        advantages = advantages.to(dtype)
-    return advantages if advantages.shape == shape else advantages.view(shape)
+    return advantages
+
+
+def _by_function(custom: CustomAdvantage, inputs: Inputs, k: int | None) -> Tensor:
+    """Return the advantages, [G, N] or [S], from a user's function, which takes groups of equal size."""
+    groups = inputs.groups
+    order = groups.order
+    if groups.valid is not None and "valid" not in custom.inputs:
+        raise ValueError(f"{custom.name} has no parameter valid, so all rewards must be there")
+    if groups.offsets is None:
+        shape = groups.shape
+    else:
+        sizes = groups.offsets.diff()
+        sizes = sizes if order is None else sizes[sizes > 0]  # equal ids leave empty groups at the end
+        size = int(sizes[0]) if len(sizes) else 0
+        if not size or bool((sizes != size).any()) or int(groups.offsets[0]) or len(sizes) * size != groups.shape[0]:
+            raise ValueError(f"{custom.name} takes groups of equal size, got the sizes {sizes[:8].tolist()}")
+        shape = (len(sizes), size)
+
+    def even(values: Tensor | None) -> Tensor | None:
+        return None if values is None else (values if order is None else values[order]).view(shape)
+
+    rewards, valid = even(inputs.rewards), even(groups.valid)
+    assert rewards is not None
+    advantages = custom(
+        rewards if rewards.is_floating_point() else rewards.float(),
+        k=k,
+        lengths=even(inputs.lengths),
+        logprobs=even(inputs.logprobs),
+        valid=valid,
+        prompts=inputs.prompts,
+    )
+    if valid is not None:
+        advantages = advantages.masked_fill(~valid, 0.0)
+    advantages = advantages.view(groups.shape)
+    return advantages if order is None else torch.zeros_like(advantages).scatter(0, order, advantages)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A call's numbers, checked."""
+    """The checked numbers of a call."""
 
     row: Estimator
-    inputs: tuple[bool, bool, bool]  # which of lengths, logprobs, greedy_correct it needs
+    inputs: tuple[bool, bool, bool, bool]  # which of lengths, logprobs, greedy_correct, prompts it needs
     options: dict[str, float]
     parameter: float  # the size (0: the largest that fits) or the quantile
     eps: float
@@ -168,7 +198,7 @@ def _plan(
     gain, bias = row.affine(options)
     return _Plan(
         row=row,
-        inputs=("lengths" in row.inputs, "logprobs" in row.inputs, "greedy_correct" in row.inputs),
+        inputs=tuple(name in row.inputs for name in INPUTS),  # type: ignore[arg-type]  # four of them
         options=options,
         parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
         eps=options.get("eps", 0.0),
@@ -181,6 +211,22 @@ def _plan(
 _cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
 
 
+def _plan_of(
+    estimator: str, n: int | None, k: int | None, order: int | None, scale_by_k: bool, given: tuple[tuple[str, float], ...]
+) -> _Plan:
+    if torch.compiler.is_compiling():  # a compiler traces no cache
+        return _plan(estimator, n, k, order, scale_by_k, given)
+    try:
+        return _cached_plan(estimator, n, k, order, scale_by_k, given)
+    except TypeError:  # an argument that cannot be hashed is refused by name
+        return _plan(estimator, n, k, order, scale_by_k, given)
+
+
+def forget_plans() -> None:
+    """Forget what was computed from the rows of estimators, after one has changed."""
+    _cached_plan.cache_clear()
+
+
 def _row(estimator: str) -> Estimator:
     row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
     if row is None:
@@ -191,13 +237,38 @@ def _row(estimator: str) -> Estimator:
 def _kernel_dtype(tensor: Tensor) -> Tensor:
     if tensor.dtype in DTYPES:
         return tensor
-    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large whole numbers do not fit into float32
+    return tensor.float() if tensor.element_size() <= 2 else tensor.double()  # large integers do not fit into float32
 
 
-def _complain_of_inputs(estimator: str, needed: tuple[str, ...], **given: Tensor | None) -> None:
-    for name, tensor in given.items():
-        if (tensor is None) == (name in needed):
-            raise ValueError(f"{estimator} {'needs' if tensor is None else 'takes no'} {name}")
+def _complain_of_inputs(estimator: str, row: Estimator, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if (value is None) == (name in row.inputs):
+            raise ValueError(f"{estimator} {'needs' if value is None else 'takes no'} {name}")
+
+
+def _check_tensors(
+    rewards: Tensor,
+    offsets: Tensor | None,
+    group_ids: Tensor | None,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    logprobs: Tensor | None,
+    greedy_correct: Tensor | None,
+) -> None:
+    for name, tensor, kind in (
+        ("offsets", offsets, None),
+        ("group_ids", group_ids, "integers"),
+        ("valid", valid, "bool"),
+        ("lengths", lengths, "integers"),
+        ("logprobs", logprobs, "floating"),
+        ("greedy_correct", greedy_correct, None),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, rewards.device, "the rewards are")
+            if kind is not None:
+                _check_like_rewards(name, tensor, kind, rewards.shape)
+    if lengths is not None and can_look_at(lengths):
+        _check_lengths(lengths, valid)
 
 
 def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
@@ -216,53 +287,53 @@ def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
 
-    This and the names below take the layouts of `group_advantage` too: offsets, group_ids, valid.
+    This function and the functions below also take offsets, group_ids and valid, as in `group_advantage`.
     """
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
 
 def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
+    """Return EI_i = S_i - M_-i of rewards [..., N], 2 <= k <= N (MaxPO, eq. 5)."""
     return group_advantage(rewards, "expected_improvement", k=k, **layout)
 
 
 def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
+    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
     return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """MaxRL of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
+    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
 
-    For rewards of 0 and 1 and full order that is (r - mu)/mu, and 0 where nothing was solved (MaxRL, Algorithm 1).
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 where mean = 0 (MaxRL, Algorithm 1).
     """
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
 def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
-    """(r_i - mu)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
+    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
     return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 
 def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
-    """r_i minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
+    """Return r minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
     return group_advantage(rewards, "rloo", **layout)
 
 
 def effective_weight(
     estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
 ) -> Tensor:
-    """W_n(p) of an estimator for rewards of 0 and 1, exact at finite n: the factor by which it scales a prompt's gradient.
+    """Return W_n(p), the factor by which an estimator scales the gradient of a prompt, for rewards 0 or 1, exactly at finite n.
 
     E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
-    A_correct(c) and A_wrong(c) the advantages of a correct and of a wrong rollout where c are correct. Equal lengths are
-    assumed for opo.
+    where A_correct(c) and A_wrong(c) are the advantages of a correct and of a wrong rollout if c rollouts are correct. For opo
+    all lengths are equal.
 
     Args:
-        estimator: a name in `ESTIMATORS` whose advantages depend on the group's rewards alone.
-        n: rollouts of the group.
+        estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
+        n: the number of rollouts in the group.
         pass_rate: p, any shape, between 0 and 1.
         k, order, options: as in `group_advantage`.
 
@@ -270,13 +341,13 @@ def effective_weight(
         W_n(p) like `pass_rate`, float64.
 
     Raises:
-        ValueError, TypeError: where group_advantage does, and on a pass rate outside [0, 1].
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1].
     """
     row = _row(estimator)
     if not row.has_weight:
         raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
-    wanted = f"a whole number from 1 to {_LARGEST_WEIGHED}"
-    check_whole("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
+    wanted = f"an integer from 1 to {_LARGEST_WEIGHED}"
+    check_integer("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
     check_tensor("pass_rate", pass_rate)
     if pass_rate.device.type != "meta" and not bool(((pass_rate.double() >= 0) & (pass_rate.double() <= 1)).all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")

@@ -1,7 +1,7 @@
-"""`maxrl_fast::group_advantage`: the operator behind every group advantage, on the CPU and on CUDA, with its reference.
+"""`maxrl_fast::group_advantage`: the operator behind every group advantage, on the CPU and on CUDA.
 
-Rewards come as [G, N], or flat [S] with `offsets` [G+1] and, where a group's rollouts do not lie side by side, `order` [S].
-On a CPU the sizes of uneven groups are read first; on a GPU nothing is read back, so that it can be captured in a graph.
+Rewards are [G, N], or flat [S] with `offsets` [G+1] and, where the rollouts of a group are not adjacent, `order` [S]. On a CPU
+the sizes of uneven groups are read first. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
-from maxrl_fast.ops.estimators import KERNEL_ROWS, Estimator
+from maxrl_fast.ops._gate import address, operator, register_fake
+from maxrl_fast.ops.estimators import KERNEL_ROWS
+from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 
 DTYPES = {
     torch.float32: "float32",
@@ -24,116 +25,89 @@ DTYPES = {
 }
 _LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
 
-# parameter: the size (0: the largest that fits) or the quantile; max_group_size: 0 where it is not known.
-torch.library.define(
-    "maxrl_fast::group_advantage",
-    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, Tensor? lengths, str estimator, float parameter, "
-    "float eps, int ddof, float gain, float bias, int max_group_size) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-def result_dtype(rewards: Tensor) -> torch.dtype:
-    """That of the rewards, float32 where they are not floating."""
-    return rewards.dtype if rewards.is_floating_point() else torch.float32
-
-
-def _fake(rewards: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
-
-
-def _on_cpu(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
+@operator()
+def group_advantage(
+    rewards: Tensor,  # [G, N], or [S] with offsets
+    offsets: Tensor | None,  # [G+1]
+    order: Tensor | None,  # [S]
+    valid: Tensor | None,  # like rewards
+    lengths: Tensor | None,  # like rewards
     estimator: str,
-    parameter: float,
+    parameter: float,  # the size (0: the largest that fits) or the quantile
     eps: float,
     ddof: int,
     gain: float,
     bias: float,
-    max_group_size: int,
+    max_group_size: int,  # 0 where it is not known
 ) -> Tensor:
-    groups = _groups(rewards, offsets, order, valid)
-    formula, has_table = _formula(estimator, eps, ddof, gain, bias)
-    tables = starts = largest = 0
-    if offsets is not None or valid is not None:
-        sizes = tuple(groups.distinct_sizes())
-        largest = sizes[-1] if sizes else 0
-        _check_sizes(estimator, parameter, largest, max_group_size)
-        if has_table:
-            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
-    elif has_table:
-        largest = rewards.shape[1]
-        tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
-    advantages, unusable = _launch(rewards, groups, lengths, (tables, starts, largest), formula)
-    if unusable >= 0:
-        _refuse(unusable, rewards, offsets, order, estimator)
-    return advantages
-
-
-def _on_cuda(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    parameter: float,
-    eps: float,
-    ddof: int,
-    gain: float,
-    bias: float,
-    max_group_size: int,
-) -> Tensor:
-    if not _gate.has_kernels(rewards.device):
+    """Return the advantages, like the rewards."""
+    device = rewards.device
+    if not _gate.has_kernels(device):
         return group_advantage_reference(
             rewards, offsets, order, valid, lengths, estimator, parameter, eps, ddof, gain, bias, max_group_size
         )
     groups = _groups(rewards, offsets, order, valid)
     formula, has_table = _formula(estimator, eps, ddof, gain, bias)
     tables = starts = largest = 0
-    if has_table:
-        if offsets is None and valid is None:
+    if offsets is None and valid is None:
+        if has_table:
             largest = rewards.shape[1]
-            tables = _table(estimator, parameter, largest, rewards.device).data_ptr()
-        else:  # sizes are not known here, so those of all that may come
+            tables = _table(estimator, parameter, largest, device).data_ptr()
+    else:
+        sizes: tuple[int, ...] = ()
+        if not _gate.is_gpu(device):
+            sizes = tuple(groups.distinct_sizes())
+            largest = sizes[-1] if sizes else 0
+            _check_sizes(estimator, parameter, largest, max_group_size)
+        elif has_table:  # the sizes are not read back, so there are tables of all that may come
             largest = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
             sizes = tuple(range(largest + 1))
-            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, rewards.device))
-    return _launch(rewards, groups, lengths, (tables, starts, largest), formula)[0]
-
-
-def _launch(
-    rewards: Tensor, groups: _C.Groups, lengths: Tensor | None, tables: tuple[int, int, int], formula: _C.Formula
-) -> tuple[Tensor, int]:
-    """Advantages, and what the CPU's kernel says of the rewards; tables, their starts, and the largest group they take."""
-    advantages = _fake(rewards)
-    unusable: int = _gate.launch(
+        if has_table:
+            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, device))
+    advantages = _empty_advantages(rewards)
+    unusable = _gate.launch(
         "group_advantage",
-        rewards.device,
+        device,
         dtype=DTYPES[rewards.dtype],
         rewards=rewards.data_ptr(),
         groups=groups,
         lengths=_optional("lengths", lengths, torch.int64, rewards),
-        tables=tables[0],
-        table_starts=tables[1],
-        largest_table=tables[2],
+        tables=tables,
+        table_starts=starts,
+        largest_table=largest,
         formula=formula,
         advantages=advantages.data_ptr(),
     )
-    return advantages, unusable
+    if unusable is not None and unusable >= 0:
+        _refuse(unusable, rewards, offsets, order, estimator)
+    return advantages
 
 
-torch.library.register_fake("maxrl_fast::group_advantage", _fake)
-torch.library.impl("maxrl_fast::group_advantage", "CPU", _on_cpu)
-torch.library.impl("maxrl_fast::group_advantage", "CUDA", _on_cuda)
+@register_fake(group_advantage)
+def _(
+    rewards: Tensor,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    estimator: str,
+    parameter: float,
+    eps: float,
+    ddof: int,
+    gain: float,
+    bias: float,
+    max_group_size: int,
+) -> Tensor:
+    return _empty_advantages(rewards)
+
+
+def _empty_advantages(rewards: Tensor) -> Tensor:
+    return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
 
 
 def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> _C.Groups:
-    """The layout by address, all of it checked."""
+    """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
@@ -162,7 +136,7 @@ def _optional(name: str, tensor: Tensor | None, dtype: torch.dtype, like: Tensor
 
 @lru_cache(maxsize=1024)
 def _formula(estimator: str, eps: float, ddof: int, gain: float, bias: float) -> tuple[_C.Formula, bool]:
-    """The kernel's form of a row, and whether it takes tables."""
+    """Return the formula of a row for the kernel, and whether it takes tables."""
     row = KERNEL_ROWS[estimator]
     formula = _C.Formula(value=row.value, baseline=row.baseline, scale=row.scale, eps=eps, ddof=ddof, gain=gain, bias=bias)
     return formula, row.table is not None
@@ -170,18 +144,24 @@ def _formula(estimator: str, eps: float, ddof: int, gain: float, bias: float) ->
 
 @lru_cache(maxsize=256)
 def _table(estimator: str, parameter: float, n: int, device: torch.device) -> Tensor:
-    """The table of groups of n: float64 [2, n] by rank, [2, n+1] for binary forms."""
+    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct rollouts."""
     return KERNEL_ROWS[estimator].table_of(n, parameter).to(device)
 
 
 @lru_cache(maxsize=16)
 def _tables(estimator: str, parameter: float, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tables of groups of `sizes`, end to end, and where that of n starts: int64 [largest size + 1]."""
+    """Return the concatenated tables of groups of `sizes`, and the start of the table of each n, int64 [largest size + 1]."""
     cpu = torch.device("cpu")
     tables = [_table(estimator, parameter, n, cpu).flatten() if n else torch.zeros(0, dtype=torch.float64) for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
     starts[list(sizes)] = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
     return torch.cat([*tables, torch.zeros(0, dtype=torch.float64)]).to(device), starts.to(device)
+
+
+def forget_tables() -> None:
+    """Forget what was computed from the rows of estimators, after one has changed."""
+    for cache in (_formula, _table, _tables):
+        cache.cache_clear()
 
 
 def _check_sizes(estimator: str, parameter: float, largest: int, max_group_size: int) -> None:
@@ -193,7 +173,7 @@ def _check_sizes(estimator: str, parameter: float, largest: int, max_group_size:
 
 
 def _refuse(position: int, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, estimator: str) -> None:
-    """Raise for the reward at `position` in the order of groups."""
+    """Raise ValueError for the reward at `position` in the order of groups."""
     index = position if order is None else int(order[position])
     reward = rewards.flatten()[index].item()
     if offsets is None:
@@ -204,78 +184,3 @@ def _refuse(position: int, rewards: Tensor, offsets: Tensor | None, order: Tenso
         where = f"in group {group}, rollout {position - int(offsets[group])} (index {index})"
     finite, what = reward - reward == 0, "logprobs" if estimator == "rank_fraction" else "rewards"
     raise ValueError(f"{what} must be {f'0 or 1 for {estimator}' if finite else 'finite'}, got {reward} {where}")
-
-
-def group_advantage_reference(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    estimator: str,
-    parameter: float,
-    eps: float,
-    ddof: int,
-    gain: float,
-    bias: float,
-    max_group_size: int,
-) -> Tensor:
-    """The operator in plain PyTorch, in float64: groups of equal size together."""
-    row = KERNEL_ROWS[estimator]
-    flat = rewards.flatten().double()
-    if offsets is None:
-        index = torch.arange(flat.numel(), device=rewards.device).view(rewards.shape)  # [G, N]
-        exists = torch.ones_like(index, dtype=torch.bool)
-    else:
-        sizes = offsets.diff()
-        column = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=rewards.device)
-        exists = column < sizes[:, None]
-        index = (offsets[:-1, None] + column).clamp_max(max(flat.numel() - 1, 0))
-        index = index if order is None or not flat.numel() else order[index]
-    if valid is not None and index.numel():
-        exists = exists & valid.flatten()[index]
-    index = index.gather(1, (~exists).to(torch.uint8).argsort(dim=1, stable=True))  # those that exist first
-    counts = exists.sum(1)
-    out = torch.zeros_like(flat)
-    for n in counts.unique().tolist():
-        if n:
-            places = index[counts == n, :n]
-            weights = None if lengths is None else lengths.flatten()[places].double()
-            out[places] = _evaluate(row, flat[places], weights, parameter, eps, ddof) * gain + bias
-    return out.to(result_dtype(rewards)).view(rewards.shape)
-
-
-def _evaluate(row: Estimator, r: Tensor, lengths: Tensor | None, parameter: float, eps: float, ddof: int) -> Tensor:
-    """(v - baseline) multiplier of rewards [G, n], float64; NaN in groups that cannot be."""
-    n = r.shape[1]
-    unusable = (~r.isfinite() | ((r != 0) & (r != 1) & row.binary)).any(1, keepdim=True)
-    value = r
-    if row.value == "order":
-        value = (r[:, :, None] > r[:, None, :]).sum(-1).double()
-    elif row.table is not None:
-        table = row.table_of(n, parameter).to(r.device)
-        if row.binary:
-            value = table[(r == 1).long(), (r == 1).sum(1, keepdim=True)]
-        else:
-            ordered, order = r.sort(-1)
-            gaps = torch.cat([ordered[:, :1], ordered.diff(dim=-1)], -1)
-            value = torch.zeros_like(r).scatter(-1, order, gaps @ table[0][:, None] + (gaps * table[1]).cumsum(-1))
-    distance = value - value.amin(1, keepdim=True)  # equal values have none, to the last bit
-    mean = distance.mean(1, keepdim=True)
-    centre = mean
-    if row.baseline == "length_mean":
-        assert lengths is not None
-        total = lengths.sum(1, keepdim=True)
-        centre = torch.where(total > 0, (lengths * distance).sum(1, keepdim=True) / total, mean)
-    multiplier = torch.ones_like(mean)
-    if row.scale == "size":
-        multiplier = torch.full_like(mean, 1 / n)
-    elif row.scale == "leave_one_out":
-        multiplier = torch.full_like(mean, n / (n - 1) if n > 1 else 0.0)
-    elif row.scale in ("std", "mean"):
-        divisor = value.mean(1, keepdim=True) + eps
-        if row.scale == "std":
-            divisor = ((distance - mean).square().sum(1, keepdim=True) / max(n - ddof, 1)).sqrt() + eps
-        multiplier = torch.where((divisor == 0) | ((row.scale == "std") & (n <= ddof)), 0.0, 1 / divisor)
-    result = (value if row.baseline == "zero" else distance - centre) * multiplier
-    return torch.where(unusable, torch.nan, result)

@@ -1,4 +1,4 @@
-"""Which rewards form a group: rows of [G, N], runs of a flat [S] by offsets, or equal ids in any order."""
+"""The layout of groups: rows of [G, N], runs of a flat [S] given by offsets, or equal ids in any order."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from maxrl_fast.ops.arguments import is_integer
 
 @dataclass(frozen=True)
 class Groups:
-    """The layout as the kernel takes it: [G, N] without offsets, else flat [S]."""
+    """The layout that the kernel takes: [G, N] without offsets, otherwise flat [S]."""
 
     shape: tuple[int, ...]  # of the viewed rewards: (G, N) or (S,)
     num_groups: int
     offsets: Tensor | None  # [G+1] int64
-    order: Tensor | None  # [S] int64, where a group's rollouts do not lie side by side
+    order: Tensor | None  # [S] int64, where the rollouts of a group are not adjacent
     valid: Tensor | None  # bool, like the viewed rewards
 
     @classmethod
     def of(cls, rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None) -> "Groups":
-        """Raises ValueError where offsets or ids do not fit; what offsets hold is the kernel's to check."""
+        """Return the layout; raise ValueError if offsets or ids do not fit. The kernel checks the values of the offsets."""
         if offsets is not None and group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
         if offsets is None and group_ids is None:
@@ -35,31 +35,33 @@ class Groups:
         assert group_ids is not None
         if not is_integer(group_ids):
             raise ValueError(f"group_ids must be integers, got {group_ids.dtype}")
-        # How many groups there are is not read back: up to S, the last ones empty.
+        # The number of groups is not read back from the device: there are S, and the last ones are empty.
         ids, order = group_ids.long().sort(stable=True)
         group = torch.cat([ids.new_zeros(1, dtype=torch.int64), (ids[1:] != ids[:-1]).long().cumsum(0)])
         starts = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
         return cls(tuple(rewards.shape), len(ids), starts, order, valid)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """A tensor like the rewards as [G, N] or [S], contiguous."""
+        """Return a tensor of the shape of the rewards as [G, N] or [S], contiguous."""
         tensor = tensor.contiguous()
         return tensor if tensor.shape == self.shape else tensor.view(self.shape)
 
     def spread(self, name: str, per_group: Tensor, shape: torch.Size) -> Tensor:
-        """A bool tensor with one value a group, or one a rollout as rewards of `shape` are, like the viewed rewards."""
+        """Return a bool tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
         if per_group.dtype != torch.bool:
             raise ValueError(f"{name} must be bool, got {per_group.dtype}")
         if per_group.numel() == self.num_groups > 0 and self.order is None:
             return per_group.flatten()[self._index(per_group.device)]
         if per_group.shape == shape:
             return self.view(per_group)
-        raise ValueError(f"{name} must be one a group or like rewards, got the shape {tuple(per_group.shape)}")
+        raise ValueError(
+            f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(per_group.shape)}"
+        )
 
     def _index(self, device: torch.device) -> Tensor:
-        """The group of each rollout, int64, like the viewed rewards."""
+        """Return the group index of each rollout, int64, like the viewed rewards."""
         if self.offsets is None:
             return torch.arange(self.num_groups, device=device)[:, None].expand(self.shape)
         groups = torch.searchsorted(self.offsets, torch.arange(self.shape[0], device=device), right=True) - 1
-        groups = groups.clamp(0, self.num_groups - 1)  # of offsets that the kernel will refuse
+        groups = groups.clamp(0, self.num_groups - 1)  # the kernel will refuse offsets that are out of range
         return groups if self.order is None else torch.zeros_like(groups).scatter(0, self.order, groups)

@@ -1,18 +1,18 @@
-"""The token loss whose gradient takes the logits' place, and what keeps others from using what is no longer there."""
+"""The token loss that overwrites the logits with their gradient, and errors for whoever uses the logits afterwards."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.token_loss_kernel import scaled
+from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
-def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Sums [9] of `token_loss_`, differentiable; the logits become their gradient.
+def overwrite(logits: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Return the LossSums [9] of `token_loss_`, differentiable; the logits are overwritten with their gradient.
 
-    An earlier use that kept the logits for its own gradient meets their new version, which autograd refuses. A later use
-    gets a gradient through `_Spent`, which refuses too.
+    If an earlier operation saved the logits for its own backward pass, autograd sees that their version has changed, and raises
+    an error. The backward pass of a later operation goes through `_Spent`, which raises an error too.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
@@ -26,7 +26,7 @@ def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 
 class _Gradient:
-    """The gradient in the logits' memory, until a backward pass takes it."""
+    """The gradient in the memory of the logits, until the backward pass takes it."""
 
     def __init__(self, values: Tensor):
         self.values: Tensor | None = values
@@ -43,20 +43,20 @@ class _Gradient:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: dict[str, Any]) -> Tensor:
         ctx.gradient = gradient
         assert gradient.values is not None
-        sums: Tensor = torch.ops.maxrl_fast.token_loss_(gradient.values, *arguments)
+        sums: Tensor = token_loss_(gradient.values, **arguments)
         torch.autograd.graph.increment_version(logits)
         return sums
 
     @staticmethod
-    def backward(ctx: Any, *by_sums: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled(ctx.gradient.take(), by_sums[0][0], in_place=True), None, None
+    def backward(ctx: Any, *grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return scaled(ctx.gradient.take(), grad_sums[0][0], in_place=True), None, None
 
 
 class _Spent(torch.autograd.Function):
-    """The logits as they are after the loss: not to be differentiated."""
+    """The logits after the loss: their backward pass raises an error."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

@@ -1,36 +1,37 @@
-"""PACS (implicit actor-critic coupling, RLVR as supervised learning): reward proxies from log-ratios, and their loss."""
+"""PACS (RLVR as supervised learning): reward proxies from log-ratios, and their loss."""
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.arguments import check_choice, check_finite, check_tensor, check_whole
-from maxrl_fast.ops.pacs_kernel import DTYPES, PACS_SUMS, log_ratio_reward_reference, pacs_loss_reference
+from maxrl_fast.ops.arguments import check_choice, check_finite, check_integer, check_tensor
+from maxrl_fast.ops.pacs_kernel import DTYPES, PacsSums
+from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import as_denominator, check_sequences
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
-_OPS = torch.ops.maxrl_fast
 
 
 def log_ratio_reward(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, beta: float = 1.0, *, mask: Tensor | None = None
 ) -> Tensor:
-    """r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq. 7).
+    """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq. 7).
 
     Args:
-        logprobs: [T] float32 or float64 of the policy, which the result is differentiable in.
-        ref_logprobs: [T] of the reference policy, a constant.
-        cu_seqlens: [S+1] whole numbers, from 0 to T.
-        beta: in the unit of rewards per nat.
-        mask: [T] bool, the tokens that count.
+        logprobs: [T] float32 or float64 of the policy; the result is differentiable in them.
+        ref_logprobs: [T] of the reference policy, constants.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        beta: reward per nat.
+        mask: [T] bool, False for tokens to leave out.
 
     Returns:
-        [S], of logprobs' dtype, summed in float64.
+        [S], of the dtype of logprobs, summed in float64.
 
     Raises:
-        ValueError: on shapes, dtypes and devices that do not fit, and a beta that is not finite.
-        TypeError: on what should be a tensor and is none.
+        ValueError: if shapes, dtypes or devices do not fit, or beta is not finite.
+        TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("logprobs", logprobs)
     check_tensor("ref_logprobs", ref_logprobs, logprobs.device, "logprobs are")
@@ -44,7 +45,7 @@ def log_ratio_reward(
             raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = _OPS.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
+    operator = kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -64,33 +65,34 @@ def pacs_loss(
     weight: str = "balanced",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted cross-entropy of the outcomes R under sigmoid(psi), psi the score of each rollout in its group (PACS, eq. 8).
+    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the score in the group (PACS, eq. 8).
 
         L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
 
-    The gradient flows through the whole group: a rollout's proxy is in the others' baseline too.
+    The gradient flows through the whole group: the proxy of a rollout is part of the baseline of the others too.
 
     Args:
         reward_proxy: [S] float32 or float64, from log_ratio_reward.
         labels: [S], 0 or 1: whether the rollout is correct.
-        groups: rollouts of each prompt, N, side by side; or offsets [G+1] whole numbers for groups of uneven size. Groups
-            must be whole: a part of one has other scores.
+        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for groups of uneven size. Groups
+            must be complete, since a part of a group has other scores.
         score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std + 1e-6), sample standard
             deviation; "dr_grpo", r_i - mean; "naive", r_i. Where all proxies of a group are equal, as on the first
-            on-policy step, the slope of "grpo" is 1e6 times that of "dr_grpo".
+            on-policy step, the gradient of "grpo" is 1e6 times the gradient of "dr_grpo".
         weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group that has both
             (King and Zeng 2001); "none", 1.
-        denominator: B, so that micro-batches and ranks add up. Default: S.
+        denominator: B. Give the number of rollouts of the whole batch, and the losses of micro-batches and ranks add up.
+            Default: S.
 
     Returns:
-        The loss, a scalar of reward_proxy's dtype, and detached metrics: cross_entropy [S] of each rollout, without its
-        weight; and scalars: accuracy, how often psi > 0 where R = 1 and not where R = 0; reward_proxy, the mean;
-        score_correct and score_wrong, the mean of psi over correct and over wrong rollouts (0 without any).
+        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of each rollout, without its
+        weight; and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1; reward_proxy, the mean;
+        score_correct and score_wrong, the means of psi over correct and over wrong rollouts (0 if there are none).
 
     Raises:
-        ValueError: on unknown names, shapes, dtypes, devices and numbers that do not fit, and, on a CPU, labels other than 0
-            and 1. On a GPU, where looking would wait for the device, the loss becomes NaN for such a label.
-        TypeError: on what should be a tensor and is none.
+        ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU also if a label is neither
+            0 nor 1. On a GPU, where the check would wait for the device, such a label makes the loss NaN.
+        TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)
     check_choice("weight", weight, WEIGHTS)
@@ -107,10 +109,10 @@ def pacs_loss(
         offsets = groups.to(torch.int64).contiguous()
     else:
         wanted = f"a number of rollouts that divides S = {size}, or offsets"
-        group_size = check_whole("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
+        group_size = check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         group_size = min(group_size, max(size, 1))
     denominator = as_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device)
-    operator = _OPS.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
+    operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
     sums, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
@@ -120,13 +122,12 @@ def pacs_loss(
         weight == "balanced",
         denominator,
     )
-    named = dict(zip(PACS_SUMS, sums.detach().unbind(), strict=True))
-    correct = named["correct"]
+    named = PacsSums(*sums.detach().unbind())
     metrics = {
         "cross_entropy": cross_entropy.detach(),
-        "accuracy": named["accurate"] / max(size, 1),
-        "reward_proxy": named["proxy"] / max(size, 1),
-        "score_correct": named["score_correct"] / correct.clamp_min(1),
-        "score_wrong": named["score_wrong"] / (size - correct).clamp_min(1),
+        "accuracy": named.accurate / max(size, 1),
+        "reward_proxy": named.proxy / max(size, 1),
+        "score_correct": named.score_correct / named.correct.clamp_min(1),
+        "score_wrong": named.score_wrong / (size - named.correct).clamp_min(1),
     }
     return sums[0].to(reward_proxy.dtype), metrics

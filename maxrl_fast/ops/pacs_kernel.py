@@ -1,44 +1,47 @@
-"""The operators behind PACS, on the CPU and on CUDA, with their references in plain PyTorch."""
+"""The operators behind PACS, on the CPU and on CUDA."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import address, check_fields, operator, register_fake
 
-# Sums of csrc/pacs.h.
-PACS_SUMS = ("loss", "accurate", "proxy", "score_correct", "score_wrong", "correct")
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
-_SCHEMAS = {
-    # group_size is not read where there are offsets
-    "pacs_loss": "(Tensor proxies, Tensor labels, Tensor? offsets, int group_size, str score, bool balanced, "
-    "Tensor denominator) -> (Tensor sums, Tensor cross_entropy, Tensor gradient)",
-    "log_ratio_reward": "(Tensor logprobs, Tensor ref_logprobs, Tensor cu_seqlens, Tensor? mask, float beta) -> Tensor",
-    "log_ratio_reward_backward": "(Tensor by_proxies, Tensor cu_seqlens, Tensor? mask, float beta, int num_tokens) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"maxrl_fast::{_name}", _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+class PacsSums(NamedTuple):
+    """PacsSums of csrc/pacs.h: scalars."""
+
+    loss: Tensor
+    accurate: Tensor  # rollouts whose score has the sign of their label
+    proxy: Tensor
+    score_correct: Tensor
+    score_wrong: Tensor
+    correct: Tensor  # rollouts with label 1
 
 
-def _pacs_loss(
-    proxies: Tensor,
+NUM_SUMS = len(PacsSums._fields)
+check_fields("PacsSums", PacsSums._fields)
+
+
+@operator()
+def pacs_loss(
+    proxies: Tensor,  # [S]
     labels: Tensor,
     offsets: Tensor | None,
-    group_size: int,
+    group_size: int,  # not read where there are offsets
     score: str,
     balanced: bool,
     denominator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the PacsSums [6], the cross-entropies [S], and the gradient of the loss in the proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
-    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else len(PACS_SUMS)
+    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=device)
     pacs = _C.Pacs(
         num_groups=num_groups,
@@ -55,21 +58,39 @@ def _pacs_loss(
     unusable = _gate.launch("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
-    return sums[: len(PACS_SUMS)], cross_entropy, gradient
+    return sums[:NUM_SUMS], cross_entropy, gradient
 
 
-def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
-    device = cu_seqlens.device
-    return _C.LogRatio(
-        num_tokens=num_tokens,
-        num_sequences=len(cu_seqlens) - 1,
-        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
-        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
-        beta=beta,
-    )
+@register_fake(pacs_loss)
+def _(
+    proxies: Tensor,
+    labels: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    score: str,
+    balanced: bool,
+    denominator: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = proxies.new_empty(NUM_SUMS, dtype=torch.float64)
+    return sums, torch.empty_like(proxies), torch.empty_like(proxies)
 
 
-def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[2])
+
+
+def _pacs_loss_backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (gradient,) = ctx.saved_tensors
+    return gradient * grad_sums[0].to(gradient.dtype), *(None,) * 6
+
+
+torch.library.register_autograd(pacs_loss, _pacs_loss_backward, setup_context=_save_gradient)
+
+
+@operator()
+def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+    """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
     device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
     _gate.launch(
@@ -84,54 +105,9 @@ def _log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor
     return proxies
 
 
-def _log_ratio_reward_backward(
-    by_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
-) -> Tensor:
-    device, dtype = by_proxies.device, by_proxies.dtype
-    gradient = by_proxies.new_empty(num_tokens)
-    _gate.launch(
-        "log_ratio_reward_backward",
-        device,
-        dtype=DTYPES[dtype],
-        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
-        by_proxies=address("by_proxies", by_proxies, dtype, (len(cu_seqlens) - 1,), device),
-        gradient=gradient.data_ptr(),
-    )
-    return gradient
-
-
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "pacs_loss": (
-        _pacs_loss,
-        lambda proxies, *_: (
-            proxies.new_empty(len(PACS_SUMS), dtype=torch.float64),
-            torch.empty_like(proxies),
-            torch.empty_like(proxies),
-        ),
-    ),
-    "log_ratio_reward": (
-        _log_ratio_reward,
-        lambda logprobs, ref_logprobs, cu_seqlens, *_: logprobs.new_empty(cu_seqlens.shape[0] - 1),
-    ),
-    "log_ratio_reward_backward": (
-        _log_ratio_reward_backward,
-        lambda by_proxies, cu_seqlens, mask, beta, num_tokens: by_proxies.new_empty(num_tokens),
-    ),
-}
-for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
-    for _device in ("CPU", "CUDA"):
-        torch.library.impl(f"maxrl_fast::{_name}", _device, _implementation)
-    torch.library.register_fake(f"maxrl_fast::{_name}", _fake)
-
-
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(output[2])
-
-
-def _pacs_backward(ctx: Any, by_sums: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    (gradient,) = ctx.saved_tensors
-    return gradient * by_sums[0].to(gradient.dtype), *(None,) * 6
+@register_fake(log_ratio_reward)
+def _(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+    return logprobs.new_empty(cu_seqlens.shape[0] - 1)
 
 
 def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -140,61 +116,43 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_tokens = logprobs.shape[0]
 
 
-def _log_ratio_backward(ctx: Any, by_proxies: Tensor) -> tuple[Tensor | None, ...]:
-    backward = torch.ops.maxrl_fast.log_ratio_reward_backward
-    return backward(by_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens), None, None, None, None
+def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor | None, ...]:
+    gradient = log_ratio_reward_backward(grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens)
+    return gradient, None, None, None, None
 
 
-torch.library.register_autograd("maxrl_fast::pacs_loss", _pacs_backward, setup_context=_save_gradient)
-torch.library.register_autograd("maxrl_fast::log_ratio_reward", _log_ratio_backward, setup_context=_save_sequences)
+torch.library.register_autograd(log_ratio_reward, _log_ratio_reward_backward, setup_context=_save_sequences)
 
 
-def log_ratio_reward_reference(
-    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+@operator()
+def log_ratio_reward_backward(
+    grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
-    """The operator in plain PyTorch, differentiable."""
-    log_ratio = logprobs - ref_logprobs
-    if mask is not None:
-        log_ratio = torch.where(mask, log_ratio, 0.0)
-    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=len(logprobs))
-    return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
+    """Return the gradient in the log-probabilities [T] from the gradient in the proxies [S]."""
+    device, dtype = grad_proxies.device, grad_proxies.dtype
+    gradient = grad_proxies.new_empty(num_tokens)
+    _gate.launch(
+        "log_ratio_reward_backward",
+        device,
+        dtype=DTYPES[dtype],
+        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
+        grad_proxies=address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,), device),
+        gradient=gradient.data_ptr(),
+    )
+    return gradient
 
 
-def pacs_loss_reference(
-    proxies: Tensor,
-    labels: Tensor,
-    offsets: Tensor | None,
-    group_size: int,
-    score: str,
-    balanced: bool,
-    denominator: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Sums and cross-entropies of the operator in plain PyTorch; the first sum, the loss, is differentiable by autograd."""
-    r, y = proxies.double(), labels.double()
-    sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
-    group = torch.repeat_interleave(sizes, output_size=len(r))
-    n = sizes[group].double()
+@register_fake(log_ratio_reward_backward)
+def _(grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> Tensor:
+    return grad_proxies.new_empty(num_tokens)
 
-    def group_sum(x: Tensor) -> Tensor:
-        return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
 
-    centred = r - group_sum(r) / n
-    if score == "naive":
-        psi = r
-    elif score == "rloo":
-        psi = centred * torch.where(n > 1, n / (n - 1).clamp_min(1), 0.0)
-    elif score == "dr_grpo":
-        psi = centred
-    else:
-        squares = group_sum(centred.square())
-        # Where all are equal, the square root has no slope: it must not meet one of 0 times infinity.
-        variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
-        psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
-    correct = group_sum(y)
-    both = (correct > 0) & (correct < n) & balanced
-    weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
-    cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
-    loss, psi = (weight * cross_entropy).sum() / denominator, psi.detach()
-    sums = [loss, ((psi > 0) == (y > 0)).double().sum(), r.detach().sum()]
-    sums += [(psi * y).sum(), (psi * (1 - y)).sum(), y.sum()]
-    return torch.stack(sums), cross_entropy.detach().to(proxies.dtype)
+def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
+    device = cu_seqlens.device
+    return _C.LogRatio(
+        num_tokens=num_tokens,
+        num_sequences=len(cu_seqlens) - 1,
+        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
+        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
+        beta=beta,
+    )

@@ -1,13 +1,14 @@
-"""What the token losses are made of besides logits: the checked arguments of ops.policy_gradient_loss."""
+"""The checked arguments of ops.policy_gradient_loss, beside the logits."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_number, check_tensor, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
 
 LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
@@ -15,36 +16,38 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """The choices that make a loss. Every token's loss is weighted by TokenBatch.denominator and sequence_tokens."""
+class LossTerms:
+    """The terms of the loss of a token, and their coefficients."""
 
     loss: str
     clip_low: float
     clip_high: float
-    dual_clip: float  # infinite: not limited
+    dual_clip: float  # infinite: no limit
     kl: str
     kl_coef: float
     entropy_coef: float
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether a token with advantage 0 has a gradient too."""
+        """Return whether tokens with advantage 0 have a gradient too."""
         return self.kl_coef != 0 or self.entropy_coef != 0
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of packed sequences; floating tensors are float32, or float64 with float64 logits."""
+    """Tokens of packed sequences. Floating tensors are float32, or float64 with float64 logits."""
 
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64
-    advantages: Tensor  # [S] or [T]
-    importance_weights: Tensor | None  # [S] or [T]
+    advantages: Tensor  # [T] if advantages_per_token, else [S]
+    advantages_per_token: bool
+    importance_weights: Tensor | None  # [T] if importance_weights_per_token, else [S]
+    importance_weights_per_token: bool
     old_logprobs: Tensor | None  # [T]
     ref_logprobs: Tensor | None  # [T]
     temperature: float | Tensor  # or [T]
     mask: Tensor | None  # [T] bool
-    sequence_tokens: Tensor | None  # [S] int64, tokens that count, where the mean of each sequence is taken
+    sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
     denominator: Tensor  # [] float64
     sequence_log_ratio: Tensor | None = None  # [S], for gspo
 
@@ -55,71 +58,67 @@ class TokenBatch:
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    def is_per_token(self, values: Tensor) -> bool:
-        """Whether `values` has one number a token; as many as sequences are one a sequence."""
-        return len(values) != self.num_sequences
+    def by_token(self, per_sequence: Tensor) -> Tensor:
+        """Return one number per sequence [S] as one per token [T]."""
+        return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
-    def by_token(self, values: Tensor) -> Tensor:
-        """`values` [S] or [T] as [T]."""
-        if self.is_per_token(values):
-            return values
-        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=len(self))
+    def factors(self) -> list[Tensor]:
+        """Return the factors of the policy-gradient term, [T] each: advantages, and importance weights where given."""
+        factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
+        if self.importance_weights is not None:
+            weights = self.importance_weights
+            factors.append(weights if self.importance_weights_per_token else self.by_token(weights))
+        return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Tokens `start` to `stop - 1`, of all sequences: those that lie elsewhere become empty."""
+        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range become empty."""
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
     def take(self, index: Tensor) -> "TokenBatch":
-        """The tokens of an ascending `index` int64."""
+        """Return the tokens of an ascending `index` int64. All sequences stay."""
         return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
 
-    def _with_tokens(self, choose: Any, cu_seqlens: Tensor) -> "TokenBatch":
+    def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
         per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
-        per_sequence = ["sequence_tokens", "sequence_log_ratio"]
-        for name in ("advantages", "importance_weights"):
-            values = getattr(self, name)
-            (per_token if values is not None and self.is_per_token(values) else per_sequence).append(name)
-        if isinstance(self.temperature, Tensor):
-            per_token.append("temperature")
-        chosen = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
-        if len(chosen["targets"]) == self.num_sequences:
-            # One number a token must not pass for one a sequence: an empty sequence more tells them apart.
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:]])
-            for name in per_sequence:
-                if (values := getattr(self, name)) is not None:
-                    chosen[name] = torch.cat([values, values.new_ones(1)])
+        per_token += ["advantages"] * self.advantages_per_token
+        per_token += ["importance_weights"] * self.importance_weights_per_token
+        per_token += ["temperature"] * isinstance(self.temperature, Tensor)
+        chosen: dict[str, Any] = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
-    def can_teach(self, options: LossOptions) -> Tensor:
-        """Which tokens [T] have a gradient at all."""
-        keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-        if options.needs_every_row:
+    def counted(self) -> Tensor:
+        """Return which tokens [T] are not masked."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+
+    def has_gradient(self, terms: LossTerms) -> Tensor:
+        """Return which tokens [T] have a gradient at all."""
+        keep = self.counted()
+        if terms.needs_every_row:
             return keep
-        for factor in (self.advantages, self.importance_weights):
-            if factor is not None:
-                keep = keep & self.by_token(factor != 0)
+        for factor in self.factors():
+            keep = keep & (factor != 0)
         return keep
 
-    def needed_rows(self, options: LossOptions) -> Tensor:
-        """Which tokens [T] the loss needs: those that can teach, and for gspo the rest of their sequences that counts."""
-        factors = [self.advantages] + ([] if self.importance_weights is None else [self.importance_weights])
-        if options.loss == "gspo" and any(self.is_per_token(factor) for factor in factors):
-            return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-        return self.can_teach(options)
+    def needed_rows(self, terms: LossTerms) -> Tensor:
+        """Return which tokens [T] the loss reads: those with a gradient; for gspo all that are not masked, since the ratio of a
+        sequence is a mean over them, unless whole sequences have no gradient."""
+        if terms.loss == "gspo" and (self.advantages_per_token or self.importance_weights_per_token):
+            return self.counted()
+        return self.has_gradient(terms)
 
     def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
-        """The mean over each sequence's tokens that count of logprobs [T] - old_logprobs: [S]."""
+        """Return the mean of logprobs [T] - old_logprobs over the tokens of each sequence that are not masked: [S]."""
         assert self.old_logprobs is not None
         log_ratio = logprobs - self.old_logprobs
-        keep = torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-        # Sums by position and not by index_add, whose order of addition a GPU leaves to chance.
+        keep = self.counted()
+        # Not index_add: its order of additions on a GPU changes from call to call.
         sums = _sums(torch.where(keep, log_ratio, 0.0).double(), self.cu_seqlens)
         return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sum of each sequence, [S], of values [T] in float64."""
+    """Return the sum of values [T] over each sequence, [S], in float64."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
@@ -131,9 +130,11 @@ def prepare(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
+    advantages_per_token: bool | None,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     importance_weights: Tensor | None,
+    importance_weights_per_token: bool | None,
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -145,71 +146,96 @@ def prepare(
     aggregation: str,
     mask: Tensor | None,
     denominator: float | Tensor | None,
-) -> tuple[TokenBatch, LossOptions]:
-    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and bring them to the kernels' types.
+) -> tuple[TokenBatch, LossTerms]:
+    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
 
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
     """
-    options = _options(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    terms = _terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
-    if options.kl_coef and ref_logprobs is None:
+    if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-    for name, values in (
-        ("advantages", advantages),
-        ("importance_weights", importance_weights),
-        ("old_logprobs", old_logprobs),
-        ("ref_logprobs", ref_logprobs),
-        ("mask", mask),
-    ):
-        if values is not None or name == "advantages":
-            check_tensor(name, values, device, "the logits are")
-    real = real_dtype(logits_dtype)
-    num_tokens = shape[0]
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (num_tokens,)):
-        raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+    check_tensor("advantages", advantages, device, "the logits are")
+    _check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_rows(shape, targets, temperature, device, mask)
-    check_sequences(cu_seqlens, num_tokens, device)
-    num_sequences = len(cu_seqlens) - 1
-    for name, values in (("advantages", advantages), ("importance_weights", importance_weights)):
-        if values is not None and (values.dim() != 1 or len(values) not in (num_tokens, num_sequences)):
-            raise ValueError(
-                f"{name} must be [S] = [{num_sequences}] or [T] = [{num_tokens}], got the shape {tuple(values.shape)}"
-            )
-    for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)):
-        if values is not None and values.shape != (num_tokens,):
-            raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
-    if importance_weights is not None and can_look_at(importance_weights):
-        of_tokens = mask if len(importance_weights) != num_sequences else None
-        _check_values("importance_weights", importance_weights, "at least 0", importance_weights.float() < 0, of_tokens)
+    check_sequences(cu_seqlens, shape[0], device)
+    per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
+    weights_per_token = False
+    if importance_weights is not None:
+        check_tensor("importance_weights", importance_weights, device, "the logits are")
+        weights_per_token = _is_per_token(
+            "importance_weights", importance_weights, importance_weights_per_token, cu_seqlens, shape[0]
+        )
+        if can_look_at(importance_weights):
+            is_below = importance_weights.float() < 0
+            _check_values("importance_weights", importance_weights, "at least 0", is_below, mask if weights_per_token else None)
+    real = real_dtype(logits_dtype)
 
-    def cast(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.detach().to(real).contiguous()
+    def cast(values: Tensor) -> Tensor:
+        return values.detach().to(real).contiguous()
 
     cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
     sequence_tokens = None
     if aggregation == "seq_mean_token_mean":
         sequence_tokens = cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens).long()
-    advantages_ = cast(advantages)
-    assert advantages_ is not None
     batch = TokenBatch(
         targets=targets.to(torch.int64).contiguous(),
         cu_seqlens=cu_seqlens,
-        advantages=advantages_,
-        importance_weights=cast(importance_weights),
-        old_logprobs=cast(old_logprobs),
-        ref_logprobs=cast(ref_logprobs),
-        temperature=temperature.detach().to(real).contiguous() if isinstance(temperature, Tensor) else float(temperature),
+        advantages=cast(advantages),
+        advantages_per_token=per_token,
+        importance_weights=None if importance_weights is None else cast(importance_weights),
+        importance_weights_per_token=weights_per_token,
+        old_logprobs=None if old_logprobs is None else cast(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else cast(ref_logprobs),
+        temperature=cast(temperature) if isinstance(temperature, Tensor) else float(temperature),
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
-        denominator=_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device),
+        denominator=_denominator(denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device),
     )
-    return batch, options
+    return batch, terms
 
 
-def _options(
+def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **logprobs: Tensor | None) -> None:
+    """Raise ValueError or TypeError where the mask or log-probabilities are not [T]."""
+    for name, values in logprobs.items():
+        if values is not None:
+            check_tensor(name, values, device, "the logits are")
+            if values.shape != (num_tokens,):
+                raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
+    if mask is not None:
+        check_tensor("mask", mask, device, "the logits are")
+        if mask.dtype != torch.bool or mask.shape != (num_tokens,):
+            raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+
+
+def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
+    """Return whether `values` have one number per token [T], and not one per sequence [S].
+
+    With T = S and no keyword, both readings agree if every sequence has one token. That is checked on a CPU only: on a GPU the
+    check would wait for the device.
+    """
+    num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
+    by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
+    sizes, wanted = [num_sequences, num_tokens], f"{by_sequence} or {by_token}"
+    if given is not None:
+        check_flag(keyword, given)
+        sizes, wanted = ([num_tokens], by_token) if given else ([num_sequences], by_sequence)
+    if values.dim() != 1 or len(values) not in sizes:
+        raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
+    if given is not None:
+        return given
+    if num_tokens == num_sequences > 0 and not (can_look_at(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
+        raise ValueError(
+            f"{name} may have one number per token or one per response, since T = S = {num_tokens}: "
+            f"give {keyword}=True or {keyword}=False"
+        )
+    return len(values) != num_sequences
+
+
+def _terms(
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -217,10 +243,10 @@ def _options(
     kl: str,
     kl_coef: float,
     entropy_coef: float,
-) -> LossOptions:
+) -> LossTerms:
     check_choice("loss", loss, LOSSES)
     check_choice("kl", kl, KL_ESTIMATORS)
-    return LossOptions(
+    return LossTerms(
         loss,
         check_number("clip_low", clip_low, "a number of at least 0", lambda x: x >= 0),
         check_number("clip_high", clip_high, "a number of at least 0", lambda x: x >= 0),
@@ -232,7 +258,7 @@ def _options(
 
 
 def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None) -> None:
-    """Raise ValueError for the first number that is wrong; what is masked may be anything."""
+    """Raise ValueError for the first wrong number; masked numbers may be anything."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
@@ -240,7 +266,7 @@ def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits of `dtype` are computed in."""
+    """Return the dtype in which logits of `dtype` are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -251,11 +277,11 @@ def check_rows(
     device: torch.device,
     mask: Tensor | None = None,
 ) -> None:
-    """Raise ValueError where targets or temperature do not go with T, V = shape."""
+    """Raise ValueError if targets or temperature do not fit T, V = shape."""
     check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
-            f"targets must be whole numbers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
+            f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
             f"{tuple(targets.shape)} on {targets.device}"
         )
     if isinstance(temperature, Tensor):
@@ -274,17 +300,17 @@ def check_rows(
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError where cu_seqlens cannot be; its values are looked at on a CPU only, where that waits for nothing."""
+    """Raise ValueError if cu_seqlens is wrong. On a GPU, where the check would wait, its values are not checked."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens) or cu_seqlens.device != device:
         raise ValueError(
-            f"cu_seqlens must be whole numbers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
+            f"cu_seqlens must be integers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
     if not can_look_at(cu_seqlens):
         return
     bounds = cu_seqlens.to(torch.int64)
-    # Compared and not subtracted: differences of numbers of few bits, or of large ones, overflow.
+    # Compared and not subtracted: differences of large numbers, or of numbers of few bits, overflow.
     falls = bounds[1:] < bounds[:-1]
     if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
         got = f"{bounds[:8].tolist()}" + ("" if len(bounds) <= 8 else f" and {len(bounds) - 8} more")
@@ -310,10 +336,10 @@ def _denominator(
 
 
 def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
-    """[] float64 on the device.
+    """Return the denominator as a scalar tensor, float64, on the device.
 
     Raises:
-        ValueError: on what is not one number above 0.
+        ValueError: if it is not one finite number above 0.
     """
     if not isinstance(given, Tensor):
         given = check_number("denominator", given, "a finite number above 0", lambda x: 0 < x < math.inf)

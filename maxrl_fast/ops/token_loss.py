@@ -1,45 +1,46 @@
-"""Token-level policy-gradient losses over packed responses, and log-probabilities, from logits."""
+"""Policy-gradient losses of packed responses, and log-probabilities, from logits."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_flag, check_tensor
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss_kernel import DTYPES, SUMS, loss_arguments, split_temperature
+from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
-_OPS = torch.ops.maxrl_fast
+_MEANS = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")  # over the tokens with a gradient
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each row of softmax(logits / temperature), in nats.
+    """Return the log-probability of each target and the entropy of each row of softmax(logits / temperature), in nats.
 
-    Differentiable in both; the logits are read once, and in the backward pass read once more and their gradient written.
-    Under torch.no_grad (old and reference policies) nothing is kept.
+    Both are differentiable. The forward pass reads the logits once; the backward pass reads them once and writes their gradient
+    once. Under torch.no_grad (old and reference policies) nothing is kept.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for float64).
-        targets: [T] whole numbers below V.
+        targets: [T] integers below V.
         temperature: a number, or [T].
 
     Returns:
         logprobs [T] and entropy [T], float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: on shapes, dtypes and devices that do not fit, and, on a CPU, on a target that is not in the vocabulary
-            and a temperature that is not above 0; on a GPU, where looking would wait for the device, its numbers become NaN.
-        TypeError: on what should be a tensor and is none.
+        ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the vocabulary or a temperature
+            is not above 0. On a GPU, where the check would wait for the device, the results of such a token become NaN.
+        TypeError: if an argument that must be a tensor is something else.
     """
     check_rows(_shape(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
         return token_logprobs_reference(logits, targets.long(), temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
-    logprobs, entropy = _OPS.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
+    logprobs, entropy = kernels.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
     return logprobs, entropy
 
 
@@ -49,9 +50,11 @@ def policy_gradient_loss(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
+    advantages_per_token: bool | None = None,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    importance_weights_per_token: bool | None = None,
     loss: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -65,7 +68,7 @@ def policy_gradient_loss(
     denominator: float | Tensor | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of packed responses, and its metrics.
+    """Return the policy-gradient loss of packed responses, and metrics.
 
     With logp the log-probability of a target under softmax(logits / temperature) and rho = exp(logp - old):
 
@@ -78,57 +81,62 @@ def policy_gradient_loss(
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
-    The gradient is written while the logits are read for the loss: one read and one write of the logits, for gspo one more
-    read. Tokens that cannot teach (masked, or advantage 0 with neither divergence nor entropy term) are not read, and get
-    zeros. Arithmetic is in float32, float64 for float64 logits.
+    The forward pass reads the logits once and writes their gradient once; gspo reads them twice. Tokens with zero gradient
+    (masked, or advantage 0 with neither divergence nor entropy term) are not read. Arithmetic is in float32, or in float64 for
+    float64 logits.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64; rows may lie at any distance.
-        targets: [T] whole numbers.
-        advantages: [S], one a response, or [T].
-        cu_seqlens: [S+1] whole numbers, from 0 to T.
-        old_logprobs: [T] of the sampling policy; absent, the ratio is exactly 1 and its gradient that of logp.
+        logits: [T, V] float32, bfloat16, float16 or float64; the row stride may be any.
+        targets: [T] integers.
+        advantages: [S], one per response, or [T], one per token.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        advantages_per_token: whether advantages are [T]. Default: their length decides. With T = S the keyword must be given,
+            except on a CPU if every response has one token.
+        old_logprobs: [T] of the sampling policy; if absent, the ratio is exactly 1 and has the gradient of logp.
         ref_logprobs: [T] of the reference policy, needed when kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that were
-            sampled by another policy or engine.
+        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that another
+            policy or engine has sampled.
+        importance_weights_per_token: like advantages_per_token, for importance_weights.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
         aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" takes each
             response's mean, then the mean over responses, "seq_mean_token_sum" sums each response, then takes the mean
             over responses, "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
-        mask: [T] bool, the tokens that count. What is masked is not read, whatever it holds.
-        denominator: what the sum is divided by, a number or [], so that micro-batches and ranks add up to the loss of the
-            whole batch: its tokens for "token_mean", its responses for the other means. Default: those given here.
-        in_place: write the gradient where the logits are, which then are gone, instead of into as much new memory. Whatever
-            else needs the logits for its gradient fails in the backward pass, with an error.
+        mask: [T] bool, False for tokens to leave out. Masked tokens are not read and may hold anything.
+        denominator: the number, or [], that divides the sum. Give the count of the whole batch (of tokens for "token_mean", of
+            responses for the other means), and the losses of micro-batches and ranks add up. Default: the count in this call.
+        in_place: overwrite the logits with their gradient instead of allocating as much memory again. If another operation
+            needs the logits for its own gradient, the backward pass raises an error.
 
     Returns:
-        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached scalars on the device, float64:
-        tokens (that count), dropped_tokens (those of them that cannot teach), and means over the others: ratio, clipped_low
-        and clipped_high (whether the clip limited the ratio), kl, entropy, mismatch (|logp - old|). 0 where there are none.
+        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64 scalars on the device: tokens
+        (that are not masked), dropped_tokens (how many of these have zero gradient), and means over the others: ratio,
+        clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy, logprob_diff (|logp - old|). A mean over
+        no tokens is 0.
 
     Raises:
-        ValueError: on an unknown name, on shapes, dtypes, devices and numbers that do not fit, where reference log-probs or
-            a denominator are needed and absent, and, on a CPU, on a target that counts and is not in the vocabulary, on a
-            temperature or denominator that is not above 0, an importance weight below 0, or on cu_seqlens that do not rise
-            from 0 to T. On a GPU, where looking would wait for the device, the loss becomes NaN for such a target or
-            temperature.
-        TypeError: on what should be a tensor and is none.
-        RuntimeError: from the backward pass, where in_place overwrote what something else needs. On a GPU, and with
-            in_place, the backward pass can run only once.
+        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, or if ref_logprobs, a denominator or
+            a keyword is missing; on a CPU also if a target that is not masked is not in the vocabulary, a temperature or
+            denominator is not above 0, an importance weight is below 0, or cu_seqlens do not rise from 0 to T. On a GPU, where
+            the check would wait for the device, such a target or temperature makes the loss NaN.
+        TypeError: if an argument that must be a tensor is something else.
+        RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs. On a GPU, and
+            with in_place, the backward pass can run only once.
     """
     shape = _shape(logits)
     check_flag("in_place", in_place)
-    batch, options = prepare(
+    batch, terms = prepare(
         logits.dtype,
         logits.device,
         shape,
         targets,
         advantages,
         cu_seqlens,
+        advantages_per_token=advantages_per_token,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
+        importance_weights_per_token=importance_weights_per_token,
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -145,36 +153,36 @@ def policy_gradient_loss(
     if in_place and needs_gradient and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device):
-        return loss_and_metrics(token_loss_reference(logits, batch, options), logits)
-    if options.loss == "gspo" and batch.old_logprobs is not None:
+        return loss_and_metrics(token_loss_reference(logits, batch, terms), logits)
+    if terms.loss == "gspo" and batch.old_logprobs is not None:
         batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))
-    arguments = loss_arguments(batch, options)
+    arguments = loss_arguments(batch, terms)
     if in_place and needs_gradient:
         sums = overwrite(logits, arguments)
     else:
-        sums, _ = _OPS.token_loss(_rows(logits), *arguments, needs_gradient)
+        sums, _ = kernels.token_loss(_rows(logits), **arguments, needs_gradient=needs_gradient)
     return loss_and_metrics(sums, logits)
 
 
 def with_sequence_ratios(batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
-    """The batch for gspo's kernel, from the log-probabilities [T] of its targets."""
+    """Return the batch with the ratio of each sequence, for gspo, from the log-probabilities [T] of its targets."""
     return replace(batch, sequence_log_ratio=batch.mean_log_ratio(logprobs))
 
 
 def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
-    """Log-probabilities [T]; of a target that does not count, and may be anything, some number or NaN."""
+    """Return log-probabilities [T]. Masked targets may be anything, and get some number or NaN."""
     targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-    logprobs: Tensor = _OPS.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
+    logprobs: Tensor = kernels.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
     return logprobs
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What policy_gradient_loss returns, from token_kernel.SUMS."""
-    named = dict(zip(SUMS, sums.detach().unbind(), strict=True))
-    counted = {name: named[name] for name in ("tokens", "dropped_tokens")}
-    read = (named["tokens"] - named["dropped_tokens"]).clamp_min(1)
-    means = {name: named[name] / read for name in SUMS[3:]}
-    return sums[0].to(real_dtype(like.dtype)), counted | means
+    """Return what policy_gradient_loss returns, from LossSums [9]."""
+    named = LossSums(*sums.detach().unbind())
+    read = (named.tokens - named.dropped_tokens).clamp_min(1)
+    means = {name: getattr(named, name) / read for name in _MEANS}
+    metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
+    return sums[0].to(real_dtype(like.dtype)), metrics
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:
@@ -185,5 +193,5 @@ def _shape(logits: Tensor) -> tuple[int, int]:
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """The logits with the elements of a row side by side."""
+    """Return the logits with contiguous rows."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()

@@ -1,13 +1,14 @@
-"""The token loss in plain PyTorch: for tests, and for devices without a kernel."""
+"""The token losses in plain PyTorch: for tests, and for devices without a kernel."""
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.token_batch import LossOptions, TokenBatch, real_dtype
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
+from maxrl_fast.ops.token_loss_kernel import LossSums
 
 
 def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """ops.token_logprobs, differentiable by autograd."""
+    """Return what ops.token_logprobs returns; differentiable by autograd."""
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)
     # A token masked out by -inf logits has p log p = 0, not NaN.
@@ -15,70 +16,74 @@ def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def token_loss_reference(logits: Tensor, batch: TokenBatch, options: LossOptions) -> Tensor:
-    """The sums of token_kernel.SUMS, float64 [9]; the first, the loss, is differentiable by autograd."""
-    keep = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
-    must_read = batch.can_teach(options)
-    # What is masked may be anything; NaN would come back through a gradient of 0.
-    logits = torch.where(batch.needed_rows(options)[:, None], logits, 0.0)
+def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) -> Tensor:
+    """Return the LossSums, float64 [9]; the first, the loss, is differentiable by autograd."""
+    keep = batch.counted()
+    must_read = batch.has_gradient(terms)
+    # Masked logits may be NaN, and 0 times NaN in the backward pass would be NaN.
+    logits = torch.where(batch.needed_rows(terms)[:, None], logits, 0.0)
     logp, entropy = token_logprobs_reference(logits, batch.targets.where(keep, 0), batch.temperature)
     old, ref = (None if x is None else torch.where(keep, x, logp.detach()) for x in (batch.old_logprobs, batch.ref_logprobs))
-    advantage = batch.by_token(batch.advantages)
-    if batch.importance_weights is not None:
-        advantage = advantage * batch.by_token(batch.importance_weights)
+    advantage, *importance = batch.factors()
+    for weights in importance:
+        advantage = advantage * weights
 
     log_ratio = logp - (logp.detach() if old is None else old)
-    mismatch = log_ratio.abs()
-    if options.loss == "gspo" and batch.old_logprobs is not None:
+    logprob_diff = log_ratio.abs()
+    if terms.loss == "gspo" and batch.old_logprobs is not None:
         by_sequence = batch.by_token(batch.mean_log_ratio(logp.detach()))
         log_ratio = by_sequence + (log_ratio - log_ratio.detach())
     ratio = log_ratio.exp()
-    value = _surrogate(options, advantage, ratio, logp)
+    value = _surrogate(terms, advantage, ratio, logp)
     divergence = torch.zeros_like(logp)
     if ref is not None:
-        divergence = _divergence(logp, ref, options.kl)
-        value = value + options.kl_coef * divergence if options.kl_coef else value
-    if options.entropy_coef:
-        value = value - options.entropy_coef * entropy
+        divergence = _divergence(logp, ref, terms.kl)
+        value = value + terms.kl_coef * divergence if terms.kl_coef else value
+    if terms.entropy_coef:
+        value = value - terms.entropy_coef * entropy
     if batch.sequence_tokens is not None:
         value = value / batch.by_token(batch.sequence_tokens.clamp_min(1))
 
-    low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
-    if options.loss != "cispo":
+    low, high = ratio < 1 - terms.clip_low, ratio > 1 + terms.clip_high
+    if terms.loss != "cispo":
         low, high = low & (advantage < 0), high & (advantage > 0)
-    if options.loss == "reinforce":
+    if terms.loss == "reinforce":
         low = high = torch.zeros_like(keep)
 
     def total(x: Tensor) -> Tensor:
         return torch.where(must_read, x, torch.zeros((), dtype=x.dtype, device=x.device)).sum().double()
 
-    counted = [ratio, low.to(logp.dtype), high.to(logp.dtype), divergence, entropy, mismatch]
     return torch.stack(
-        [
-            total(value) / batch.denominator,
-            keep.sum().double(),
-            (keep & ~must_read).sum().double(),
-            *(total(x.detach()) for x in counted),
-        ]
+        LossSums(
+            loss=total(value) / batch.denominator,
+            tokens=keep.sum().double(),
+            dropped_tokens=(keep & ~must_read).sum().double(),
+            ratio=total(ratio.detach()),
+            clipped_low=total(low.to(logp.dtype)),
+            clipped_high=total(high.to(logp.dtype)),
+            kl=total(divergence.detach()),
+            entropy=total(entropy.detach()),
+            logprob_diff=total(logprob_diff.detach()),
+        )
     )
 
 
-def _surrogate(options: LossOptions, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
-    """The policy-gradient part of each token's loss [T]."""
-    if options.loss == "reinforce":
+def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
+    """Return the policy-gradient term of each token's loss [T]."""
+    if terms.loss == "reinforce":
         return -advantage * logp
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    if options.loss == "cispo":
+    clipped = ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
+    if terms.loss == "cispo":
         return -clipped.detach() * advantage * logp
     free, bound = -advantage * ratio, -advantage * clipped
     value = torch.where(free >= bound, free, torch.where(free.isnan(), free, bound))
-    limit = -advantage * options.dual_clip
+    limit = -advantage * terms.dual_clip
     value = torch.where((advantage < 0) & (value > limit), limit, value)
     return torch.where(advantage == 0, 0.0, value)
 
 
 def _divergence(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Per-token estimates [T] of KL(policy || reference) from samples of the policy (Schulman 2020)."""
+    """Return estimates [T] of KL(policy || reference) from tokens that the policy sampled (Schulman 2020)."""
     d = logp - ref
     if kind == "k1":
         return d

@@ -90,12 +90,12 @@ def _entropy(first: list[Record], recent: list[Record]) -> tuple[float, str] | N
     )
 
 
-def _mismatch(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    mismatch, start = _mean("mismatch", recent[-STEPS:]), _mean("mismatch", first)
-    if mismatch <= max(0.02, 3 * start):
+def _logprob_diff(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
+    logprob_diff, start = _mean("logprob_diff", recent[-STEPS:]), _mean("logprob_diff", first)
+    if logprob_diff <= max(0.02, 3 * start):
         return None
-    return mismatch, (
-        f"log-probs of rollout and training differ by {mismatch:.3g} nats per token, {start:.3g} in the first steps: set "
+    return logprob_diff, (
+        f"log-probs of rollout and training differ by {logprob_diff:.3g} nats per token, {start:.3g} in the first steps: set "
         "--importance-cap 2, or --dtype float32"
     )
 
@@ -117,6 +117,6 @@ RULES: dict[str, Callable[[list[Record], list[Record]], tuple[float, str] | None
     "truncated": _truncated,
     "zero_variance_groups": _zero_variance_groups,
     "entropy": _entropy,
-    "mismatch": _mismatch,
+    "logprob_diff": _logprob_diff,
     "grad_norm": _grad_norm,
 }

@@ -52,12 +52,12 @@ class LossSettings:
         return advantages != 0
 
 
-TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "mismatch")
+TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """What one update did. From `ratio` to `mismatch` the numbers are sums over the tokens trained on."""
+    """What one update did. From `ratio` to `logprob_diff` the numbers are sums over the tokens trained on."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -68,7 +68,7 @@ class UpdateMetrics:
     clipped_low: float
     clipped_high: float
     kl: float
-    mismatch: float  # |logp - sampled logp|
+    logprob_diff: float  # |logp - sampled logp|
     moment_variance: float = 0.0  # after the step
 
 
@@ -204,8 +204,10 @@ class Learner:
                 batch.targets,
                 batch.advantages,
                 batch.cu_seqlens,
+                advantages_per_token=False,
                 old_logprobs=batch.old_logprobs,
                 importance_weights=batch.importance_weights,
+                importance_weights_per_token=True,
                 ref_logprobs=ref_logprobs,
                 loss=settings.loss,
                 clip_low=settings.clip_low,
@@ -243,7 +245,7 @@ class Learner:
         logprobs = self.logprobs(self.model, samples, samples.sequences)
         difference = logprobs - samples.rollouts.logprobs
         weights = difference.exp().clamp_max(cap)
-        metrics = {"mismatch": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
+        metrics = {"logprob_diff": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
         rollouts = dataclasses.replace(samples.rollouts, logprobs=logprobs, importance_weights=weights)
         return dataclasses.replace(samples, rollouts=rollouts), metrics
 

@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr size_t kMaxShared = 227 << 10, kFence = 4 << 10, kDefaultShared = 48 << 10;  // bytes of a block; a Hopper GPU's
+constexpr size_t kMaxShared = 227 << 10, kFence = 4 << 10, kDefaultShared = 48 << 10;  // bytes per block of a Hopper GPU
 constexpr unsigned char kPattern = 0xa5;
 constexpr size_t kStack = 64 << 10;
 constexpr auto kPatience = std::chrono::seconds(60);
@@ -24,7 +24,7 @@ constexpr auto kPatience = std::chrono::seconds(60);
 }  // namespace
 
 namespace maxrl::cuda {
-__attribute__((aligned(16))) thread_local unsigned char storage[kMaxShared + kFence];  // that of launch.h's dynamic_shared
+__attribute__((aligned(16))) thread_local unsigned char storage[kMaxShared + kFence];  // used by dynamic_shared of launch.h
 }
 
 thread_local dim3 threadIdx, blockIdx;
@@ -231,7 +231,7 @@ void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes,
     ranks.emplace_back([&, rank] {
       cluster.memory[rank] = maxrl::cuda::storage;
       {
-        std::unique_lock lock(cluster.mutex);  // all are there
+        std::unique_lock lock(cluster.mutex);  // wait until all have started
         if (++cluster.came == cluster_size) {
           cluster.came = 0;
           ++cluster.number;

@@ -1,4 +1,4 @@
-"""The CUDA kernels on an emulated GPU (cuda_runtime.h says what that is), against the CPU's: what tests/gpu asks of them.
+"""The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in tests/gpu.
 
 Every test runs with the threads of a block in order and in reverse, and most on a GPU with clusters and on one without.
 """
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
-    """The CPU is a GPU here."""
+    """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gate, "is_gpu", lambda device: True)
         patch.setattr(_gate, "launch", lambda name, device, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
@@ -58,7 +58,7 @@ def test_token_loss(vocab, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 40961])
 def test_rows_at_any_address(vocab, dtype):
-    """Rows that begin anywhere, in place and not, end where the next row's padding begins, which stays as it was."""
+    """Rows at any address, in place and not: the padding between rows is not written."""
     logits, batch = example(vocab, dtype)
     _, expected, _ = gradient_of(logits, batch, **OPTIONS[2])
     for offset in (0, 1, 5):
@@ -139,9 +139,9 @@ def test_group_advantage(name, dtype):
         rewards = (rewards > 100 if KERNEL_ROWS[name].binary or dtype == torch.bool else rewards).to(dtype)
         for viewed, layout in layouts(shape, name, generator):
             given = (rewards.view(viewed), *arguments(name, layout), 0)
-            expected = group_kernel._on_cpu(*given)
+            expected = group_kernel.group_advantage(*given)
             with emulated_gpu():
-                actual = group_kernel._on_cuda(*given)
+                actual = group_kernel.group_advantage(*given)
             assert actual.dtype == expected.dtype
             error = (actual.double() - expected.double()).abs().max()
             assert error <= tolerance * expected.double().abs().max(), (shape, list(layout))
@@ -152,7 +152,7 @@ def test_rewards_that_cannot_be_become_nan():
     rewards[1, 7] = torch.inf
     for name in ("rloo", "maxpo", "reinforce_raw", "passk_training"):
         with emulated_gpu():
-            a = group_kernel._on_cuda(rewards, *arguments(name, {}), 0)
+            a = group_kernel.group_advantage(rewards, *arguments(name, {}), 0)
         assert a[1].isnan().all()
         assert a[[0, 2]].isfinite().all()
 

@@ -21,7 +21,7 @@ def arguments(name, layout):
 
 
 def layouts(shape, name, generator):
-    """The same rollouts as rows, with some dropped, as runs of uneven length, and in any order."""
+    """Yield layouts of the same rollouts: rows, rows with some left out, runs of uneven length, any order."""
     total = shape[0] * shape[1]
     lengths = torch.randint(0, 50, (total,), generator=generator) if "lengths" in KERNEL_ROWS[name].inputs else None
     cuts = torch.randint(0, total + 1, (7,), generator=generator).sort().values
@@ -114,7 +114,7 @@ def test_side_stream_graph_and_no_waiting():
     for result in (on_side, captured):
         for a, b in zip(result, expected, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
-    r.neg_()  # the graph computes from what is there when it is replayed
+    r.neg_()  # a replay of the graph reads the values of that moment
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)

@@ -22,7 +22,7 @@ SAMPLINGS = [Sampling(1.3, 40, (3, 17)), Sampling(1.0, 40, (3,), top_k=12, top_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_equals_float64(shape, dtype):
-    """FlashAttention to the prompts, and the kernel for the rest."""
+    """Attend to the prompts by FlashAttention, and to the other tokens by the kernel."""
     expected, *caches = attention(shape, torch.float64, torch.device("cpu"), in_kernel=False)
     if dtype == torch.float32:
         expected, *caches = attention(shape, dtype, torch.device("cpu"), in_kernel=False)

@@ -205,7 +205,7 @@ def test_nothing_waits_for_the_device():
 
 
 def test_a_second_backward_is_refused():
-    """The first has scaled the gradient in place."""
+    """The first backward pass has scaled the gradient in place."""
     logits, batch = example(100, torch.float32)
     z = logits.to(DEVICE).requires_grad_()
     loss, _ = ops.policy_gradient_loss(z, **on_gpu(batch))

@@ -1,4 +1,4 @@
-"""Every estimator once more, straight from its definition, in exact rationals where there is no square root.
+"""A second implementation of every estimator from its definition, in exact rationals where there is no square root.
 
 Independent of the package: sums over subsets (tests/brute_force.py) and plain formulas, for groups of a few rewards.
 """
@@ -51,7 +51,7 @@ def pkpo_sloo(r, k):
 
 
 def passk_training(r, k):
-    """Chen et al., by their own analytical form: mean and deviation over all groups of k."""
+    """Chen et al., in their analytical form: mean and deviation over all groups of k."""
     n, correct = len(r), sum(x == 1 for x in r)
     wrong = n - correct
     rho = 1 - Fraction(comb(wrong, k), comb(n, k))

@@ -66,7 +66,7 @@ N = 4
 
 
 def mean_gradient(name, n=N, **options):
-    """E[(1/N) sum_i A_i grad log pi(a_i)], exactly."""
+    """Return E[(1/N) sum_i A_i grad log pi(a_i)] exactly."""
     arms = torch.tensor(list(itertools.product(range(3), repeat=n)))
     policy = torch.softmax(LOGITS, 0)
     advantages = ops.group_advantage(REWARDS[arms], name, **options)  # [3^n, n]
@@ -77,7 +77,7 @@ def mean_gradient(name, n=N, **options):
 
 
 def max_at_k_gradient(k):
-    """The gradient of the expected maximum of k draws, by automatic differentiation."""
+    """Return the gradient of the expected maximum of k draws, by automatic differentiation."""
     logits = LOGITS.clone().requires_grad_()
     below = torch.softmax(logits, 0).cumsum(0)  # arms are in ascending order of reward: P(maximum <= arm) = below^k
     expected = (torch.cat([below[:1] ** k, (below**k).diff()]) * REWARDS).sum()

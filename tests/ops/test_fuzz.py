@@ -1,8 +1,7 @@
-"""Every op with arguments that fit, in any layout, and with ones that do not: the right value or a refusal in words.
+"""Every op with valid arguments, in any layout, and with invalid ones: the right value, or an error that explains itself.
 
-Right is what tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py make of the
-same numbers.
-How to draw more examples: tests/fuzzing.py.
+The right values are those of tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py for the
+same numbers. tests/fuzzing.py says how to draw more examples.
 """
 
 import math
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossOptions, TokenBatch
+from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossTerms, TokenBatch
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
@@ -29,7 +28,7 @@ REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
 
 
 def assert_close(actual, expected, tolerance, scale=None):
-    """Numbers within `tolerance` of the largest; where one of them is not finite, the other is not either."""
+    """Check that numbers agree within `tolerance` of the largest, and are finite at the same places."""
     actual, expected = actual.detach().double(), expected.detach().double()
     assert actual.shape == expected.shape
     assert torch.equal(actual.isfinite(), expected.isfinite()), (actual, expected)
@@ -59,7 +58,7 @@ ALONE = [name for name in ops.ESTIMATORS if name != "reinforce_pp"]  # which whi
 
 
 def of_group(name, r, size, options, lengths, logprobs, greedy):
-    """The advantages [n] of one group of Fractions, by its definition."""
+    """Return the advantages [n] of one group of Fractions, from the definition."""
     o = {option: float(options.get(option, default or 0)) for option, default in ops.ESTIMATORS[name].options.items()}
     if name == "opo":
         return opo(r, lengths) if sum(lengths) else [x - mean(r) for x in r]
@@ -75,7 +74,7 @@ def of_group(name, r, size, options, lengths, logprobs, greedy):
 
 
 def groups_of(shape, offsets, group_ids, valid):
-    """The indices of each group's rollouts, of flat rewards; fails where there are no such groups."""
+    """Return the indices of the rollouts of each group in flat rewards; fails if there are no such groups."""
     if offsets is not None:
         bounds = whole(offsets)
         assert (bounds[0], bounds[-1], bounds) == (0, math.prod(shape), sorted(bounds))
@@ -95,7 +94,7 @@ def flat(tensor):
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
                      logprobs=None, greedy_correct=None, scale_by_k=False, max_group_size=None, **options):  # fmt: skip
-    """The definition, group by group, in exact rationals."""
+    """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
@@ -133,7 +132,7 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
 
 
 def is_cancelled(estimator, r, options):
-    """Whether the divisor is what rounding leaves of numbers that cancel."""
+    """Return whether the divisor is only the rounding error of numbers that cancel."""
     divisor = abs(mean(r) + Fraction(float(options.get("eps", 0))))
     return estimator.startswith("maxrl_") and 0 < divisor < max(map(abs, r)) / 10**4
 
@@ -146,7 +145,7 @@ def draw_tensor(draw, shape, values, dtype):
 
 @st.composite
 def layouts(draw, smallest):
-    """(offsets or group_ids), the shape, the groups' sizes; one of them at least `smallest`."""
+    """Draw offsets or group_ids, the shape, and the sizes of the groups, one of them at least `smallest`."""
     if draw(st.booleans()):
         n = draw(st.integers(smallest, smallest + 2))
         shape = draw(st.sampled_from([(n,), (2, n), (3, n), (2, 2, n), (0, n)]))
@@ -162,7 +161,7 @@ def layouts(draw, smallest):
 
 @st.composite
 def advantage_arguments(draw, names=ALONE):
-    """Arguments that fit, but perhaps for `valid`, which may leave too few rollouts for the size."""
+    """Draw valid arguments, except that `valid` may leave too few rollouts for the size."""
     name = draw(st.sampled_from(names))
     row = ops.ESTIMATORS[name]
     arguments, shape, sizes = draw(layouts(max(1, row.size.smallest + row.size.below_n if row.size else 1)))
@@ -261,7 +260,7 @@ def test_effective_weight(data):
 
 
 def as_float(x):
-    """Numbers too large for a float are infinite."""
+    """Return a float; numbers that are too large become infinite."""
     return math.inf if isinstance(x, int) and x > 10**308 else float(x)
 
 
@@ -270,7 +269,7 @@ def is_positive(x):
 
 
 def reference_rows(logits, targets, temperature, counts):
-    """Targets and temperatures by token as tensors; those that do not count may be anything."""
+    """Return targets and temperatures, [T] each; masked ones may be anything."""
     numbers = whole(targets)
     tau = flat(temperature) if isinstance(temperature, torch.Tensor) else [float(temperature)] * len(logits)
     assert len(numbers) == len(tau) == len(counts) == len(logits)
@@ -286,7 +285,7 @@ def bounds_of(cu_seqlens, total):
 
 
 def is_extreme(temperatures):
-    """Whether logits over these would leave float32's range, where the references only say that much."""
+    """Return whether logits divided by these would leave the range of float32."""
     return bool(((temperatures < 1e-3) | (temperatures > 1e6)).any())
 
 
@@ -335,8 +334,9 @@ def test_token_logprobs(data):
 def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=None, ref_logprobs=None, mask=None,
                importance_weights=None, loss="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, kl="k3", kl_coef=0.0,
                entropy_coef=0.0, temperature=1.0, aggregation="token_mean", denominator=None, in_place=False, values=None,
-               chunk_tokens=None, leaves=None, tolerance=None):  # fmt: skip
-    """The reference on the same numbers, contiguous and in float64. `values`: the logits before they were overwritten."""
+               chunk_tokens=None, leaves=None, tolerance=None, advantages_per_token=None,
+               importance_weights_per_token=None):  # fmt: skip
+    """Compare with the reference on the same numbers in float64. `values`: the logits before they were overwritten."""
     real, total = torch.promote_types(logits.dtype, torch.float32), len(logits)
     z = exact(logits if values is None else values).requires_grad_() if leaves is None else leaves[0] @ leaves[1].T
     counts = [True] * total if mask is None else mask.tolist()
@@ -344,24 +344,32 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     lengths, sequences = [b - a for a, b in pairwise(bounds)], len(bounds) - 1
     counted = [sum(counts[a:b]) for a, b in pairwise(bounds)]
 
-    def per_token(x):
+    def checked(x, per_token):
+        """Return the numbers in float64, and whether they are [T]."""
         assert x.dim() == 1
-        assert len(x) in (sequences, total)
-        return exact(x.to(real) if x.dtype == torch.float64 else x)
+        if per_token is None:
+            assert len(x) in (sequences, total)
+            assert sequences != total or set(lengths) <= {1}
+            per_token = len(x) != sequences
+        assert len(x) == (total if per_token else sequences)
+        return exact(x.to(real) if x.dtype == torch.float64 else x), per_token
 
-    weights = None if importance_weights is None else per_token(importance_weights)
-    if weights is not None:
-        of_tokens = len(weights) != sequences
+    weights, of_tokens = None, False
+    if importance_weights is not None:
+        weights, of_tokens = checked(importance_weights, importance_weights_per_token)
         assert not any(w < 0 and (not of_tokens or counts[t]) for t, w in enumerate(weights.tolist()))
-    adv, old, ref = per_token(advantages), *(None if x is None else exact(x.to(real)) for x in (old_logprobs, ref_logprobs))
+    adv, per_token = checked(advantages, advantages_per_token)
+    old, ref = (None if x is None else exact(x.to(real)) for x in (old_logprobs, ref_logprobs))
 
-    def by_token(x):
-        return x if len(x) != sequences else torch.repeat_interleave(x, torch.tensor(lengths, dtype=torch.int64))
+    def by_token(x, is_already):
+        return x if is_already else torch.repeat_interleave(x, torch.tensor(lengths, dtype=torch.int64))
 
-    teaches = by_token(adv) != 0 if weights is None else (by_token(adv) != 0) & (by_token(weights) != 0)
-    read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, teaches.tolist(), strict=True)]
-    # A sequence's ratio for gspo needs the tokens that teach nothing themselves.
-    is_whole = loss == "gspo" and any(x is not None and len(x) != sequences for x in (adv, weights))
+    matters = by_token(adv, per_token) != 0
+    if weights is not None:
+        matters = matters & (by_token(weights, of_tokens) != 0)
+    read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, matters.tolist(), strict=True)]
+    # The ratio of a sequence, for gspo, also needs its tokens without a gradient.
+    is_whole = loss == "gspo" and (per_token or of_tokens)
     needed = counts if leaves is None or is_whole else read
     targets, tau = reference_rows(z, targets, temperature, needed)
     means = {"token_mean": sum(counted), "seq_sum_constant": 0}.get(aggregation, sequences)
@@ -369,11 +377,12 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     assert is_positive(divisor)
     clips = [as_float(x) for x in (clip_low, clip_high)]
     assert min(clips) >= 0
-    options = LossOptions(loss, *clips, math.inf if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef)
+    options = LossTerms(loss, *clips, math.inf if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef)
     by_sequence = torch.tensor(counted) if aggregation == "seq_mean_token_mean" else None
     keep = torch.tensor(counts, dtype=torch.bool)
     bounds = torch.tensor(bounds)
-    batch = TokenBatch(targets, bounds, adv, weights, old, ref, tau, keep, by_sequence, torch.tensor(divisor).double())
+    divisor = torch.tensor(divisor).double()
+    batch = TokenBatch(targets, bounds, adv, per_token, weights, of_tokens, old, ref, tau, keep, by_sequence, divisor)
     if is_extreme(tau[torch.tensor(read, dtype=torch.bool)]):
         return
     actual, metrics = result
@@ -385,7 +394,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     assert metrics["dropped_tokens"] == sums[2]
     if not (sums.isfinite().all() and z.isfinite().all() and sums.abs().max() < 1e20):
         return
-    names = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "mismatch")
+    names = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
     for name, expected in zip(names, sums[3:] / max(1, float((sums[1] - sums[2]).detach())), strict=True):
         assert_close(metrics[name], expected.detach(), tolerance, expected.abs().clamp_min(1))
     ours = [logits] if leaves is None else leaves[2]
@@ -402,7 +411,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
 
 @st.composite
 def loss_arguments(draw):
-    """T, V and arguments that fit."""
+    """Draw T, V and valid arguments."""
     tokens, vocab, arguments = draw(rows())
     cuts = sorted(draw(st.lists(st.integers(0, tokens), max_size=4)))
     integers = draw(st.sampled_from(INTEGERS))
@@ -412,10 +421,16 @@ def loss_arguments(draw):
     def some(values, dtypes, size=tokens):
         return draw_tensor(draw, (size,), values, draw(st.sampled_from(dtypes)))
 
-    either = [tokens, sequences]
-    arguments["advantages"] = some([1.0, -2.0, 0.0], [*FLOATS, torch.int32], draw(st.sampled_from(either)))
+    def either(name, values, dtypes):
+        """Draw [T] or [S], with the keyword that says which: always if T = S, otherwise at random."""
+        per_token = draw(st.booleans())
+        if tokens == sequences or draw(st.booleans()):
+            arguments[f"{name}_per_token"] = per_token
+        return some(values, dtypes, tokens if per_token else sequences)
+
+    arguments["advantages"] = either("advantages", [1.0, -2.0, 0.0], [*FLOATS, torch.int32])
     maybe = {
-        "importance_weights": lambda: some([0.0, 0.5, 1.0, 2.0], FLOATS, draw(st.sampled_from(either))),
+        "importance_weights": lambda: either("importance_weights", [0.0, 0.5, 1.0, 2.0], FLOATS),
         "old_logprobs": lambda: some([-0.5, -1.0, -2.5], FLOATS),
         "mask": lambda: some([False, True, True], [torch.bool]),
         "clip_low": lambda: draw(st.sampled_from([0.1, 0, math.inf])),
@@ -446,7 +461,7 @@ def test_policy_gradient_loss(data):
 @settings(100)
 @hypothesis.given(st.data())
 def test_policy_gradient_loss_in_place(data):
-    """With logits that were computed, and laid out anyhow: what is written is the gradient, or nothing is."""
+    """With computed logits of any layout: the gradient is written, or nothing is."""
     tokens, vocab, arguments = data.draw(loss_arguments())
     values = logits_of(data.draw, (tokens, vocab))
     layout = data.draw(st.sampled_from(["dense", "far rows", "columns", "view of a leaf", "one row"]))
@@ -485,7 +500,7 @@ def hidden_and_weight(draw, tokens, vocab):
 
 
 def linear_leaves(hidden, weight):
-    """Both in float64, and what they came from; the logits have hidden's dtype and its rounding."""
+    """Return hidden and weight in float64, and the originals; the logits are rounded to the dtype of hidden."""
     assert exact(hidden).shape[1] == exact(weight.to(hidden.dtype)).shape[1]
     return [exact(hidden).requires_grad_(), exact(weight.to(hidden.dtype)).requires_grad_(), [hidden, weight]]
 
@@ -598,8 +613,9 @@ def test_pacs_loss(data):
 
 
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if callable(getattr(ops, name))])
+@pytest.mark.usefixtures("estimators_as_before")
 def test_no_argument_is_taken_for_granted(name):
-    """Each argument of a call that fits is exchanged for every strange object, and every op is called."""
+    """Replace each argument of a valid call by every wrong object."""
     function, arguments = getattr(ops, name), PLAIN[name]
     function(**arguments)
     for argument in arguments:
@@ -627,6 +643,7 @@ PLAIN = {
     "maxrl_advantage": {**_REWARDS, "order": 2},
     "grpo_advantage": {**_REWARDS, "eps": 1e-6, "ddof": 1},
     "rloo_advantage": _REWARDS,
+    "register_estimator": {"name": "mine", "estimator": lambda rewards: rewards, "replace": True},
     "effective_weight": {"estimator": "maxpo", "n": 4, "pass_rate": torch.tensor([0.5]), "k": 2},
     "token_logprobs": {"logits": torch.ones(3, 4), **_ROWS},
     "policy_gradient_loss": {"logits": torch.ones(3, 4), **_LOSS, "in_place": False},
@@ -751,17 +768,17 @@ def test_a_length_below_0_and_an_option_without_a_number_are_refused():
     for eps in (math.nan, math.inf, "0.1", None, 10**400, torch.tensor(0.1)):
         with pytest.raises(ValueError, match="eps"):
             ops.grpo_advantage(rewards, eps=eps)
-    with pytest.raises(ValueError, match="greedy_correct must be one a group or like rewards"):
+    with pytest.raises(ValueError, match="greedy_correct must have one value per group, or the shape of rewards"):
         ops.group_advantage(rewards.view(1, 3), "self", greedy_correct=torch.zeros(3, 1, dtype=torch.bool))
 
 
 def test_the_reference_reads_all_of_a_sequence_whose_ratio_it_takes():
-    """gspo's ratio is the mean over the tokens that count, also over those whose own advantage is 0."""
+    """The ratio of gspo is a mean over all tokens that are not masked, also those with advantage 0."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
-    options = LossOptions("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
+    options = LossTerms("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
     adv, old = torch.tensor([1.0, 0.0]).double(), torch.tensor([-0.5, -0.5]).double()
     batch = TokenBatch(
-        torch.zeros(2).long(), torch.tensor([0, 2]), adv, None, old, None, 1.0, None, None, torch.ones(()).double()
+        torch.zeros(2).long(), torch.tensor([0, 2]), adv, True, None, False, old, None, 1.0, None, None, torch.ones(()).double()
     )
     ratio = math.exp((-math.log(2) - math.log(1 + math.exp(3)) + 1.0) / 2)
     assert token_loss_reference(logits, batch, options)[0].item() == pytest.approx(-ratio)

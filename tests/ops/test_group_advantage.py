@@ -14,7 +14,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
-from maxrl_fast.ops.group_advantage_kernel import group_advantage_reference
+from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from tests import brute_force
 from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, opo, qae, standardised, std
 
@@ -30,7 +30,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-# What these take beside rewards the tests of all estimators make up.
+# The tests of all estimators make up the inputs of these.
 WITH_INPUTS = [name for name, row in ops.ESTIMATORS.items() if row.inputs]
 
 
@@ -39,7 +39,7 @@ def tensor(rewards, dtype=torch.float64):
 
 
 def sizes_of(name, n):
-    """Keyword arguments with every size that groups of n allow."""
+    """Return keyword arguments for every size that groups of n allow."""
     size = ops.ESTIMATORS[name].size
     if size is None:
         return [{}]
@@ -47,7 +47,7 @@ def sizes_of(name, n):
 
 
 def call(name, rewards, **keywords):
-    """group_advantage with everything the estimator needs, the same for the same rewards."""
+    """Call group_advantage with all inputs that the estimator needs, the same for the same rewards."""
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
@@ -448,7 +448,7 @@ def test_gradients_do_not_flow():
     [
         (lambda r: ops.maxpo_advantage(r, 4), r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         (lambda r: ops.maxpo_advantage(r, 0), r"maxpo needs 1 <= k <= N-1 = 3"),
-        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs a whole number as k, got 2.0"),
+        (lambda r: ops.maxpo_advantage(r, 2.0), r"maxpo needs an integer as k, got 2.0"),
         (lambda r: ops.expected_improvement(r, 5), r"expected_improvement needs 2 <= k <= N = 4"),
         (lambda r: ops.leave_two_out_baseline(r, 4), r"leave_two_out needs 2 <= k <= N-1 = 3"),
         (lambda r: ops.maxrl_advantage(r, 4), r"maxrl needs 1 <= order <= N-1 = 3"),
@@ -497,7 +497,7 @@ def test_gradients_do_not_flow():
         (lambda r: ops.group_advantage(r / 2, "passk_training", k=2), r"must be 0 or 1 for passk_training, got 0.5 in group 0"),
         (
             lambda r: ops.group_advantage(r, "self", greedy_correct=torch.ones(3).bool()),
-            r"greedy_correct must be one a group or like rewards, got the shape \(3,\)",
+            r"greedy_correct must have one value per group, or the shape of rewards, got the shape \(3,\)",
         ),
     ],
 )
@@ -599,7 +599,7 @@ def test_importing_the_operators_imports_no_trainer():
 
 
 def test_standardising_by_hand():
-    """The helper of the definitions itself."""
+    """A test of the helper of the definitions."""
     values = [Fraction(1), Fraction(2), Fraction(6)]
     assert std(values, 1) == pytest.approx(torch.tensor([1.0, 2, 6]).std().item())
     assert standardised(values, Fraction(3), 2.0, 0.0) == [-1.0, -0.5, 1.5]

@@ -1,4 +1,4 @@
-"""The losses from hidden states and the output matrix against the same from logits."""
+"""The losses from hidden states and the output matrix against the losses from logits."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
     rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # logits of other products, rounded otherwise
-    for kl_coef in (0.0, 0.1):  # with and without rows that teach nothing
+    for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
         options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
         assert_close(*gradients, dtype)
 
 
-def test_gspo_counts_the_tokens_of_a_sequence_that_teach_nothing_themselves():
+def test_gspo_counts_the_tokens_of_a_sequence_without_a_gradient():
     hidden, weight, batch = make(torch.float64)
     batch["advantages"] = torch.randn(T, generator=torch.Generator().manual_seed(3)) * (torch.arange(T) % 3 > 0)
     expected, metrics = policy_gradient_loss(hidden @ weight.T, **batch, loss="gspo", clip_high=9.0)
@@ -69,7 +69,7 @@ def test_gspo_counts_the_tokens_of_a_sequence_that_teach_nothing_themselves():
     assert_close(*gradients, torch.float64)
 
 
-def test_rows_that_cannot_teach_are_left_out_of_the_products(monkeypatch):
+def test_rows_without_a_gradient_are_left_out_of_the_products(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     rows = []
     original = _Chunks.__iter__
@@ -104,21 +104,21 @@ def test_what_is_frozen_gets_no_gradient_and_no_memory(monkeypatch):
 
     monkeypatch.setattr(_Chunks, "__init__", remembered)
     loss, _ = linear_policy_gradient_loss(hidden, weight.detach(), **batch)
-    assert made[-1].by_weight is None
+    assert made[-1].grad_weight is None
     expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
     assert_close(torch.autograd.grad(loss, [hidden]), torch.autograd.grad(expected, [hidden]), torch.float32)
     loss, _ = linear_policy_gradient_loss(hidden.detach(), weight, **batch)
-    assert made[-1].by_hidden is None
+    assert made[-1].grad_hidden is None
     expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
     assert_close(torch.autograd.grad(loss, [weight]), torch.autograd.grad(expected, [weight]), torch.float32)
     with torch.no_grad():
         loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
-    assert (made[-1].by_hidden, made[-1].by_weight) == (None, None)
+    assert (made[-1].grad_hidden, made[-1].grad_weight) == (None, None)
     assert loss.item() == expected.item()
 
 
 def test_a_master_weight_gets_its_gradient_in_float32():
-    """In bfloat16, chunk after chunk, small contributions would be lost."""
+    """In bfloat16, small contributions of chunks would be lost."""
     hidden, weight, batch = make(torch.bfloat16)
     master = weight.detach().float().requires_grad_()
     loss, _ = linear_policy_gradient_loss(hidden, master, **batch, chunk_tokens=1)

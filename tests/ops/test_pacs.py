@@ -79,8 +79,8 @@ def test_the_first_on_policy_step_is_rloo():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_equal_proxies_and_equal_labels_teach_exactly_nothing(score):
-    """But naively, where there is no group. The standard deviation's slope at 0 is not a NaN."""
+def test_equal_proxies_and_equal_labels_have_exactly_no_gradient(score):
+    """Except for naive, which has no group. The derivative of the standard deviation at 0 does not become NaN."""
     for value in (0.0, 0.1, -7.3):
         for n in (2, 3, 7):
             r = torch.full((n,), value, requires_grad=True)
@@ -155,7 +155,7 @@ def test_log_ratio_reward():
         actual = log_ratio_reward(logp, ref, cu_seqlens, 2.5, mask=given)
         assert actual.tolist() == pytest.approx(expected, rel=1e-12)
         assert torch.autograd.gradcheck(lambda x, m=given: log_ratio_reward(x, ref, cu_seqlens, 2.5, mask=m), (logp,))
-    # What is masked may be anything.
+    # Masked tokens may be anything.
     poisoned = logp.detach().clone()
     poisoned[8] = torch.nan
     assert log_ratio_reward(poisoned, ref, cu_seqlens, mask=mask).isfinite().all()
@@ -182,7 +182,7 @@ def test_the_operators_are_what_their_schemas_say():
 
 
 def test_the_reference_in_pytorch_equals_the_kernel(monkeypatch):
-    """It runs on devices without a kernel."""
+    """The reference runs on devices without a kernel."""
     proxies, labels = example()
     cu_seqlens = torch.tensor([0, 3, 10, 24])
     results = []

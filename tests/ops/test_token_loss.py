@@ -1,11 +1,14 @@
-"""The token loss against its formulas, one token at a time in Python floats, and at its edges."""
+"""The token losses against their formulas, one token at a time in Python floats, and edge cases."""
 
 import math
 
 import pytest
 import torch
 
+from maxrl_fast import _C
 from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops._gate import check_fields
+from maxrl_fast.ops.token_loss_kernel import LossSums
 
 LENGTHS = [3, 1, 4]
 T, V = sum(LENGTHS), 7
@@ -105,7 +108,7 @@ def test_gradients(example, loss, kl):
     ("loss", "dual"), [("reinforce", None), ("ppo", None), ("ppo", 3.0), ("cispo", None), ("gspo", None), ("gspo", 3.0)]
 )
 def test_gradient_on_both_sides_of_each_clip(loss, dual, advantage, ratio):
-    """One response of three tokens, all of one ratio: the slope by each log-prob is known."""
+    """One response of three tokens with the same ratio: the gradient in each log-prob is known."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     targets, cu_seqlens = torch.tensor([2, 0, 5]), torch.tensor([0, 3])
@@ -152,7 +155,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(exa
     loss, metrics = policy_gradient_loss(logits, **example, loss="ppo")
     reinforce, _ = policy_gradient_loss(logits, **example, loss="reinforce")
     assert metrics["ratio"].item() == 1
-    assert metrics["mismatch"].item() == 0
+    assert metrics["logprob_diff"].item() == 0
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(reinforce, logits)[0])
 
 
@@ -172,11 +175,31 @@ def test_advantages_may_be_per_token_and_all_masked_is_zero(example):
     assert policy_gradient_loss(**example, mask=torch.zeros(T, dtype=torch.bool))[0].item() == 0
 
 
-def test_as_many_advantages_as_responses_are_one_a_response():
-    """Also where that is the number of tokens, because a response is empty."""
-    logits, targets = torch.zeros(2, 4), torch.tensor([0, 1])
-    loss, _ = policy_gradient_loss(logits, targets, torch.tensor([3.0, 5.0]), torch.tensor([0, 0, 2]), loss="reinforce")
-    assert loss.item() == pytest.approx(5 * math.log(4))
+@pytest.mark.parametrize("name", ["advantages", "importance_weights"])
+def test_with_as_many_tokens_as_responses_the_caller_says_which_is_meant(name):
+    """One response is empty, so two numbers could be of the two responses or of the two tokens."""
+    arguments = {"logits": torch.zeros(2, 4), "targets": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 0, 2])}
+    arguments |= {"advantages": torch.ones(1).expand(2), "advantages_per_token": True, name: torch.tensor([3.0, 5.0])}
+    keyword = f"{name}_per_token"
+    for per_token, factor in ((False, 5), (True, 4)):
+        loss, _ = policy_gradient_loss(**arguments | {keyword: per_token}, loss="reinforce")
+        assert loss.item() == pytest.approx(factor * math.log(4))
+    with pytest.raises(ValueError, match=f"since T = S = 2: give {keyword}=True or {keyword}=False"):
+        policy_gradient_loss(**arguments | {keyword: None}, loss="reinforce")
+
+
+def test_responses_of_one_token_each_need_no_word():
+    arguments = (torch.zeros(2, 4), torch.tensor([0, 1]), torch.tensor([3.0, 5.0]), torch.tensor([0, 1, 2]))
+    assert policy_gradient_loss(*arguments)[0].item() == policy_gradient_loss(*arguments, advantages_per_token=True)[0].item()
+
+
+def test_numbers_of_another_length_than_the_keyword_says(example):
+    with pytest.raises(ValueError, match=r"advantages must be \[T\] = \[8\], got the shape \(3,\)"):
+        policy_gradient_loss(**example, advantages_per_token=True)
+    with pytest.raises(ValueError, match=r"importance_weights must be \[S\] = \[3\], got the shape \(8,\)"):
+        policy_gradient_loss(**example, importance_weights=torch.ones(T), importance_weights_per_token=False)
+    with pytest.raises(ValueError, match="advantages_per_token must be True or False, got 1"):
+        policy_gradient_loss(**example, advantages_per_token=1)
 
 
 def test_entropy_of_impossible_tokens():
@@ -206,7 +229,7 @@ def test_a_temperature_per_token(example):
 
 
 def test_metrics(example):
-    """Means over the tokens that can teach, in closed form from log-ratios that are known."""
+    """Means over the tokens with a gradient, in closed form from known log-ratios."""
     logits = example.pop("logits")
     logp, entropy = token_logprobs(logits, example["targets"], temperature=0.7)
     log_ratio = torch.tensor([0.5, -0.1, 0.0, -0.5, 0.3, -0.4, 0.1, 9.0], dtype=torch.float64)
@@ -223,7 +246,7 @@ def test_metrics(example):
         "clipped_high": 1 / 7,  # token 0 (A = 1.5), not token 4 (A = -.7)
         "kl": 0.25**2 / 2,
         "entropy": entropy[:7].mean(),
-        "mismatch": log_ratio[:7].abs().mean(),
+        "logprob_diff": log_ratio[:7].abs().mean(),
     }
     assert set(metrics) == set(expected)
     for name, value in expected.items():
@@ -237,7 +260,7 @@ def test_metrics(example):
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
-    """It runs on devices without a kernel."""
+    """The reference runs on devices without a kernel."""
     logits = example.pop("logits").requires_grad_()
     mask = torch.tensor([True, False, True, True, True, True, False, True])
     advantages = torch.tensor([1.5, 0.0, -0.7], dtype=torch.float64)
@@ -256,7 +279,7 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
     ("options", "message"),
     [
         ({"targets": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7])}, r"targets must be in \[0, 7\), got 7 at token 7"),
-        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be whole numbers \[T\] = \[8\]"),
+        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be integers \[T\] = \[8\]"),
         ({"cu_seqlens": torch.tensor([0, 3, 4, 9])}, "cu_seqlens must rise from 0 to T = 8"),
         ({"cu_seqlens": torch.tensor([0, 5, 4, 8])}, "cu_seqlens must rise from 0 to T = 8"),
         ({"advantages": torch.zeros(5)}, r"advantages must be \[S\] = \[3\] or \[T\] = \[8\], got the shape \(5,\)"),
@@ -272,3 +295,10 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
 def test_bad_options(example, options, message):
     with pytest.raises(ValueError, match=message):
         policy_gradient_loss(**(example | options))
+
+
+def test_a_compiled_module_whose_sums_have_other_names_is_refused(monkeypatch):
+    check_fields("LossSums", LossSums._fields)
+    monkeypatch.setitem(_C.FIELDS, "LossSums", LossSums._fields[::-1])
+    with pytest.raises(ImportError, match=r"maxrl_fast._C does not fit .* its LossSums has the fields \('logprob_diff',"):
+        check_fields("LossSums", LossSums._fields)

@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3, tor
 
 
 def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
-    """Loss sum_t -w_t logp_t - c H_t and its gradient, in float64 by autograd."""
+    """Return the loss sum_t -w_t logp_t - c H_t and its gradient, in float64, by autograd."""
     z = logits.detach().double().requires_grad_()
     log_p = torch.log_softmax(z / temperature, -1)
     entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
@@ -22,7 +22,7 @@ def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
 
 
 def ours(logits, targets, weights, **options):
-    """The same through the kernel: one response a token."""
+    """Return the same from the kernel, with one response per token."""
     z = logits.detach().requires_grad_()
     cu_seqlens = torch.arange(len(targets) + 1)
     options = {"loss": "reinforce", "aggregation": "seq_sum_constant", "denominator": 1.0} | options
@@ -31,7 +31,7 @@ def ours(logits, targets, weights, **options):
 
 
 def assert_rows_close(actual, expected, targets, tolerance):
-    """Of every row the target's column, and all others together, each within its own relative error."""
+    """Check, for every row, the target's column and the other columns, each within its own relative error."""
     at_target = torch.zeros_like(expected, dtype=torch.bool).scatter(1, targets[:, None], True)
     for part in (at_target, ~at_target):
         error = torch.where(part, actual.double() - expected, 0.0).norm(dim=1)
@@ -130,7 +130,7 @@ def test_extreme_logits(name, dtype):
 
 
 def test_a_nearly_certain_target_keeps_its_gradient():
-    """1 - p is 1e-9: in float32 p is 1, and in bfloat16 it is 1 already at .998."""
+    """1 - p is 1e-9: p rounds to 1 in float32; in bfloat16 it does so from .998 on."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([[0.0, -21.0, -23.0]], dtype=dtype)
         _, expected = exact(logits, torch.tensor([0]), torch.ones(1))
@@ -181,7 +181,7 @@ def test_logprobs_and_entropy_and_their_gradients():
 
 
 def packed(dtype=torch.float32, vocab=64):
-    """Seven responses, of 0 and of 1 token among them, and every option at once."""
+    """Seven responses, also of 0 and 1 tokens, with every option at once."""
     lengths = torch.tensor([3, 0, 1, 9, 4, 0, 6])
     generator = torch.Generator().manual_seed(9)
     total = int(lengths.sum())
@@ -295,7 +295,7 @@ def test_what_is_masked_may_be_anything(loss):
     assert all(metric.isfinite() for metric in metrics.values())
 
 
-def test_rows_that_cannot_teach_are_not_read():
+def test_rows_without_a_gradient_are_not_read():
     logits, targets, weights = make_rows(100, torch.float32)
     weights[[1, 3]] = 0.0
     _, expected = exact(logits, targets, weights)
@@ -330,7 +330,7 @@ def test_the_same_bits_again_and_on_any_number_of_threads():
 
 
 def test_half_precision_round_trip():
-    """All finite halves through the gradient's rounding: reinforce at V = 2 with p = 1/2 gives A/2."""
+    """The gradient rounds to every finite float16 number: reinforce at V = 2 with p = 1/2 gives A/2."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     halves = halves[halves.isfinite() & (halves.float().abs() < 30000)]
     logits = torch.zeros(len(halves), 2, dtype=torch.float16)

@@ -200,5 +200,5 @@ def test_the_default_job_trains(tmp_path):
     assert [record["step"] for record in records] == [1, 2, 3]
     assert max(record["reward_mean"] for record in records) > 0
     for record in records:
-        assert 0 < record["mismatch"] < 1e-3  # the kernels differ, in float32
+        assert 0 < record["logprob_diff"] < 1e-3  # the kernels differ, in float32
         assert record["importance_weight"] == pytest.approx(1, abs=1e-3)

@@ -10,7 +10,7 @@ HEALTHY = {
     "frac_groups_zero_variance": 0.4,
     "truncated": 0.1,
     "entropy": 1.0,
-    "mismatch": 1e-3,
+    "logprob_diff": 1e-3,
     "grad_norm": 0.5,
 }
 ILL = {
@@ -27,7 +27,7 @@ ILL = {
     "truncated": ({"truncated": 0.75}, 0.75, "75% of the responses of the last 10 steps were truncated at --max-new-tokens"),
     "zero_variance_groups": ({"frac_groups_zero_variance": 0.95}, 0.95, "95% of the groups of the last 10 steps"),
     "entropy": ({"entropy": 0.05}, 0.05, "the entropy fell to 0.05 nats per token from 1 in the first steps"),
-    "mismatch": ({"mismatch": 0.04}, 0.04, "differ by 0.04 nats per token, 0.001 in the first steps"),
+    "logprob_diff": ({"logprob_diff": 0.04}, 0.04, "differ by 0.04 nats per token, 0.001 in the first steps"),
 }
 
 

@@ -154,15 +154,15 @@ def test_on_policy_metrics():
     n = len(rollouts.tokens)
     assert metrics.num_targets == n
     assert metrics.ratio / n == pytest.approx(1.0, abs=1e-5)
-    assert metrics.mismatch / n < 1e-5
+    assert metrics.logprob_diff / n < 1e-5
     assert (metrics.clipped_low, metrics.clipped_high) == (0.0, 0.0)
     shifted = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 0.5)
     metrics = update(tiny_decoder(), shifted, torch.ones(12))
     assert metrics.ratio / n == pytest.approx(2.718281828**0.5, rel=1e-4)
-    assert metrics.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    assert metrics.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     assert metrics.clipped_high == n
     gspo = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo"))
-    assert gspo.mismatch / n == pytest.approx(0.5, rel=1e-4)
+    assert gspo.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
     assert reinforce.clipped_high == 0  # it has no clip
 
@@ -277,7 +277,7 @@ def test_rollouts_of_another_engine_are_corrected():
     torch.testing.assert_close(corrected.logprobs, rollouts.logprobs, rtol=0, atol=2e-5)
     torch.testing.assert_close(corrected.importance_weights, off.exp().clamp_max(2.0), rtol=1e-4, atol=0)
     assert (corrected.importance_weights == 2.0).any()
-    assert metrics["mismatch"] == pytest.approx(float(off.abs().mean()), rel=1e-4)
+    assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-4)
     assert metrics["importance_weight"] == pytest.approx(float(off.exp().clamp_max(2.0).mean()), rel=1e-4)
 
 

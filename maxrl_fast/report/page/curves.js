@@ -3,7 +3,7 @@
 const EVALUATED = 'eval ';
 const DEFAULT_CURVES = [
   'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
-  'grad_norm', 'loss', 'kl', 'mismatch', 'tokens_per_second',
+  'grad_norm', 'loss', 'kl', 'logprob_diff', 'tokens_per_second',
 ];
 const MEANINGS = {
   reward_mean: 'mean reward of the rollouts',
@@ -20,7 +20,7 @@ const MEANINGS = {
   clipped_low: 'fraction of tokens clipped at the lower bound',
   clipped_high: 'fraction of tokens clipped at the upper bound',
   kl: 'KL divergence from the reference policy, nats per token',
-  mismatch: 'difference of rollout and training log-probs, nats',
+  logprob_diff: 'difference of rollout and training log-probs, nats',
   importance_weight: 'mean importance weight of a sampled token',
   lr: 'learning rate',
   num_sequences_trained: 'rollouts used in the update',

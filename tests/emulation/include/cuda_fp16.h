@@ -14,7 +14,7 @@ template <typename Element>
 struct Pair {
   Element x, y;
 };
-// The greater one of each place; of a NaN and a number, the number.
+// The elementwise maximum; of a NaN and a number, the number.
 template <typename Element>
 Element greater(Element a, Element b) {
   const double x = maxrl::to_double(a), y = maxrl::to_double(b);

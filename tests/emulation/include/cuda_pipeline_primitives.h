@@ -1,4 +1,4 @@
-// Copies to shared memory that are made when they are waited for, not before.
+// Asynchronous copies to shared memory, which happen only when a thread waits for them.
 #pragma once
 #include "cuda_runtime.h"
 

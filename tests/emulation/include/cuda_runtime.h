@@ -1,11 +1,10 @@
-// A GPU on the CPU, as far as csrc/cuda/ asks for one, so that its kernels can be tested on any machine.
+// Emulates the parts of CUDA that csrc/cuda/ uses on a CPU, so that the kernels can be tested on any machine.
 //
-// Every thread of a block is a fiber, which runs until it meets a barrier or an exchange within its warp; then the next one
-// does. With MAXRL_EMULATED_ORDER=reverse the last comes first: a result that depends on the order shows a missing barrier.
-// The blocks of a cluster are threads of the operating system, each with shared memory of its own; clusters come one after
-// another. A barrier that not all threads reach ends the process with a message, and so does a write behind the shared memory
-// that was asked for. Not emulated: the memory model (what one thread writes the others see at once), speed, and what the
-// hardware rounds in another way (powers of 2).
+// Every thread of a block is a fiber that runs until a barrier or an exchange within its warp; then the next fiber runs. With
+// MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that depends on the order shows a missing barrier. The blocks
+// of a cluster are threads of the operating system, each with its own shared memory; clusters run one after the other. If not
+// all threads reach a barrier, or a thread writes behind the requested shared memory, the process ends with a message. Not
+// emulated: the memory model (other threads see every write at once), speed, and the rounding of 2^x on the hardware.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,7 +18,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __shared__ thread_local  // the block's thread of the operating system
+#define __shared__ thread_local  // one thread of the operating system per block
 #define __noinline__  // as part of __attribute__((__noinline__)) too
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
@@ -45,7 +44,7 @@ extern unsigned cluster_size;  // of the launch
 unsigned cluster_rank();
 void sync_block();
 void sync_cluster();
-uint64_t exchange(uint64_t value, int from_lane);  // what a lane of the same warp gave; the whole warp calls it
+uint64_t exchange(uint64_t value, int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
 void* of_rank(void* mine, unsigned rank);          // the same shared variable of another block of the cluster
 void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, const std::function<void()>& kernel);
 
@@ -62,7 +61,7 @@ inline int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 }  // namespace emulation
 
-// What kernels call.
+// Called by kernels.
 using std::max;
 using std::min;
 inline void __syncthreads() { emulation::sync_block(); }
@@ -109,7 +108,7 @@ inline unsigned __float_as_uint(float value) {
   return bits;
 }
 
-// What launches call.
+// Called by launches.
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration };
 enum cudaDeviceAttr {

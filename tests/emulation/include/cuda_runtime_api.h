@@ -1,3 +1,3 @@
-// All that the bindings need.
+// The declarations that the bindings need.
 #pragma once
 using cudaStream_t = void*;

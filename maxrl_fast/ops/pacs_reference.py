@@ -1,0 +1,64 @@
+"""The operators of PACS in plain PyTorch: for tests, and for devices without a kernel."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from maxrl_fast.ops.pacs_kernel import PacsSums
+
+
+def log_ratio_reward_reference(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+) -> Tensor:
+    """Return what the operator returns; differentiable by autograd."""
+    log_ratio = logprobs - ref_logprobs
+    if mask is not None:
+        log_ratio = torch.where(mask, log_ratio, 0.0)
+    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=len(logprobs))
+    return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
+
+
+def pacs_loss_reference(
+    proxies: Tensor,
+    labels: Tensor,
+    offsets: Tensor | None,
+    group_size: int,
+    score: str,
+    balanced: bool,
+    denominator: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the PacsSums and cross-entropies of the operator; the first sum, the loss, is differentiable by autograd."""
+    r, y = proxies.double(), labels.double()
+    sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
+    group = torch.repeat_interleave(sizes, output_size=len(r))
+    n = sizes[group].double()
+
+    def group_sum(x: Tensor) -> Tensor:
+        return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
+
+    centred = r - group_sum(r) / n
+    if score == "naive":
+        psi = r
+    elif score == "rloo":
+        psi = centred * torch.where(n > 1, n / (n - 1).clamp_min(1), 0.0)
+    elif score == "dr_grpo":
+        psi = centred
+    else:
+        squares = group_sum(centred.square())
+        # Where all proxies are equal, the derivative of the square root is infinite, and 0 times infinity would be NaN.
+        variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
+        psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
+    correct = group_sum(y)
+    both = (correct > 0) & (correct < n) & balanced
+    weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
+    cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
+    loss, psi = (weight * cross_entropy).sum() / denominator, psi.detach()
+    sums = PacsSums(
+        loss=loss,
+        accurate=((psi > 0) == (y > 0)).double().sum(),
+        proxy=r.detach().sum(),
+        score_correct=(psi * y).sum(),
+        score_wrong=(psi * (1 - y)).sum(),
+        correct=y.sum(),
+    )
+    return torch.stack(sums), cross_entropy.detach().to(proxies.dtype)

@@ -1,4 +1,8 @@
-"""A group advantage of your own: `python examples/custom_advantage.py`."""
+"""A group advantage of your own, in the operators and in the trainer:
+
+    python examples/custom_advantage.py
+    python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_right
+"""
 
 import torch
 
@@ -18,14 +22,19 @@ def short_and_right(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tenso
     return value - value.mean(dim=-1, keepdim=True)
 
 
-# Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an error here.
-ops.register_estimator("above_median", above_median)
-ops.register_estimator("short_and_right", short_and_right)
+def main() -> None:
+    """Register both, and print the advantages of two groups of five."""
+    # Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an error here.
+    ops.register_estimator("above_median", above_median)
+    ops.register_estimator("short_and_right", short_and_right)
+    rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0]])  # [G, N]
+    lengths = torch.tensor([[10, 20, 30, 40, 50], [10, 20, 30, 40, 50]])
+    for name, advantages in {
+        "above_median": ops.group_advantage(rewards, "above_median"),
+        "short_and_right": ops.group_advantage((rewards > 0).float(), "short_and_right", lengths=lengths),
+    }.items():
+        print(f"{name:<15}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
 
-rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0]])  # [G, N]
-lengths = torch.tensor([[10, 20, 30, 40, 50], [10, 20, 30, 40, 50]])
-for name, advantages in {
-    "above_median": ops.group_advantage(rewards, "above_median"),
-    "short_and_right": ops.group_advantage((rewards > 0).float(), "short_and_right", lengths=lengths),
-}.items():
-    print(f"{name:<15}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ class CustomAdvantage:
 
     It may also have parameters of these names: k, an integer; lengths [G, N] int64, the tokens of each response; logprobs
     [G, N], the mean log-probability of each response's tokens; valid [G, N] bool, whether there is a reward; prompts, a
-    sequence of G.
+    sequence of G: the trainer gives each prompt's index.
     """
 
     name: str
@@ -51,7 +51,7 @@ class CustomAdvantage:
             "lengths": torch.arange(1, rewards.numel() + 1).view(rewards.shape),
             "logprobs": -torch.arange(1.0, rewards.numel() + 1).view(rewards.shape) / rewards.numel(),
             "valid": torch.ones_like(rewards, dtype=torch.bool),
-            "prompts": [f"prompt {g}" for g in range(len(rewards))],
+            "prompts": list(range(len(rewards))),
         }
         try:
             advantage(rewards, **{input_name: example[input_name] for input_name in inputs})

@@ -1,5 +1,6 @@
-"""`--objective FILE.py:FUNCTION`: a user's own advantage, a function of the rewards of every group."""
+"""`--objective FILE.py:FUNCTION`: a user's own advantage, a function of the rewards [G, N] of a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,14 +18,12 @@ from maxrl_fast.training.objective import Needs
 
 @dataclass
 class CustomObjective:
-    """The advantages that a user's function returns.
+    """The advantages that a function returns.
 
     Args:
-        name: FILE.py:FUNCTION.
         k: what the function gets as `k`, if it asks for it.
     """
 
-    name: str
     advantage: CustomAdvantage
     k: int | None = None
     loss: str = "ppo"
@@ -33,46 +32,39 @@ class CustomObjective:
     _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
 
     @classmethod
-    def load(cls, name: str) -> "CustomObjective":
-        """Return the objective of FILE.py:FUNCTION, not checked yet.
+    def of(cls, name: str, num_rollouts: int, k: int | None = None) -> "CustomObjective":
+        """Return the objective of FILE.py:FUNCTION, once the function has been called on a small example.
 
         Raises:
-            InputError: where the file, or a function in it that can be called so, is not there.
+            InputError: where the function cannot be loaded.
+            ValueError: where it asks for something unknown, fails, or does not return finite advantages of the shape of rewards.
         """
-        return cls(name, _loaded(name))
-
-    def checked(self, num_rollouts: int, k: int | None = None) -> "CustomObjective":
-        """Return the objective with its k, after the function has been called on a small example.
-
-        Raises:
-            ValueError: where it fails, or returns something else than finite advantages of the shape of the rewards.
-        """
-        self.advantage.check(num_rollouts, k=k)
-        return CustomObjective(self.name, self.advantage, k)
+        return cls(CustomAdvantage.of(load_function(name), num_rollouts=num_rollouts, k=k), k)
 
     @property
     def needs(self) -> Needs:
         return Needs()
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts).contiguous()
-        return bool(self.advantage(rewards, **self.advantage.example(2, num_rollouts), k=self.k).any())
+        rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)
+        lengths = torch.ones(rewards.shape, dtype=torch.int64)
+        logprobs = -torch.arange(1.0, num_rollouts + 1).expand(rewards.shape)
+        return bool(self.advantage(rewards, k=self.k, lengths=lengths, logprobs=logprobs, prompts=[0, 1]).any())
 
     def begin(self, collected: Collected, learner: Learner) -> None:
-        rewards, rollouts = collected.rewards, collected.rollouts
-        valid = torch.ones_like(rewards, dtype=torch.bool) if collected.valid is None else collected.valid
-        inputs: dict[str, Any] = {
-            "k": self.k,
-            "lengths": rollouts.lengths.view(rewards.shape),
-            "logprobs": rollouts.mean_logprobs.view(rewards.shape),
-            "valid": valid,
-            "prompts": collected.prompts.ids,
-        }
+        rewards, rollouts, valid = collected.rewards, collected.rollouts, collected.valid
         try:
-            values = self.advantage(rewards, **inputs)
+            values = self.advantage(
+                rewards,
+                k=self.k,
+                lengths=rollouts.lengths.view(rewards.shape),
+                logprobs=rollouts.mean_logprobs.view(rewards.shape),
+                valid=valid,
+                prompts=collected.prompts.ids.tolist(),
+            )
         except ValueError as error:
             raise InputError(f"step {collected.step}: {error}") from error
-        self._values = values.to(torch.float32).masked_fill(~valid, 0.0)
+        self._values = values if valid is None else values.masked_fill(~valid, 0.0)
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()
@@ -82,8 +74,9 @@ class CustomObjective:
 
 
 @cache
-def _loaded(name: str) -> CustomAdvantage:
+def load_function(name: str) -> Callable[..., Any]:
+    """Return the function of FILE.py:FUNCTION; raises InputError where there is none."""
     try:
-        return CustomAdvantage.of(load(name)[0])
-    except (LoadError, ValueError) as error:
+        return load(name)[0]
+    except LoadError as error:
         raise InputError(f"--objective {name} must be FILE.py:FUNCTION: {error}") from error

@@ -44,6 +44,7 @@ class GroupObjective:
             "lengths": torch.ones(shape, dtype=torch.int64),
             "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
             "greedy_correct": torch.tensor([False, False]),
+            "prompts": [0, 1],
         }
         rewards = torch.tensor([[0.0], [1.0]]).expand(shape)
         return bool(group_advantage(rewards, self.estimator, **self._inputs(known), **self.options).any())
@@ -54,6 +55,7 @@ class GroupObjective:
             "lengths": rollouts.lengths.view(rewards.shape),
             "logprobs": rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": None if greedy is None else greedy > 0.5,  # [G]
+            "prompts": collected.prompts.ids.tolist(),
         }
         options = dict(self.options)
         if collected.valid is not None and options.get("order") == rewards.shape[1] - 1:

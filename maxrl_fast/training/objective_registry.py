@@ -1,11 +1,12 @@
 """The objectives by name: which options each takes, and the objective made of them."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.tasks.names import is_file
-from maxrl_fast.training.custom_objective import CustomObjective
+from maxrl_fast.training.custom_objective import CustomObjective, load_function
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.pacs_objective import PacsObjective
@@ -24,7 +25,7 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
         InputError: where FILE.py:FUNCTION cannot be loaded.
     """
     if is_file(name):
-        return {"k": DEFAULT_K} if CustomObjective.load(name).advantage.takes_k else {}
+        return {"k": DEFAULT_K} if "k" in inspect.signature(load_function(name)).parameters else {}
     if name in _PACS_OPTIONS:
         return _PACS_OPTIONS[name]
     row = ESTIMATORS[name]
@@ -44,7 +45,7 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
     """
     options = objective_options(name, num_rollouts) | dict(given)
     if is_file(name):
-        return CustomObjective.load(name).checked(num_rollouts, **options)
+        return CustomObjective.of(name, num_rollouts, **options)
     if name in _PACS_OPTIONS:
         if num_rollouts < 2 and options["score"] != "naive":
             raise ValueError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {num_rollouts}")

@@ -48,6 +48,7 @@ def scored(task, prompts, responses):
 def test_every_data_set(name, policy, monkeypatch):
     """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
     if name in HASHED:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         with pytest.raises(InputError, match=f"reasoning-gym's {name} asks other questions in every process.*PYTHONHASHSEED=0"):
             task_of(name, policy)
         monkeypatch.setenv("PYTHONHASHSEED", "0")  # as this process would have been started with
@@ -71,6 +72,7 @@ for name in sorted(set(DATASETS) - {"composite"}):
 """
 
 
+@pytest.mark.slow
 def test_the_same_questions_whatever_pythons_hashes():
     """Between ranks, and between the trainer and its reward workers; but for the data sets of which that is known."""
     command = [sys.executable, "-c", QUESTIONS]
@@ -82,6 +84,7 @@ def test_the_same_questions_whatever_pythons_hashes():
     assert {line[0].split()[0] for line in lines if len(set(line)) > 1} <= set(HASHED)
 
 
+@pytest.mark.slow
 def test_rewards_come_from_the_checker(policy):
     task = task_of("chain_sum", policy)
     prompts, solutions = task.demonstrations(0, 3)
@@ -140,6 +143,7 @@ def test_another_question_than_before_is_a_failure_not_a_reward(policy):
         scored(task, other, ["1", "1"])
 
 
+@pytest.mark.slow
 def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     sizes = "--prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 3 --sft-batch 4 --max-new-tokens 4 --eval-prompts 4"
     more = "--max-prompt-tokens 200 --eval-samples 2 --threads 1 --dtype float32 --reward-workers 1 --task gym:lcm"

@@ -17,12 +17,12 @@ USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names. Return its exit code, or 2 for an unknown command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments[0] if arguments else ""
+    name = arguments[0] if arguments else "none"
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
     if name not in COMMANDS:
-        print(f"error: the command must be train, evaluate, report or objectives, got {name!r}", file=sys.stderr)
+        print(f"error: the command must be train, evaluate, report or objectives, got {name}", file=sys.stderr)
         return 2
     code: int = import_module(COMMANDS[name][0]).main(arguments[1:])
     return code

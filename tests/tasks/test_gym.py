@@ -31,6 +31,11 @@ def policy(tmp_path_factory):
     return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture
+def without_hash_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
 def task_of(name, policy, seed=0, **options):
     return build_task(TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy)
 
@@ -44,11 +49,11 @@ def scored(task, prompts, responses):
         scorer.close()
 
 
+@pytest.mark.usefixtures("without_hash_seed")
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy, monkeypatch):
     """A question by index; where the data set says its answer, that is worth 1 through the whole of the task."""
     if name in HASHED:
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         with pytest.raises(InputError, match=f"reasoning-gym's {name} asks other questions in every process.*PYTHONHASHSEED=0"):
             task_of(name, policy)
         monkeypatch.setenv("PYTHONHASHSEED", "0")  # as this process would have been started with

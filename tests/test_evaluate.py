@@ -398,6 +398,7 @@ def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, c
     assert "stopped; nothing was kept" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_process(untrained, tmp_path):
     flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *PLACE, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(

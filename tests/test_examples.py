@@ -25,6 +25,7 @@ def test_advantages():
     assert lines[2] == ["MaxRL", *["-1.00"] * 2, "5.00", *["-1.00"] * 3, *["0.20"] * 3, "-1.00", *["0.20"] * 2]
 
 
+@pytest.mark.slow
 def test_token_loss():
     run = subprocess.run(
         [sys.executable, EXAMPLES / "token_loss.py"], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
@@ -68,6 +69,7 @@ def test_the_papers_recipes_with_a_stand_in_for_the_checkpoint(name, tmp_path, c
     assert "models/" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gym_tiny(tmp_path):
     """Short here; in whole it takes two minutes."""
     command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]

@@ -77,6 +77,7 @@ def test_the_checkpoint_is_the_policy_for_transformers_too(finished):
     assert (ours["model.norm.weight"] - start["model.norm.weight"]).abs().max() > 1e-6
 
 
+@pytest.mark.slow
 def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
     assert run(tmp_path / "again", "--save-every", "2", "--eval-every", "2") == 0
     assert_same_run(finished, tmp_path / "again")
@@ -84,6 +85,7 @@ def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
     assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(finished / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_the_warm_starts_own_second_moment(tmp_path):
     flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
     weights = {}
@@ -94,6 +96,7 @@ def test_the_warm_starts_own_second_moment(tmp_path):
     assert not torch.equal(weights["as-sft-beta2"], weights["default"])
 
 
+@pytest.mark.slow
 def test_two_threads_repeat_bitwise_too(tmp_path):
     for name in ("one", "two"):
         assert run(tmp_path / name, "--threads", "2", "--prompts", "32", "--rollouts", "16", "--maze-size", "9") == 0
@@ -107,6 +110,7 @@ def assert_same_run(one, two):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatch):
     save, models = Checkpoints.save, []
 
@@ -130,6 +134,7 @@ def test_progress_on_a_terminal(tmp_path, monkeypatch):
         assert words in output.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -152,6 +157,7 @@ def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
 
 
+@pytest.mark.slow
 def test_sampling_that_leaves_tokens_out_is_corrected(tmp_path, capsys):
     flags = ("--top-p", "0.9", "--kv-cache-gb", "0.001")
     assert run(tmp_path / "run", *flags) == 0
@@ -161,6 +167,7 @@ def test_sampling_that_leaves_tokens_out_is_corrected(tmp_path, capsys):
         assert 0.5 < record["importance_weight"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_training_a_checkpoint_of_another_family(tmp_path, family):
     model, task = tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"), MazeTask(5)
@@ -171,6 +178,7 @@ def test_training_a_checkpoint_of_another_family(tmp_path, family):
     assert not torch.equal(theirs.model.norm.weight.float(), model.model.norm.weight)
 
 
+@pytest.mark.slow
 def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys):
     flags = ["--model", str(finished / "latest"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
     assert run(tmp_path / "run", *flags) == 0
@@ -182,6 +190,7 @@ def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys)
     assert "lora_targets must be among" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_as_others_do(finished, tmp_path):
     assert run(tmp_path / "run", "--compile") == 0
     for ours, theirs in zip(read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True):
@@ -195,6 +204,7 @@ def base():
     return [*SMALL[:at], *SMALL[at + 2 :]]
 
 
+@pytest.mark.slow
 def test_training_from_a_checkpoint(finished, tmp_path):
     assert run(tmp_path / "more", "--model", str(finished / "latest"), "--sft-steps", "0") == 0
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
@@ -202,6 +212,7 @@ def test_training_from_a_checkpoint(finished, tmp_path):
     assert read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"] == read(finished / "eval.jsonl")[-1]["pass_at_k"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -289,6 +300,7 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
     update = Learner.update
 
@@ -318,6 +330,7 @@ def test_a_gpu_that_is_full_says_what_needs_less(tmp_path, capsys, monkeypatch):
     assert error.endswith("--resume resumes from the last checkpoint\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--steps", "100000", "--out", str(out)]

@@ -94,6 +94,7 @@ def is_running(pid):
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
+@pytest.mark.slow
 def test_a_step_past_its_limit_is_killed_with_what_it_started(tmp_path, capsys):
     code = (
         "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
@@ -141,6 +142,7 @@ def test_the_last_document_is_found():
     assert last_document("no figures\n") is None
 
 
+@pytest.mark.slow
 def test_the_dry_run_writes_its_results(tmp_path):
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--only", "tests", "ceilings"]
     environment = os.environ | {gpu.VARIABLE: str(tmp_path / "results")}

@@ -21,6 +21,8 @@ from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
 from tests.test_train import SMALL
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -41,7 +41,7 @@ def capability(request, monkeypatch):
 
 @pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("vocab", [1, 2, 127, 32003, 50257, 151936])
+@pytest.mark.parametrize("vocab", [1, 2, 127, 32003, 151936])
 def test_token_loss(vocab, dtype):
     logits, batch = example(vocab, dtype)
     for options in OPTIONS if vocab < 1000 else OPTIONS[2:4]:
@@ -128,8 +128,15 @@ def test_a_bad_target_makes_the_loss_nan():
     assert gradient[4].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool])
-@pytest.mark.parametrize("name", KERNEL_ROWS)
+# Every row in float32; in the other dtypes one row for each of the kernel's formulas, since the rows differ in numbers alone.
+FORMULAS = {(row.value, row.baseline, row.scale): name for name, row in KERNEL_ROWS.items()}
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in KERNEL_ROWS), *((name, dtype) for name in FORMULAS.values() for dtype in DTYPES)],
+)
 def test_group_advantage(name, dtype):
     generator = torch.Generator().manual_seed(0)
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)

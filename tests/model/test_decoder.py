@@ -40,6 +40,7 @@ def test_checkpointed_activations_give_bitwise_the_same_gradients(family, dtype)
         assert torch.equal(gradient, gradients_again[name]), name
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_gradients_and_are_compiled_once():
     model = tiny_decoder(num_hidden_layers=4)
     compiled = copy.deepcopy(model)

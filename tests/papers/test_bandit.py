@@ -162,6 +162,7 @@ def test_the_same_seed_gives_the_same_results() -> None:
         assert result != other[key]
 
 
+@pytest.mark.slow
 def test_command_writes_results_and_picture(tmp_path: Path) -> None:
     command = [sys.executable, FOLDER / "bandit.py", *TINY, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

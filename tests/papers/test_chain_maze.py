@@ -203,6 +203,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_command_writes_its_result_and_picture(tmp_path: Path) -> None:
     done = command(*TINY, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -178,6 +178,7 @@ def test_partial_credit_is_1_exactly_where_the_maze_task_says_solved(size):
 SMALL = "--threads 1 --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 --updates 3"
 
 
+@pytest.mark.slow
 def test_it_runs_with_mazes_too(tmp_path):
     mazes = "--maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4 --objectives maxrl-2"
     command = [sys.executable, str(FOLDER / "continuous_maxrl.py"), *SMALL.split(), *mazes.split(), "--out", str(tmp_path)]

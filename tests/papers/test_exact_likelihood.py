@@ -34,6 +34,7 @@ def gradient_of_pass_rate(logits, label):
     return torch.autograd.grad(logits.softmax(-1)[label], logits)[0]
 
 
+@pytest.mark.slow
 def test_command_writes_results_and_picture(tmp_path):
     done = command(*TINY.split(), "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.papers.load import FOLDER, load
+
+pytestmark = pytest.mark.slow
 
 maze_scaling, training_runs = load("maze_scaling"), load("training_runs")
 

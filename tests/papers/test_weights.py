@@ -13,6 +13,7 @@ from tests.papers.load import FOLDER, load
 weights = load("weights")
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it(tmp_path):
     command = [sys.executable, FOLDER / "weights.py", "--rollouts", "8", "--points", "5", "--out", tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -54,6 +55,7 @@ def test_orders_go_from_reinforcement_learning_to_maximum_likelihood(p):
     torch.testing.assert_close(population["MaxRL, T = 100000"], population["ML"], rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_grpo_comes_to_its_population_weight():
     p = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     population = weights.population_weights(p, ())["GRPO"]

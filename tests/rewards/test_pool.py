@@ -124,6 +124,7 @@ def test_a_file_may_import_its_neighbours_and_hides_no_module(tmp_path):
 ENDLESS = ["spin", "sleep", "ignore_signals", "catch_everything", "backtrack"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ENDLESS)
 def test_an_endless_call_times_out(hasty, action):
     failure = fails(hasty, action)
@@ -132,6 +133,7 @@ def test_an_endless_call_times_out(hasty, action):
     assert f"in {action} (functions.py, line " in failure.message
 
 
+@pytest.mark.slow
 def test_endless_calls_take_their_limits_together():
     start = time.monotonic()
     with pool("act", time_limit=0.5) as two:
@@ -141,6 +143,7 @@ def test_endless_calls_take_their_limits_together():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_the_others_go_on_while_one_hangs():
     """The other worker makes all other calls before the time limit."""
     with pool("act", time_limit=3.0) as two:
@@ -151,6 +154,7 @@ def test_the_others_go_on_while_one_hangs():
         assert scores.rewards[1] in before
 
 
+@pytest.mark.slow
 def test_time_is_counted_from_the_start_of_a_call():
     with pool("lasting", time_limit=2.0) as two:
         scores = two.score([{"seconds": 1.2}] * 4)  # the last call ends after 2.4 s
@@ -209,6 +213,7 @@ def test_a_forged_reward_is_no_number():
     assert scores.failures[0].kind == "crash"
 
 
+@pytest.mark.slow
 def test_processor_time_is_limited(hasty):
     """With a long limit of wall time, two busy threads reach the limit of processor time first."""
     with pool("act", workers=1, time_limit=1.0) as one:
@@ -234,6 +239,7 @@ def test_processes_left_behind_are_few(patient):
     assert succeeds(patient, "pid") != worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave_group", [False, True])
 def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
     path = tmp_path / "child"
@@ -241,6 +247,7 @@ def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave_group", [False, True])
 def test_children_end_with_a_crash_that_they_hide(tmp_path, leave_group):
     """A child keeps the connection open after the worker has died."""
@@ -522,6 +529,7 @@ def test_workers_that_cannot_start_any_more(tmp_path):
         assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # the failed start is not permanent
 
 
+@pytest.mark.slow
 def test_stacks_are_shown(capfd):
     with pool("act", time_limit=3.0) as two:
         timer = threading.Timer(1.0, two.stacks)
@@ -545,6 +553,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process():
     before = own_children()
@@ -589,6 +598,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_workers_end_with_the_trainer(tmp_path, end):
     last, number = ENDS[end]
@@ -611,6 +621,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         assert eventually(lambda: not any(map(is_alive, workers)))
 
 
+@pytest.mark.slow
 def test_a_loop_in_c_ends_with_the_trainer_when_its_time_is_used(tmp_path):
     """The loop holds the interpreter lock, so no thread and no signal handler can end it; the processor time limit does."""
     start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._time_limit = 60.0")
@@ -624,6 +635,7 @@ def test_a_loop_in_c_ends_with_the_trainer_when_its_time_is_used(tmp_path):
         assert eventually(lambda: not any(map(is_alive, workers)), limit=30)
 
 
+@pytest.mark.slow
 def test_ten_thousand_calls_leak_nothing():
     before = set(children(os.getpid()))
     actions = ["exit_now", "sleep", "eat_bytes", "raise_error", "segfault", "close_all"]

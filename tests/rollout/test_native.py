@@ -77,6 +77,7 @@ def test_a_burst_never_waits_for_the_device(sampling, monkeypatch):
         torch.ones(()).item()
 
 
+@pytest.mark.slow
 def test_compiled_layers_draw_the_same():
     model = tiny_decoder()
     expected, rollouts = generate(model, in_cpp=False), generate(model, in_cpp=False, compiled=True)

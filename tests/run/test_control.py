@@ -77,6 +77,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_stuck_run_ends_with_the_stacks_of_all_processes(tmp_path, num_ranks):
     script, reward = tmp_path / "stuck.py", tmp_path / "reward.py"

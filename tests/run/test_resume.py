@@ -23,6 +23,8 @@ from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 JOB = [*base(), "--sft-steps", "40", "--steps", "6", "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "0"]
 OBJECTIVES = {

@@ -59,11 +59,13 @@ def test_timings_are_of_all_stages(finished):
     assert min(timings.values()) >= 0
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path):
     assert train.main([*SMALL, "--steps", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "diagnostics.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
 def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objective):
     flags = [*base(), "--steps", "3", "--updates-per-step", "2", "--objective", *objective]
@@ -112,6 +114,7 @@ def test_a_diagnosis_leaves_out_unknown_rewards():
     assert record == {"step": 5, "ids": [7, 8], "pass_rate": [0.5, 0.0], "grad_norm": [0.5, 0.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
     calls = []

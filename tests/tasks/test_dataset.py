@@ -176,6 +176,7 @@ def job(tmp_path, policy):
     ]
 
 
+@pytest.mark.slow
 def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monkeypatch, capsys):
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out

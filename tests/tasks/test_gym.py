@@ -30,6 +30,11 @@ def policy(tmp_path_factory):
     return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture
+def without_hash_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
 def task_of(name, policy, seed=0, **options):
     return build_task(TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy)
 
@@ -43,6 +48,7 @@ def scored(task, prompts, responses):
         scorer.close()
 
 
+@pytest.mark.usefixtures("without_hash_seed")
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy, monkeypatch):
     """Every data set has a question at an index. If it gives the answer as text, that answer gets reward 1."""
@@ -70,6 +76,7 @@ for name in sorted(set(DATASETS) - {"composite"}):
 """
 
 
+@pytest.mark.slow
 def test_the_same_questions_whatever_pythons_hashes():
     """Ranks, the trainer and its reward workers see the same questions, except for the data sets in HASHED."""
     command = [sys.executable, "-c", QUESTIONS]
@@ -81,6 +88,7 @@ def test_the_same_questions_whatever_pythons_hashes():
     assert {line[0].split()[0] for line in lines if len(set(line)) > 1} <= set(HASHED)
 
 
+@pytest.mark.slow
 def test_rewards_come_from_the_checker(policy):
     task = task_of("chain_sum", policy)
     prompts, solutions = task.demonstrations(0, 3)
@@ -139,6 +147,7 @@ def test_another_question_than_before_is_a_failure_not_a_reward(policy):
         scored(task, other, ["1", "1"])
 
 
+@pytest.mark.slow
 def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     sizes = "--prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 3 --sft-batch 4 --max-new-tokens 4 --eval-prompts 4"
     more = "--max-prompt-tokens 200 --eval-samples 2 --threads 1 --dtype float32 --reward-workers 1 --task gym:lcm"

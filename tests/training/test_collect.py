@@ -133,6 +133,7 @@ def test_rewards_that_must_be_binary_and_are_not_are_named(name, tmp_path, capsy
 CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "--sft-steps", "0"]
 
 
+@pytest.mark.slow
 def test_training_with_it_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
     """From where the cursor is, which moves by as many prompts as were sampled."""
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]

@@ -16,7 +16,7 @@ from maxrl_fast.config import options
 _HEAD = """# Options
 
 `python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py`;
-`python -m maxrl_fast.train --help` prints those that the default job takes, and `python -m maxrl_fast.train --task chain --help`
+`python -m maxrl_fast.train --help` prints those that the default job takes, `python -m maxrl_fast.train --task chain --help`
 those of another job: the options of an objective or a task are shown with it, and refused with others.
 
 Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`

@@ -37,7 +37,7 @@ class CustomObjective:
 
         Raises:
             InputError: where the function cannot be loaded.
-            ValueError: where it asks for something unknown, fails, or does not return finite advantages of the shape of rewards.
+            ValueError: where it asks for something unknown, fails, or does not return finite advantages shaped as rewards.
         """
         return cls(CustomAdvantage.of(load_function(name), num_rollouts=num_rollouts, k=k), k)
 

@@ -43,8 +43,8 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups);
 // Both return the first token that is not masked and whose target is not in the vocabulary, and write nothing then; -1 if
 // there is none.
 template <typename Element, typename Real>
-int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
-                   Rows<Element> gradient, double* sums, int num_threads);
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
+                   double* sums, int num_threads);
 template <typename Element, typename Real>
 int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads);
 
@@ -80,8 +80,8 @@ int64_t loss_workspace();
 int64_t pacs_workspace();
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
-                Rows<Element> gradient, double* workspace, cudaStream_t stream);
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
+                double* workspace, cudaStream_t stream);
 template <typename Element, typename Real>
 void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, cudaStream_t stream);
 template <typename Element, typename Real>

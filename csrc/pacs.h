@@ -74,7 +74,7 @@ MAXRL_HOST_DEVICE inline double cross_entropy_grad(double psi, double label) {
 
 // dL/dr from q, its mean, and the sum over the group of q (r - centre).
 MAXRL_HOST_DEVICE inline double proxy_grad(Score kind, const GroupScore& s, int64_t n, double r, double q, double mean_q,
-                                            double moment_q) {
+                                           double moment_q) {
   if (kind == Score::kNaive) return q;
   double grad = s.multiplier * (q - mean_q);
   // The derivative of the deviation, (r - mean) / ((n - 1) deviation); 0 if all proxies are equal.

@@ -142,8 +142,8 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
 
 // Adds the row to the sums and returns its gradients.
 template <typename Real>
-MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t, const RowPlan& row,
-                                             const Softmax& softmax, LossSums& sums) {
+MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t,
+                                               const RowPlan& row, const Softmax& softmax, LossSums& sums) {
   const double log_ratio = in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
   const bool by_sequence = terms.loss == Loss::kGspo && in.sequence_log_ratio;
   const double ratio = exp(by_sequence ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);

@@ -34,9 +34,8 @@ void bind_generation(py::module_& m) {
                          num_threads);
           },
           py::kw_only(), "embedding"_a, "norm"_a, "head"_a, "layers"_a, "num_threads"_a)
-      .def("cache_bytes", [](const Decoder& decoder, std::int64_t length) {
-        return Generation::cache_bytes(decoder.sizes(), length);
-      });
+      .def("cache_bytes",
+           [](const Decoder& decoder, std::int64_t length) { return Generation::cache_bytes(decoder.sizes(), length); });
   py::class_<SamplingOptions>(m, "SamplingOptions")
       .def(py::init([](double temperature, std::int64_t top_k, double top_p, double min_p, std::vector<std::int64_t> stop_ids) {
              return SamplingOptions{temperature, top_k, top_p, min_p, std::move(stop_ids)};
@@ -50,20 +49,21 @@ void bind_generation(py::module_& m) {
       .def_readonly("prompt_tokens", &GenerationStatistics::prompt_tokens)
       .def_readonly("peak_cache_bytes", &GenerationStatistics::peak_cache_bytes);
   py::class_<Generation>(m, "CpuGeneration")
-      .def(py::init([](const Decoder& decoder, std::int64_t num_prompts, std::int64_t num_samples, std::int64_t max_new_tokens,
-                       std::int64_t num_slots, Address tokens, Address cu_seqlens, Address keys,
-                       const SamplingOptions& sampling, Address responses, Address logprobs, Address lengths, Address truncated, int num_threads) {
-             return std::make_unique<Generation>(
-                 decoder,
-                 GenerationJob{num_prompts, num_samples, max_new_tokens, num_slots, pointer<const std::int64_t>(tokens),
-                               pointer<const std::int64_t>(cu_seqlens), pointer<const std::int64_t>(keys), sampling,
-                               pointer<std::int64_t>(responses), pointer<float>(logprobs),
-                               pointer<std::int64_t>(lengths), pointer<bool>(truncated)},
-                 num_threads);
-           }),
-           py::keep_alive<1, 2>(), py::kw_only(), "decoder"_a, "num_prompts"_a, "num_samples"_a, "max_new_tokens"_a,
-           "num_slots"_a, "tokens"_a, "cu_seqlens"_a, "keys"_a, "sampling"_a, "responses"_a, "logprobs"_a,
-           "lengths"_a, "truncated"_a, "num_threads"_a)
+      .def(
+          py::init([](const Decoder& decoder, std::int64_t num_prompts, std::int64_t num_samples, std::int64_t max_new_tokens,
+                      std::int64_t num_slots, Address tokens, Address cu_seqlens, Address keys, const SamplingOptions& sampling,
+                      Address responses, Address logprobs, Address lengths, Address truncated, int num_threads) {
+            return std::make_unique<Generation>(
+                decoder,
+                GenerationJob{num_prompts, num_samples, max_new_tokens, num_slots, pointer<const std::int64_t>(tokens),
+                              pointer<const std::int64_t>(cu_seqlens), pointer<const std::int64_t>(keys), sampling,
+                              pointer<std::int64_t>(responses), pointer<float>(logprobs), pointer<std::int64_t>(lengths),
+                              pointer<bool>(truncated)},
+                num_threads);
+          }),
+          py::keep_alive<1, 2>(), py::kw_only(), "decoder"_a, "num_prompts"_a, "num_samples"_a, "max_new_tokens"_a,
+          "num_slots"_a, "tokens"_a, "cu_seqlens"_a, "keys"_a, "sampling"_a, "responses"_a, "logprobs"_a, "lengths"_a,
+          "truncated"_a, "num_threads"_a)
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("statistics", &Generation::statistics);
 }

@@ -4,13 +4,12 @@ namespace maxrl::bindings {
 namespace {
 
 Formula make_formula(std::string_view value, std::string_view baseline, std::string_view scale, double eps, std::int64_t ddof,
-                       double gain, double bias) {
+                     double gain, double bias) {
   using namespace std::string_view_literals;
   return {
-      choose<Value>("value", value, {{"reward"sv, Value::kReward},
-                     {"order"sv, Value::kOrder},
-                     {"rank"sv, Value::kRank},
-                     {"binary"sv, Value::kBinary}}),
+      choose<Value>(
+          "value", value,
+          {{"reward"sv, Value::kReward}, {"order"sv, Value::kOrder}, {"rank"sv, Value::kRank}, {"binary"sv, Value::kBinary}}),
       choose<Baseline>("baseline", baseline,
                        {{"zero"sv, Baseline::kZero}, {"mean"sv, Baseline::kMean}, {"length_mean"sv, Baseline::kLengthMean}}),
       choose<Scale>("scale", scale,
@@ -19,7 +18,10 @@ Formula make_formula(std::string_view value, std::string_view baseline, std::str
                      {"leave_one_out"sv, Scale::kLeaveOneOut},
                      {"std"sv, Scale::kStd},
                      {"mean"sv, Scale::kMean}}),
-      eps, ddof, gain, bias};
+      eps,
+      ddof,
+      gain,
+      bias};
 }
 
 template <typename Reward, typename Advantage>
@@ -48,22 +50,26 @@ void bind_group_advantage(py::module_& m) {
   py::class_<Groups>(m, "Groups")
       .def(py::init([](std::int64_t num_groups, std::int64_t group_size, std::int64_t num_rewards, Address offsets,
                        Address order, Address valid) {
-             return Groups{num_groups, group_size, num_rewards, pointer<const std::int64_t>(offsets),
-                                  pointer<const std::int64_t>(order), pointer<const bool>(valid)};
+             return Groups{num_groups,
+                           group_size,
+                           num_rewards,
+                           pointer<const std::int64_t>(offsets),
+                           pointer<const std::int64_t>(order),
+                           pointer<const bool>(valid)};
            }),
            py::kw_only(), "num_groups"_a, "group_size"_a, "num_rewards"_a, "offsets"_a, "order"_a, "valid"_a)
       .def("distinct_sizes", &cpu::distinct_group_sizes);
 
   m.def(
       "group_advantage_cpu",
-      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables,
-         Address table_starts, std::int64_t largest_table, const Formula& formula, Address advantages, int num_threads) {
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables, Address table_starts,
+         std::int64_t largest_table, const Formula& formula, Address advantages, int num_threads) {
         return with_types(dtype, [&](auto types) {
           const py::gil_scoped_release release;
-          return cpu::group_advantage(
-              pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
-              {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
-              pointer<typename decltype(types)::advantage>(advantages), num_threads);
+          return cpu::group_advantage(pointer<const typename decltype(types)::reward>(rewards), groups,
+                                      pointer<const std::int64_t>(lengths),
+                                      {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table},
+                                      formula, pointer<typename decltype(types)::advantage>(advantages), num_threads);
         });
       },
       py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "lengths"_a, "tables"_a, "table_starts"_a, "largest_table"_a,
@@ -72,8 +78,8 @@ void bind_group_advantage(py::module_& m) {
 #ifdef MAXRL_FAST_CUDA
   m.def(
       "group_advantage_cuda",
-      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables,
-         Address table_starts, std::int64_t largest_table, const Formula& formula, Address advantages, Address stream) {
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables, Address table_starts,
+         std::int64_t largest_table, const Formula& formula, Address advantages, Address stream) {
         with_types(dtype, [&](auto types) {
           cuda::group_advantage(
               pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),

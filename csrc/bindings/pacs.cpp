@@ -5,11 +5,9 @@ namespace {
 
 PacsOptions pacs_options(std::string_view score, bool balanced) {
   using namespace std::string_view_literals;
-  return {choose<Score>("score", score,
-                        {{"rloo"sv, Score::kRloo},
-                         {"grpo"sv, Score::kGrpo},
-                         {"dr_grpo"sv, Score::kDrGrpo},
-                         {"naive"sv, Score::kNaive}}),
+  return {choose<Score>(
+              "score", score,
+              {{"rloo"sv, Score::kRloo}, {"grpo"sv, Score::kGrpo}, {"dr_grpo"sv, Score::kDrGrpo}, {"naive"sv, Score::kNaive}}),
           balanced};
 }
 
@@ -57,7 +55,7 @@ void bind_pacs(py::module_& m) {
   py::class_<PacsArguments>(m, "Pacs").def(
       py::init([](std::int64_t num_groups, std::int64_t group_size, Address offsets, Address proxies, Address labels,
                   Address denominator, std::string_view score, bool balanced, Address cross_entropy, Address gradient) {
-        return PacsArguments{num_groups,  group_size, offsets, proxies, labels, denominator, pacs_options(score, balanced),
+        return PacsArguments{num_groups,    group_size, offsets, proxies, labels, denominator, pacs_options(score, balanced),
                              cross_entropy, gradient};
       }),
       py::kw_only(), "num_groups"_a, "group_size"_a, "offsets"_a, "proxies"_a, "labels"_a, "denominator"_a, "score"_a,

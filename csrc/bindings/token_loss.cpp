@@ -66,17 +66,20 @@ struct Sequences {
 };
 
 LossTerms loss_terms(std::string_view loss, double clip_low, double clip_high, double dual_clip, std::string_view kl,
-                                double kl_coef, double entropy_coef) {
+                     double kl_coef, double entropy_coef) {
   using namespace std::string_view_literals;
-  return {choose<Loss>("loss", loss,
-                       {{"reinforce"sv, Loss::kReinforce}, {"ppo"sv, Loss::kPpo}, {"cispo"sv, Loss::kCispo}, {"gspo"sv, Loss::kGspo}}),
-          clip_low,
-          clip_high,
-          dual_clip,
-          choose<Divergence>("kl", kl,
-                             {{"k1"sv, Divergence::kK1}, {"k2"sv, Divergence::kK2}, {"k3"sv, Divergence::kK3}, {"k3+"sv, Divergence::kK3Plus}}),
-          kl_coef,
-          entropy_coef};
+  return {
+      choose<Loss>(
+          "loss", loss,
+          {{"reinforce"sv, Loss::kReinforce}, {"ppo"sv, Loss::kPpo}, {"cispo"sv, Loss::kCispo}, {"gspo"sv, Loss::kGspo}}),
+      clip_low,
+      clip_high,
+      dual_clip,
+      choose<Divergence>(
+          "kl", kl,
+          {{"k1"sv, Divergence::kK1}, {"k2"sv, Divergence::kK2}, {"k3"sv, Divergence::kK3}, {"k3+"sv, Divergence::kK3Plus}}),
+      kl_coef,
+      entropy_coef};
 }
 
 }  // namespace
@@ -95,8 +98,9 @@ void bind_token_loss(py::module_& m) {
       .def(py::init([](std::int64_t num_sequences, Address cu_seqlens, Address advantages, bool advantages_per_token,
                        Address importance_weights, bool importance_per_token, Address old_logprobs, Address ref_logprobs,
                        Address sequence_log_ratio, Address mask, Address sequence_tokens, Address denominator) {
-             return Sequences{num_sequences, cu_seqlens, advantages, advantages_per_token, importance_weights, importance_per_token,
-                              old_logprobs, ref_logprobs, sequence_log_ratio, mask, sequence_tokens, denominator};
+             return Sequences{num_sequences,        cu_seqlens,   advantages,   advantages_per_token, importance_weights,
+                              importance_per_token, old_logprobs, ref_logprobs, sequence_log_ratio,   mask,
+                              sequence_tokens,      denominator};
            }),
            py::kw_only(), "num_sequences"_a, "cu_seqlens"_a, "advantages"_a, "advantages_per_token"_a, "importance_weights"_a,
            "importance_per_token"_a, "old_logprobs"_a, "ref_logprobs"_a, "sequence_log_ratio"_a, "mask"_a, "sequence_tokens"_a,
@@ -106,25 +110,25 @@ void bind_token_loss(py::module_& m) {
 
   m.def(
       "token_loss_cpu",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences,
-         const LossTerms& terms, const Matrix& gradient, Address sums, int num_threads) {
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences, const LossTerms& terms,
+         const Matrix& gradient, Address sums, int num_threads) {
         return with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
           const py::gil_scoped_release release;
-          return cpu::token_loss(logits.rows<const Element>(),
-                                        sequences.inputs<typename decltype(types)::Real>(tokens), terms,
-                                        gradient.rows<Element>(), pointer<double>(sums), num_threads);
+          return cpu::token_loss(logits.rows<const Element>(), sequences.inputs<typename decltype(types)::Real>(tokens), terms,
+                                 gradient.rows<Element>(), pointer<double>(sums), num_threads);
         });
       },
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "terms"_a, "gradient"_a, "sums"_a, "num_threads"_a);
   m.def(
       "token_logprobs_cpu",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy, int num_threads) {
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy,
+         int num_threads) {
         return with_logit_types(dtype, [&](auto types) {
           using Real = typename decltype(types)::Real;
           const py::gil_scoped_release release;
           return cpu::token_logprobs(logits.rows<const typename decltype(types)::Element>(), tokens.rows<Real>(),
-                                            pointer<Real>(logprobs), pointer<Real>(entropy), num_threads);
+                                     pointer<Real>(logprobs), pointer<Real>(entropy), num_threads);
         });
       },
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "logprobs"_a, "entropy"_a, "num_threads"_a);
@@ -137,7 +141,7 @@ void bind_token_loss(py::module_& m) {
           using Real = typename decltype(types)::Real;
           const py::gil_scoped_release release;
           cpu::token_logprobs_backward(logits.rows<const Element>(), tokens.rows<Real>(), pointer<const Real>(grad_logprobs),
-                                              pointer<const Real>(grad_entropy), gradient.rows<Element>(), num_threads);
+                                       pointer<const Real>(grad_entropy), gradient.rows<Element>(), num_threads);
         });
       },
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "grad_logprobs"_a, "grad_entropy"_a, "gradient"_a, "num_threads"_a);
@@ -146,8 +150,8 @@ void bind_token_loss(py::module_& m) {
   m.attr("LOSS_WORKSPACE") = cuda::loss_workspace();
   m.def(
       "token_loss_cuda",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences,
-         const LossTerms& terms, const Matrix& gradient, Address sums, Address stream) {
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Sequences& sequences, const LossTerms& terms,
+         const Matrix& gradient, Address sums, Address stream) {
         with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
           cuda::token_loss(logits.rows<const Element>(), sequences.inputs<typename decltype(types)::Real>(tokens), terms,
@@ -157,7 +161,8 @@ void bind_token_loss(py::module_& m) {
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "sequences"_a, "terms"_a, "gradient"_a, "sums"_a, "stream"_a);
   m.def(
       "token_logprobs_cuda",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy, Address stream) {
+      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, Address logprobs, Address entropy,
+         Address stream) {
         with_logit_types(dtype, [&](auto types) {
           using Real = typename decltype(types)::Real;
           cuda::token_logprobs(logits.rows<const typename decltype(types)::Element>(), tokens.rows<Real>(),
@@ -184,9 +189,8 @@ void bind_token_loss(py::module_& m) {
          Address stream) {
         with_logit_types(dtype, [&](auto types) {
           using Element = typename decltype(types)::Element;
-          cuda::scale<Element, typename decltype(types)::Real>(matrix.rows<Element>(), num_rows, row_size,
-                                                               pointer<const double>(scale),
-                                                               reinterpret_cast<cudaStream_t>(stream));
+          cuda::scale<Element, typename decltype(types)::Real>(
+              matrix.rows<Element>(), num_rows, row_size, pointer<const double>(scale), reinterpret_cast<cudaStream_t>(stream));
         });
       },
       py::kw_only(), "dtype"_a, "matrix"_a, "num_rows"_a, "row_size"_a, "scale"_a, "stream"_a);

@@ -198,10 +198,10 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     }
   };
   for_own([&](int start, int queries, const DecoderRow& of) {
-    product<Vectors>(queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys(layer, head),
-                     panels_of(of.own_length), dim * kPanel, [&](int64_t i, int64_t panel, const Row& row) {
-                       row.write(scores + (start + i) * width + own_at + panel * kPanel);
-                     });
+    product<Vectors>(
+        queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys(layer, head), panels_of(of.own_length),
+        dim * kPanel,
+        [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + (start + i) * width + own_at + panel * kPanel); });
   });
 
   float sums[kMaxTileRows];
@@ -213,17 +213,19 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 
   float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
-  product<Vectors>(count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values(layer, head), dim_panels,
-                   prefix.values_panel_stride(),
-                   [&](int64_t i, int64_t panel, const Row& row) { row.write(mixed + (i * dim_panels + panel) * kPanel); });
+  product<Vectors>(
+      count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values(layer, head), dim_panels,
+      prefix.values_panel_stride(),
+      [&](int64_t i, int64_t panel, const Row& row) { row.write(mixed + (i * dim_panels + panel) * kPanel); });
   for_own([&](int start, int queries, const DecoderRow& of) {
-    product<Vectors>(queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length,
-                     of.own->values(layer, head), dim_panels, of.own->values_panel_stride(),
-                     [&](int64_t i, int64_t panel, Row row) {
-                       float* const to = mixed + ((start + i) * dim_panels + panel) * kPanel;
-                       row += Row::read(to);
-                       row.write(to);
-                     });
+    product<Vectors>(
+        queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length, of.own->values(layer, head),
+        dim_panels, of.own->values_panel_stride(),
+        [&](int64_t i, int64_t panel, Row row) {
+          float* const to = mixed + ((start + i) * dim_panels + panel) * kPanel;
+          row += Row::read(to);
+          row.write(to);
+        });
   });
   for (int i = 0; i < count; ++i) {
     float* const to = workspace.attended.data() + (first + i) / repeats * row_stride(query_size_) + place_of(i);
@@ -258,8 +260,9 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
   const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
     with_widest_floats([&](auto vectors) {
       using Vectors = decltype(vectors);
-      product<Vectors>(num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.data(),
-                       panels_of(matrix.out), matrix.in * kPanel, sink);
+      product<Vectors>(
+          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.data(), panels_of(matrix.out),
+          matrix.in * kPanel, sink);
     });
   };
   const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
@@ -279,8 +282,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
       if (bias) row += row.read(bias + panel * kPanel);
       row.write(qkv + i * row_stride(qkv_size_) + panel * kPanel);
     });
-    with_widest_floats(
-        [&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
+    with_widest_floats([&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
     if (index + 1 == sizes_.layers) {  // no one reads the outputs of the other rows
       rows += first;
       num_rows -= first;

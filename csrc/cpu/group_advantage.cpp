@@ -129,9 +129,8 @@ auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Til
   longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
   const Lanes zero = t.all(0.0), one = t.all(1.0);
   const auto has_tokens = total > zero;
-  const auto weighted = exact_sum<precise>(t, bound * powers_of_two_above(has_tokens ? longest : one), [&](int32_t i) {
-    return (has_tokens ? t.lengths[i] : one) * (t.values[i] - low);
-  });
+  const auto weighted = exact_sum<precise>(t, bound * powers_of_two_above(has_tokens ? longest : one),
+                                           [&](int32_t i) { return (has_tokens ? t.lengths[i] : one) * (t.values[i] - low); });
   return weighted / (has_tokens ? total : t.n);
 }
 
@@ -347,7 +346,7 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups) {
   return sizes;
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                              \
+#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                                \
   template int64_t group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
                                    int);
 MAXRL_INSTANTIATE(float, float)

@@ -9,7 +9,8 @@ constexpr int64_t kParallelThreshold = 1 << 15;  // tokens
 }
 
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads) {
+void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
+                      int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kParallelThreshold)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
     double sum = 0.0;
@@ -35,8 +36,8 @@ void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxie
   }
 }
 
-#define MAXRL_INSTANTIATE(Real)                                                                           \
-  template void log_ratio_reward(const LogRatio<Real>&, const Real*, const Real*, Real*, int);            \
+#define MAXRL_INSTANTIATE(Real)                                                                \
+  template void log_ratio_reward(const LogRatio<Real>&, const Real*, const Real*, Real*, int); \
   template void log_ratio_reward_backward(const LogRatio<Real>&, const Real*, Real*, int);
 MAXRL_INSTANTIATE(float)
 MAXRL_INSTANTIATE(double)

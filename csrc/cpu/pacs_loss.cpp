@@ -47,8 +47,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
   }
   mean_q += first_q;
   for (int64_t i = begin; i < end; ++i)
-    in.gradient[i] =
-        static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
+    in.gradient[i] = static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
   sums[PacsSums::kCorrect] += static_cast<double>(num_correct);
   return kNone;
 }

@@ -44,12 +44,12 @@ struct Tile {
         lengths(values + capacity), ranks(lengths + capacity), sorted(std::max(kLargestLane, largest_group)),
         keys(largest_group) {}
 
-  bool is_full;    // every row of every lane holds a rollout
+  bool is_full;  // every row of every lane holds a rollout
   bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
   int32_t num_groups;
   int32_t rows;
   Lanes filled;  // number of rows of each lane that hold a rollout; the rows after them hold 0
-  Lanes n;       // number of rollouts of each lane's group
+  Lanes n;  // number of rollouts of each lane's group
   int64_t capacity;
   std::vector<Row> storage;
   Lanes *values, *lengths, *ranks;  // [rows]; values: rewards, then v, then advantages
@@ -58,9 +58,7 @@ struct Tile {
 
   static Lanes all(double x) { return Lanes{} + x; }
 
-  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const {
-    return is_full ? x : all(row) < filled ? x : otherwise;
-  }
+  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const { return is_full ? x : all(row) < filled ? x : otherwise; }
 
   // The i-th rollout of a group is at column(rows, group)[i * stride()].
   double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }

@@ -65,10 +65,10 @@ void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& 
                  BackwardWork<Element, Real>{logits, in, grad_logprobs, grad_entropy, gradient});
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                    \
-  template int64_t token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, int);          \
-  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*, \
-                                        Rows<Element>, int);
+#define MAXRL_INSTANTIATE(Element, Real)                                                                                      \
+  template int64_t token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, int);                            \
+  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*, Rows<Element>, \
+                                        int);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, float)

@@ -33,7 +33,8 @@ struct TokenLossWork {
         if (row_gradient) std::fill_n(row_gradient, in.rows.vocab_size, Element{});
         continue;
       }
-      SoftmaxRow<Vectors, Element> row(logits.of(t), in.rows.vocab_size, in.rows.targets[t], in.rows.temperature_of(t), scratch);
+      SoftmaxRow<Vectors, Element> row(logits.of(t), in.rows.vocab_size, in.rows.targets[t], in.rows.temperature_of(t),
+                                       scratch);
       const Softmax softmax = row.statistics();
       const RowGrads grads = evaluate_row(in, terms, t, plan, softmax, sums);
       if (row_gradient) row.write_gradient(softmax, grads, row_gradient);
@@ -45,8 +46,8 @@ struct TokenLossWork {
 }  // namespace
 
 template <typename Element, typename Real>
-int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
-                   Rows<Element> gradient, double* sums, int num_threads) {
+int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
+                   double* sums, int num_threads) {
   for (int64_t t = 0; t < in.rows.num_tokens; ++t)
     if (!in.rows.is_target_valid(t) && (!in.mask || in.mask[t])) return t;
   if (gradient.data && gradient.data != logits.data)
@@ -62,9 +63,8 @@ int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, 
   return -1;
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                              \
-  template int64_t token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, \
-                              double*, int);
+#define MAXRL_INSTANTIATE(Element, Real) \
+  template int64_t token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, double*, int);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, float)

@@ -2,8 +2,8 @@
 // existing keys and values once, in their own precision, whatever the length of the longest row.
 //
 // A block computes one row and one key/value head, with all query heads that share it. Several lanes of a warp form a slot and
-// share a key, 16 bytes per lane. Each slot has its own online softmax over every num_slots-th key, and at the end the slots are
-// merged.
+// share a key, 16 bytes per lane. Each slot has its own online softmax over every num_slots-th key, and at the end the slots
+// are merged.
 #include <algorithm>
 
 #include "../kernels.h"

@@ -2,7 +2,6 @@
 // their order and the number of threads do not matter. Compiled without fused multiply-add (CMakeLists.txt), so that a term is
 // the same number wherever it is computed.
 #include "../group_advantage.h"
-
 #include "../kernels.h"
 #include "launch.h"
 #include "reduce.cuh"
@@ -227,9 +226,7 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     rank_transform(values, static_cast<int>(n), tables.of(n), warps);
   else
     count_smaller(values, static_cast<int>(n));
-  const auto length_at = [&](int i) {
-    return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0;
-  };
+  const auto length_at = [&](int i) { return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0; };
   const Normaliser normalise = normaliser(
       f, n,
       [&](const auto& term) {
@@ -261,7 +258,7 @@ void group_advantage(const Reward* rewards, const Groups& groups, const int64_t*
          advantages, capacity);
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                              \
+#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                             \
   template void group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
                                 cudaStream_t);
 MAXRL_INSTANTIATE(float, float)

@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     const auto grad_at = [&](int64_t i) {
       const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
       return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) /
-                 *in.denominator + poison;
+                 *in.denominator +
+             poison;
     };
     const double first_q = grad_at(begin);
     double mean_q = 0.0, moment_q = 0.0;
@@ -57,8 +58,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     mean_q = first_q + warp_sum(mean_q) / n;
     moment_q = warp_sum(moment_q);
     for (int64_t i = begin + lane; i < end; i += kWarp)
-      in.gradient[i] =
-          static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
+      in.gradient[i] = static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
   }
   for (int i = 0; i < PacsSums::kSize; ++i) {
     sums[i] = warp_sum(sums[i]);

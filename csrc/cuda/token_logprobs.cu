@@ -26,7 +26,9 @@ struct BackwardWork {
 
   struct State {};
 
-  __device__ RowGrads grads(int64_t t) const { return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])}; }
+  __device__ RowGrads grads(int64_t t) const {
+    return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
+  }
   __device__ bool plan(State&, int64_t t) const {
     const RowGrads s = grads(t);
     return s.grad_logp != 0.0 || s.grad_entropy != 0.0;
@@ -70,10 +72,10 @@ void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const doubl
          scale);
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                             \
-  template void token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, cudaStream_t);             \
-  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*,        \
-                                        Rows<Element>, cudaStream_t);                                                \
+#define MAXRL_INSTANTIATE(Element, Real)                                                                                      \
+  template void token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, cudaStream_t);                      \
+  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*, Rows<Element>, \
+                                        cudaStream_t);                                                                        \
   template void scale<Element, Real>(Rows<Element>, int64_t, int64_t, const double*, cudaStream_t);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)

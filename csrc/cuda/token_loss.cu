@@ -36,15 +36,15 @@ struct LossWork {
 }  // namespace
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms,
-                Rows<Element> gradient, double* workspace, cudaStream_t stream) {
+void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
+                double* workspace, cudaStream_t stream) {
   if (in.rows.num_tokens == 0) return;  // the workspace is 0 already
   launch_rows<Element, Real>(logits, in.rows, gradient, LossWork<Real>{in, terms, workspace}, stream);
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                           \
-  template void token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, \
-                           double*, cudaStream_t);
+#define MAXRL_INSTANTIATE(Element, Real)                                                                                \
+  template void token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, double*, \
+                           cudaStream_t);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, float)

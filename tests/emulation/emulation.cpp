@@ -1,14 +1,15 @@
 // The fibers, the barriers and the device behind include/cuda_runtime.h.
-#include <csetjmp>
+#include <ucontext.h>
+
 #include <chrono>
 #include <condition_variable>
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <ucontext.h>
 #include <vector>
 
 #include "cuda_pipeline_primitives.h"

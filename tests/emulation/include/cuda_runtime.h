@@ -1,10 +1,10 @@
 // Emulates the parts of CUDA that csrc/cuda/ uses on a CPU, so that the kernels can be tested on any machine.
 //
 // Every thread of a block is a fiber that runs until a barrier or an exchange within its warp; then the next fiber runs. With
-// MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that depends on the order shows a missing barrier. The blocks
-// of a cluster are threads of the operating system, each with its own shared memory; clusters run one after the other. If not
-// all threads reach a barrier, or a thread writes behind the requested shared memory, the process ends with a message. Not
-// emulated: the memory model (other threads see every write at once), speed, and the rounding of 2^x on the hardware.
+// MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that depends on the order shows a missing barrier. The
+// blocks of a cluster are threads of the operating system, each with its own shared memory; clusters run one after the other.
+// If not all threads reach a barrier, or a thread writes behind the requested shared memory, the process ends with a message.
+// Not emulated: the memory model (other threads see every write at once), speed, and the rounding of 2^x on the hardware.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -45,7 +45,7 @@ unsigned cluster_rank();
 void sync_block();
 void sync_cluster();
 uint64_t exchange(uint64_t value, int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
-void* of_rank(void* mine, unsigned rank);          // the same shared variable of another block of the cluster
+void* of_rank(void* mine, unsigned rank);  // the same shared variable of another block of the cluster
 void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, const std::function<void()>& kernel);
 
 template <typename T>

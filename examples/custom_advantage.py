@@ -1,7 +1,7 @@
 """A group advantage of your own, in the operators and in the trainer:
 
-    python examples/custom_advantage.py
-    python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_right
+python examples/custom_advantage.py
+python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_right
 """
 
 import torch

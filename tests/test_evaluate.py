@@ -275,7 +275,10 @@ REFUSALS = {
     "all confidence": (("{run}", "--confidence", "1"), "confidence must be above 0 and below 1, got 1.0"),
     "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got 7"),
     "k of none": (("{run}", "--k", "0"), "k must be from 1 to the 6 samples, got 0"),
-    "greedy samples": (("{run}", "--temperature", "0"), "at temperature 0 all samples are the same: samples must be 1, got 6"),
+    "greedy samples": (
+        ("{run}", "--temperature", "0"),
+        "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",
+    ),
     "cold": (("{run}", "--temperature", "-1"), "temperature must be a finite number above 0, got -1.0"),
     "no top-p": (("{run}", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
     "a negative seed": (("{run}", "--seed", "-1"), "seed must be in [0, 2^63), got -1"),
@@ -334,8 +337,8 @@ def test_more_prompts_than_are_held_out_are_refused(trained, tmp_path, capsys, m
     [
         (lambda results: results.pop("per_prompt"), "lacks 'per_prompt'"),
         (lambda results: results["settings"].pop("top_p"), "lacks 'top_p'"),
-        (lambda results: results["per_prompt"].update(num_correct=[7] * 7), "counts from 0 to 6"),
-        (lambda results: results["per_prompt"].update(num_correct=[]), "counts from 0 to 6"),
+        (lambda results: results["per_prompt"].update(num_correct=[7] * 7), "a count from 0 to 6"),
+        (lambda results: results["per_prompt"].update(num_correct=[]), "a count from 0 to 6"),
         (lambda results: results["per_prompt"].update(num_correct="many"), "must be the folder of a finished evaluation"),
         (lambda results: results["settings"].update(prompts_sha256="0"), "it differs in the prompts themselves"),
         (lambda results: results.update(truncated="some"), "truncated must be a number, got 'some'"),

@@ -30,7 +30,10 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
         return _PACS_OPTIONS[name]
     row = ESTIMATORS[name]
     sizes = {} if row.size is None else {row.size.name: DEFAULT_K if row.size.name == "k" else num_rollouts - 1}
-    return sizes | dict(row.options)
+    options = dict(row.options)
+    if options.get("ddof") is not None:
+        options["ddof"] = int(options["ddof"])  # type: ignore[arg-type]  # an integer among the options of a run
+    return sizes | options
 
 
 def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from maxrl_fast.config.options import OptimizerOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.training.learner import frozen_copy, make_optimizer
+from maxrl_fast.training.learner import frozen_copy
+from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
@@ -39,7 +39,9 @@ def test_new_adapters_change_nothing_and_only_they_are_trained():
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 2
     assert all(name.endswith(("q_proj.lora_a", "q_proj.lora_b", "down_proj.lora_a", "down_proj.lora_b")) for name in trained)
-    optimized = sum(p.numel() for group in make_optimizer(model, OptimizerOptions()).param_groups for p in group["params"])
+    optimized = sum(
+        p.numel() for group in make_optimizer(model, beta2=0.99, weight_decay=0.01).param_groups for p in group["params"]
+    )
     assert optimized == 2 * (3 * (32 + 32) + 3 * (48 + 32))
 
 

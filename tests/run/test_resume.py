@@ -275,13 +275,13 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_pa
     ("flags", "code", "message"),
     [
         ("--lr 0.5", 2, "trained with other options (lr: 0.0003 before, 0.5 now); --allow-changes"),
-        ("--seed 1 --beta1 0.5", 2, "(beta1: 0.9 before, 0.5 now; seed: 0 before, 1 now)"),
+        ("--seed 1 --beta2 0.5", 2, "(beta2: 0.99 before, 0.5 now; seed: 0 before, 1 now)"),
         ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine ends elsewhere
         ("--steps 8 --allow-changes", 0, "resumes with other options (steps: 6 before, 8 now)"),
         ("--steps 3 --allow-changes", 2, "--steps must be at least 6, the number of steps done, got 3"),
         ("--token-budget 100", 0, "will not be bitwise identical (token_budget: 4096 before, 100 now)"),
         ("--eval-prompts 4", 0, ""),
-        ("--out elsewhere", 2, "--resume goes on in its own folder"),
+        ("--out elsewhere", 2, "--resume writes into the run's own folder"),
         ("--lora-rank 3 --allow-changes", 2, "has another shape (lora_rank: 0 before, 3 now), which cannot change on resuming"),
         ("--layers 3 --allow-changes", 2, "has another shape (layers: 2 before, 3 now)"),
     ],

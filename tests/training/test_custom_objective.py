@@ -1,0 +1,126 @@
+"""--objective FILE.py:FUNCTION: a user's own advantage in the trainer, checked before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.config.checks import check, objective_of
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.learner import Learner
+from tests.batches import collected, make_prompts
+from tests.test_train import base, read
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
+FUNCTIONS = """
+import torch
+
+def maxpo(rewards, k):
+    from maxrl_fast import ops
+    return ops.maxpo_advantage(rewards, k)
+
+def all_inputs(rewards, k, lengths, logprobs, valid, prompts):
+    assert lengths.shape == logprobs.shape == valid.shape == rewards.shape and len(prompts) == len(rewards)
+    return rewards - rewards.mean(1, keepdim=True)
+
+def flat(rewards):
+    return rewards.flatten()
+
+def integers(rewards):
+    return rewards.long()
+
+def divides_by_zero(rewards):
+    return rewards / rewards.sum(1, keepdim=True)
+
+def fails(rewards):
+    raise KeyError("no idea")
+
+def asks(rewards, temperature):
+    return rewards
+
+def raw(rewards):
+    return rewards * 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def test_it_trains_as_the_estimator_that_it_calls(file, tmp_path):
+    for name, objective in (("own", f"{file}:maxpo"), ("theirs", "maxpo")):
+        assert train.main([*base(), "--objective", objective, "--k", "2", "--out", str(tmp_path / name)]) == 0
+    own, theirs = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in ("own", "theirs"))
+    assert own == theirs
+    options = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert (options["objective"], options["k"], options["loss"], options["aggregation"]) == (
+        f"{file}:maxpo",
+        2,
+        "ppo",
+        "token_mean",
+    )
+    assert train.main(["--resume", str(tmp_path / "own")]) == 0
+
+
+def test_it_gets_what_it_asks_for(file, tmp_path, monkeypatch):
+    seen, update = [], Learner.update
+
+    def spy(self, samples, advantages, sequences, *, when, lr):
+        seen.append((when, samples, advantages.clone()))
+        return update(self, samples, advantages, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    flags = ["--objective", f"{file}:all_inputs", "--steps", "1", "--out", str(tmp_path / "run")]
+    assert train.main([*base(), *flags]) == 0
+    when, samples, advantages = seen[-1]
+    assert when == "step 1"
+    expected = samples.rewards - samples.rewards.mean(1, keepdim=True)
+    assert torch.equal(advantages, expected.flatten())
+
+
+def test_samples_without_a_reward_have_no_advantage(file):
+    objective = objective_of(parse(["--objective", f"{file}:raw"]))
+    rewards, valid = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, True]])
+    samples = collected(Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6)), rewards * valid, valid)
+    objective.begin(samples, None)
+    assert objective.advantages(samples.with_reward).tolist() == [1, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("flat", r"flat must return a floating tensor of shape \(4, 16\)"),
+        ("integers", "integers must return a floating tensor .* got torch.int64"),
+        ("divides_by_zero", "divides_by_zero must return finite advantages, got .*nan.* for group 2"),
+        ("fails", "fails fails on a small example: KeyError: 'no idea'"),
+        ("asks", "asks may ask for k, lengths, logprobs, valid, prompts beside the rewards, got the parameter temperature"),
+        ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_work(file, function, message):
+    with pytest.raises(InputError, match=message):
+        check(parse(["--objective", f"{file}:{function}"]))
+
+
+def test_other_mistakes(file, tmp_path):
+    with pytest.raises(InputError, match=r"there is no file nowhere\.py"):
+        check(parse(["--objective", "nowhere.py:f"]))
+    with pytest.raises(InputError, match="raw takes no k"):
+        check(parse(["--objective", f"{file}:raw", "--k", "3"]))
+    with pytest.raises(
+        InputError, match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw learns"
+    ):
+        check(parse(["--objective", f"{file}:raw", "--dynamic-sampling", "2"]))
+
+
+def test_the_example_trains(tmp_path):
+    flags = ["--objective", f"{EXAMPLE}:short_and_right", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert train.main([*base(), *flags]) == 0
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]

@@ -43,9 +43,8 @@ check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> dict[str, Any]:
     """Return the arguments of token_loss and token_loss_ beside the logits, by name."""
-    tensors = {name: getattr(batch, name) for name in TokenBatch.__dataclass_fields__ if name != "temperature"}
     temperatures, temperature = split_temperature(batch.temperature)
-    return {**tensors, "temperatures": temperatures, "temperature": temperature, **vars(terms)}
+    return {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:

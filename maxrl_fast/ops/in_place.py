@@ -8,7 +8,7 @@ from torch import Tensor
 from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
-def overwrite(logits: Tensor, arguments: dict[str, Any]) -> Tensor:
+def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Return the LossSums [9] of `token_loss_`, differentiable; the logits are overwritten with their gradient.
 
     If an earlier operation saved the logits for its own backward pass, autograd sees that their version has changed, and raises
@@ -43,10 +43,10 @@ class _Gradient:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: dict[str, Any]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: tuple[Any, ...]) -> Tensor:
         ctx.gradient = gradient
         assert gradient.values is not None
-        sums: Tensor = token_loss_(gradient.values, **arguments)
+        sums: Tensor = token_loss_(gradient.values, *arguments)
         torch.autograd.graph.increment_version(logits)
         return sums
 

@@ -212,10 +212,10 @@ class _LinearLoss(torch.autograd.Function):
         for start, stop, logits in chunks:
             arguments = loss_arguments(batch.rows(start, stop), terms)
             if needs_hidden or needs_weight:
-                sums += kernels.token_loss_(logits, **arguments)
+                sums += kernels.token_loss_(logits, *arguments)
                 chunks.backward(start, stop, logits)
             else:
-                sums += kernels.token_loss(logits, **arguments, needs_gradient=False)[0]
+                sums += kernels.token_loss(logits, *arguments, False)[0]
         chunks.buffer = logits = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
         grad_weight = None if chunks.grad_weight is None else chunks.grad_weight.to(weight.dtype)
         ctx.save_for_backward(chunks.grad_hidden, grad_weight)

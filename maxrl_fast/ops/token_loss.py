@@ -160,7 +160,7 @@ def policy_gradient_loss(
     if in_place and needs_gradient:
         sums = overwrite(logits, arguments)
     else:
-        sums, _ = kernels.token_loss(_rows(logits), **arguments, needs_gradient=needs_gradient)
+        sums, _ = kernels.token_loss(_rows(logits), *arguments, needs_gradient)
     return loss_and_metrics(sums, logits)
 
 

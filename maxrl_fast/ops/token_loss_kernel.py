@@ -41,11 +41,11 @@ check_fields("LossSums", LossSums._fields)
 check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
 
 
-def loss_arguments(batch: TokenBatch, terms: LossTerms) -> dict[str, Any]:
-    """Return the arguments of token_loss and token_loss_ beside the logits, by name."""
-    tensors = {name: getattr(batch, name) for name in TokenBatch.__dataclass_fields__ if name != "temperature"}
+def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
+    """Return the arguments of token_loss and token_loss_ behind the logits, by name in the order of their schema."""
     temperatures, temperature = split_temperature(batch.temperature)
-    return {**tensors, "temperatures": temperatures, "temperature": temperature, **vars(terms)}
+    named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
+    return tuple([named[name] for name in _LOSS_ARGUMENTS])
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -297,6 +297,9 @@ def _(
     entropy_coef: float,
 ) -> Tensor:
     return logits.new_empty(NUM_SUMS, dtype=torch.float64)
+
+
+_LOSS_ARGUMENTS = tuple(argument.name for argument in token_loss_._schema.arguments)[1:]
 
 
 def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:

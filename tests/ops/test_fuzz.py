@@ -1,6 +1,6 @@
 """Every op with valid arguments, in any layout, and with invalid ones: the right value, or an error that explains itself.
 
-The right values are those of tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py for the
+The right values come from tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py for the
 same numbers. tests/fuzzing.py says how to draw more examples.
 """
 

@@ -156,9 +156,9 @@ def test_the_operators_are_what_their_schemas_say():
     logits, ops = HIDDEN @ WEIGHT.T, torch.ops.maxrl_fast
     arguments = loss_arguments(batch, options)
     rows = (logits.clone().requires_grad_(), batch.targets, None, 0.7)
-    torch.library.opcheck(ops.token_loss.default, (logits.clone().requires_grad_(),), arguments | {"needs_gradient": True})
-    torch.library.opcheck(ops.token_loss.default, (logits,), arguments | {"needs_gradient": False})
-    torch.library.opcheck(ops.token_loss_.default, (logits.clone(),), arguments)
+    torch.library.opcheck(ops.token_loss.default, (logits.clone().requires_grad_(), *arguments, True))
+    torch.library.opcheck(ops.token_loss.default, (logits, *arguments, False))
+    torch.library.opcheck(ops.token_loss_.default, (logits.clone(), *arguments))
     torch.library.opcheck(ops.token_logprobs.default, rows)
     slopes = (torch.rand(T), torch.rand(T))
     torch.library.opcheck(ops.token_logprobs_backward.default, (logits, batch.targets, None, 0.7, *slopes))

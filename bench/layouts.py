@@ -68,7 +68,7 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 def loss_of(hidden: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
     """Return the loss from hidden states and the output matrix, without its metrics."""
-    return linear_policy_gradient_loss(hidden, weight, **arguments)[0]
+    return linear_policy_gradient_loss(hidden, weight, advantages_per_token=False, **arguments)[0]
 
 
 def update_flops(config: DecoderConfig, batch: MicroBatch) -> int:

@@ -27,7 +27,7 @@ class Changes:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Return how the options of a resumed run differ from those of the run before."""
+    """Return the options whose values changed between a run and its resumption."""
     differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
     if now["lr_schedule"] == "constant" and "steps" in differing:
         differing.remove("steps")  # otherwise the learning rate depends on the number of steps

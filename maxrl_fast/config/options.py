@@ -35,7 +35,7 @@ class ObjectiveOptions:
     quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Quantile of the group's rewards that is the baseline of qae."""
     penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
-    """Share of the reward that the likeliest rollout loses in unlikeliness."""
+    """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
     correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of correct rollouts in w_reinforce."""
     false_positive_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
@@ -117,7 +117,7 @@ class RolloutOptions:
     max_new_tokens: Annotated[int | None, unset("INT", "the task's; 32 for 9x9 mazes")] = None
     """Response limit, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature, also that of the loss."""
+    """Temperature of the sampling and of the loss."""
     top_p: float = 1.0
     """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
@@ -137,7 +137,7 @@ class WarmStartOptions:
     """Solutions per step."""
     sft_lr: float = 2e-3
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
-    sft_beta2: Annotated[float | None, unset("FLOAT", "that of --beta2")] = None
+    sft_beta2: Annotated[float | None, unset("FLOAT", "--beta2")] = None
     """Decay of the second moment."""
 
 

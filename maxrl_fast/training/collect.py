@@ -111,7 +111,7 @@ class RolloutCollector:
             sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
-        scorer.take_answers()  # forget those of an evaluation, or of greedy responses
+        scorer.take_answers()  # forget the answers of an evaluation, or of greedy responses
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
         answers.update(scorer.take_answers())
@@ -187,7 +187,7 @@ def _joined(batches: list[Collected]) -> Collected:
 
 
 def _chosen(whole: Collected, groups: Tensor, num_rollouts: int) -> Collected:
-    """Return some of the groups; `sampled_rewards` stay those of all groups."""
+    """Return some of the groups; `sampled_rewards` keep all groups."""
     sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)).flatten()
     return replace(
         whole,

@@ -133,7 +133,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for parameter in (p for p in self.model.parameters() if p.requires_grad):
-            # Zeros, not None: where no sample has a gradient, the step is still that of a zero gradient.
+            # Zeros, not None: where no sample has a gradient, the optimizer still takes a step with a zero gradient.
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         # Bitwise identical on all ranks, which must agree on the samples that have a gradient.
         advantages, sequences = self.ranks.from_first(advantages.clone()), sequences.to(advantages.device)

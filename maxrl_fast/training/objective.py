@@ -16,7 +16,7 @@ class Needs:
     reference: bool = False  # a frozen copy of the policy as it was when reinforcement learning began
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
-    logprob_passes: int = 0  # forward passes over a step's samples, beside those of the loss
+    logprob_passes: int = 0  # forward passes over a step's samples, beside the passes of the loss
 
 
 class Objective(Protocol):
@@ -49,8 +49,10 @@ class Objective(Protocol):
         """Take a step's samples and rewards, before the first update on them."""
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples for an update on `sequences`, samples of whole groups that have a reward;
-        those of samples that no update has met yet may be 0."""
+        """Return the advantages [S] of all samples, for an update on `sequences`, the samples of whole groups that have a reward.
+
+        Samples that no update has used yet may have the advantage 0.
+        """
 
     def end(self) -> dict[str, float]:
         """Return the objective's own metrics of the step, after its last update."""

@@ -1,6 +1,6 @@
-"""From rollouts to packed micro-batches in which a prompt stands once for all its responses.
+"""From rollouts to packed micro-batches in which each prompt appears once for all its responses.
 
-All indices are worked out on the host, where the lengths are brought once a step; only the finished ones go to the device.
+All indices are computed on the host, which gets the lengths once per step; only the finished indices go to the device.
 """
 
 import heapq
@@ -17,17 +17,17 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The stream a model reads and the targets it is judged on.
+    """The packed tokens that the model reads, and the targets of its predictions.
 
-    The stream is prompts, each followed at the end of the stream by its responses without their last token, which predicts
-    nothing; where sharing would not pay, a prompt and its response stand together in the first part. A response's first
-    token is predicted by its prompt's last position, every other by the token before it.
+    First come the prompts, then the responses to them, without their last token, which predicts nothing. Where sharing a prompt
+    would cost more than repeating it, prompt and response stand together in the first part. The last position of the prompt
+    predicts the first token of a response; every other token is predicted by the token before it.
     """
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64
     layout: SharedPromptLayout
-    rows: Tensor  # [R] int64, the stream positions that predict something
+    rows: Tensor  # [R] int64, the positions that predict a target
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64, of the targets
@@ -37,14 +37,14 @@ class MicroBatch:
     target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
 
 
-_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # products a machine does in the time in which it moves one number
+_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time in which one number is moved
 
 
 def merge_cost(config: DecoderConfig, device: torch.device) -> float:
-    """What merging costs a response's token, in passes of a token through the model, forward and backward.
+    """Return the cost of merging two attention calls per response token, in forward and backward passes of a token.
 
-    Counted: about 12 numbers moved for every number of a query (the second call's query, output and gradients, the merge of
-    outputs and the sum of gradients), against 6 operations for every weight of a layer.
+    The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge of
+    the outputs and the sum of the gradients), against 6 operations for every weight of a layer.
     """
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -58,7 +58,7 @@ class Packer:
 
     Args:
         advantages: [S] of all rollouts.
-        merge_cost: of `merge_cost`; 0: every prompt is shared that more than one response has.
+        merge_cost: from `merge_cost`; 0: every prompt with more than one response is shared.
     """
 
     prompts: Prompts
@@ -73,16 +73,16 @@ class Packer:
 
     @cached_property
     def _cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Of prompts and responses, on the host."""
+        """Return cu_seqlens of the prompts and of the responses, on the host."""
         return self.prompts.cu_seqlens.cpu(), self.rollouts.cu_seqlens.cpu()
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """Of all prompts, then of all responses."""
+        """Return the tokens of all prompts, then of all responses."""
         return torch.cat([self.prompts.tokens, self.rollouts.tokens])
 
     def pack(self, sequences: Tensor) -> MicroBatch:
-        """The chosen rollouts, `sequences` [S] in ascending order, on the host."""
+        """Return the micro-batch of the chosen rollouts, `sequences` [S] in ascending order, on the host."""
         device = self.rollouts.tokens.device
         prompt_cu, response_cu = self._cu_seqlens
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
@@ -90,16 +90,16 @@ class Packer:
         inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
         is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
 
-        # The first part's runs: a whole sequence each, or a prompt for all responses that share it.
+        # The first part consists of runs: each is a whole sequence, or a prompt for all responses that share it.
         is_first = torch.ones_like(group, dtype=torch.bool)
         is_first[1:] = group[1:] != group[:-1]
         starts_run = is_whole | is_first
-        run = starts_run.cumsum(0) - 1  # [S] that each response is in or answers
+        run = starts_run.cumsum(0) - 1  # [S] the run that each response is in, or whose prompt it answers
         beside = torch.where(is_whole, inputs, 0)[starts_run]  # response tokens in each run
         run_lengths = prompt_lengths[group][starts_run] + beside
         shared = inputs[~is_whole]
 
-        # The stream in pieces: of each run the prompt and the response beside it, then the responses that share.
+        # The pieces of the stream: the prompt of each run and the response in it, then the responses that share a prompt.
         response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
         prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
 
@@ -110,7 +110,7 @@ class Packer:
         index = ranges(pieces(prompt_starts, response_starts), piece_lengths)
         positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
 
-        # Target t of a response follows its token t - 1, the first one its prompt's last.
+        # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its first token.
         run_starts = cumulative(run_lengths)
         input_starts = run_starts[run] + prompt_ends
         input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
@@ -137,16 +137,16 @@ class Packer:
         )
 
     def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
-        """Whether a group's prompt [G] had better be read again with each response than merged into their attention."""
+        """Return for which groups [G] repeating the prompt with each response is cheaper than merging it into their attention."""
         num_responses, num_inputs = (
             torch.zeros_like(prompt_lengths).index_add(0, group, x) for x in (torch.ones_like(group), inputs)
         )
         return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
-        """The chosen sequences, ascending, as micro-batches of at most `token_budget` tokens, or of one response with more.
+        """Split the chosen sequences, ascending, into micro-batches of at most `token_budget` tokens, or of one longer response.
 
-        Prompts count once; those that are cheaper repeated come on top, a fraction of merge_cost of the tokens at most.
+        Each prompt counts once, although `pack` repeats some: they add at most the fraction merge_cost of the tokens.
         """
         prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
         parts: list[list[int]] = []
@@ -163,13 +163,13 @@ class Packer:
         return [torch.tensor(part) for part in parts]
 
     def shortest(self, sequences: Tensor) -> Tensor:
-        """Of the chosen sequences the one [1] with the fewest tokens, its prompt's included."""
+        """Return the chosen sequence [1] that has the fewest tokens together with its prompt."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
         tokens = prompt_lengths[sequences // self.num_rollouts] + lengths[sequences]
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
-        """The chosen sequences dealt out to ranks, group by group, so that all have about as many tokens to compute."""
+        """Divide the chosen sequences among the ranks, group by group, so that all have about the same number of tokens."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
         tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])

@@ -1,6 +1,6 @@
 """PACS in the trainer: advantages that make the learner's REINFORCE loss the loss of PACS.
 
-That loss is a function of the groups' reward proxies r_i = beta sum_t (logp_t - ref_t), so its gradient is that of
+The loss of PACS is a function of the groups' reward proxies r_i = beta sum_t (logp_t - ref_t), so it has the same gradient as
 -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, and are computed anew for every
 update, from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
 """

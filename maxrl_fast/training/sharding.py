@@ -12,8 +12,11 @@ from maxrl_fast.model.decoder import Decoder
 
 
 def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device) -> bool:
-    """What an option --sharding comes to, the same on all ranks: "auto" is "full" where float32 weights, gradients and
-    moments of what is trained, and the rollout engine's copy, would take more than half of some rank's GPU."""
+    """Return whether --sharding means sharded weights, the same on all ranks.
+
+    "auto" means "full" where the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy
+    would take more than half of some rank's GPU.
+    """
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
@@ -24,11 +27,11 @@ def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device
 
 
 def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
-    """The module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
+    """Return the module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
 
     Args:
-        model, reference: on their device, equal on all ranks. Sharded, they are so in place.
-        dtype: of the computation, in which sharded weights are gathered.
+        model, reference: on their device, equal on all ranks; sharded in place where `sharded`.
+        dtype: of the computation; sharded weights are gathered in it.
     """
     if ranks.size == 1:
         return model
@@ -41,7 +44,7 @@ def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: t
 
 
 def shard(model: Decoder, dtype: torch.dtype) -> None:
-    """Divide every weight among the ranks, in place; a layer's are gathered while it computes (FSDP2)."""
+    """Shard every weight over the ranks, in place; the weights of a layer are gathered while it computes (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh  # here: they take most of a second to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -52,12 +55,12 @@ def shard(model: Decoder, dtype: torch.dtype) -> None:
     )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # By default what no layer holds would stay whole after a forward pass without a backward one, and hide its sharded self.
+    # By default the weights outside the layers would stay gathered after a forward pass without a backward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
 def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Passes inside add to this rank's gradients, without those of the others."""
+    """Accumulate gradients on this rank inside, without exchanging them with other ranks."""
     if isinstance(module, DistributedDataParallel):
         return module.no_sync()
     return contextlib.nullcontext()

@@ -8,19 +8,23 @@ from dataclasses import dataclass
 
 @dataclass
 class Lap:
+    """The time that one stage took."""
+
     seconds: float = 0.0
 
 
 class Stopwatch:
-    """Wall time by stage, that of a stage inside another counted once, and how long the present one has shown no progress.
+    """Measures wall time by stage, and how long the current stage has shown no progress.
+
+    The time of a stage inside another one counts for the inner stage alone.
 
     Args:
-        seconds: by stage, of the run so far.
+        seconds: by stage, of the run so far; updated in place.
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
         self.seconds = seconds if seconds is not None else {}
-        self._inside, self._depth = 0.0, 0  # seconds of the stages inside the present one; how many there are around
+        self._inside, self._depth = 0.0, 0  # seconds of the stages inside the current one; how many enclose it
         self._now = ("the start", time.monotonic())  # replaced whole: the watchdog reads it from another thread
 
     @contextmanager
@@ -38,10 +42,10 @@ class Stopwatch:
             self._inside, self._depth = before + lap.seconds, self._depth - 1
 
     def beat(self) -> None:
-        """The present stage has made progress."""
+        """Note that the current stage has made progress."""
         self._now = (self._now[0], time.monotonic())
 
     def silence(self) -> tuple[str, float]:
-        """The present stage, and the seconds since it began or last made progress."""
+        """Return the current stage, and the seconds since it began or last made progress."""
         stage, since = self._now
         return stage, time.monotonic() - since

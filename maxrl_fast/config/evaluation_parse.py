@@ -30,7 +30,7 @@ from maxrl_fast.tasks import Task
 
 @dataclass(frozen=True)
 class Source:
-    """Where a policy's weights are."""
+    """The location of a policy's weights."""
 
     checkpoint: Path  # a Hugging Face directory, absolute, links followed
     name: str  # for tables and file names
@@ -38,7 +38,7 @@ class Source:
 
 
 def find_source(path: Path, flag: str = "CHECKPOINT") -> Source:
-    """The checkpoint that a user's path means.
+    """Return the checkpoint that a user's path means.
 
     Raises:
         InputError: where it is neither a checkpoint directory nor the folder of a run with one.
@@ -59,7 +59,7 @@ def find_source(path: Path, flag: str = "CHECKPOINT") -> Source:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether it holds the config.json of a run, not of a model."""
+    """Return whether a folder holds the config.json of a run, not of a model."""
     try:
         options = read_json(folder / "config.json")
     except InputError:
@@ -158,14 +158,14 @@ def resolve(config: EvaluationConfig, source: Source, task: Task) -> ResolvedEva
 
 
 def free_folder(out: Path | None, name: str) -> Path:
-    """Where results go: --out, or a folder named after what is evaluated and the time.
+    """Return the folder of the results: --out, or one named after the policy and the time.
 
     Raises:
         InputError: where it holds something.
     """
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        # What a stopped evaluation leaves is not in the way.
+        # The files that a stopped evaluation leaves behind are overwritten.
         is_free = not out.exists() or (out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()))
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error

@@ -16,8 +16,8 @@ from maxrl_fast.config import options
 _HEAD = """# Options
 
 `python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py`;
-`python -m maxrl_fast.train --help` prints the options that the default job takes. `--task chain --help` prints the options of that
-task, and `--objective pacs --help` the options of that objective; other tasks and objectives refuse them.
+`python -m maxrl_fast.train --help` prints the options that the default job takes. `--task chain --help` prints the options of
+that task, and `--objective pacs --help` the options of that objective; other tasks and objectives refuse them.
 
 Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`
 is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand at the top of the file, without tables. A flag

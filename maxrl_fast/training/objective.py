@@ -49,7 +49,7 @@ class Objective(Protocol):
         """Take a step's samples and rewards, before the first update on them."""
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples, for an update on `sequences`, the samples of whole groups that have a reward.
+        """Return the advantages [S] of all samples, for an update on `sequences`: samples of whole groups, with a reward.
 
         Samples that no update has used yet may have the advantage 0.
         """

@@ -19,9 +19,9 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 class MicroBatch:
     """The packed tokens that the model reads, and the targets of its predictions.
 
-    First come the prompts, then the responses to them, without their last token, which predicts nothing. Where sharing a prompt
-    would cost more than repeating it, prompt and response stand together in the first part. The last position of the prompt
-    predicts the first token of a response; every other token is predicted by the token before it.
+    First come the prompts, then the responses to them, without their last token, which predicts nothing. Where sharing a
+    prompt would cost more than repeating it, prompt and response stand together in the first part. The last position of the
+    prompt predicts the first token of a response; every other token is predicted by the token before it.
     """
 
     tokens: Tensor  # [U] int64
@@ -43,8 +43,8 @@ _FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time in wh
 def merge_cost(config: DecoderConfig, device: torch.device) -> float:
     """Return the cost of merging two attention calls per response token, in forward and backward passes of a token.
 
-    The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge of
-    the outputs and the sum of the gradients), against 6 operations for every weight of a layer.
+    The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge
+    of the outputs and the sum of the gradients), against 6 operations for every weight of a layer.
     """
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -137,14 +137,14 @@ class Packer:
         )
 
     def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
-        """Return for which groups [G] repeating the prompt with each response is cheaper than merging it into their attention."""
+        """Return for which groups [G] repeating the prompt with each response is cheaper than sharing it."""
         num_responses, num_inputs = (
             torch.zeros_like(prompt_lengths).index_add(0, group, x) for x in (torch.ones_like(group), inputs)
         )
         return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
-        """Split the chosen sequences, ascending, into micro-batches of at most `token_budget` tokens, or of one longer response.
+        """Split sequences, ascending, into micro-batches of at most `token_budget` tokens, or of one longer response.
 
         Each prompt counts once, although `pack` repeats some: they add at most the fraction merge_cost of the tokens.
         """

@@ -68,7 +68,7 @@ class TaskOptions:
     data: Annotated[Path | None, unset("FILE", "none")] = None
     """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments of the reward function."""
     test_data: Annotated[Path | None, unset("FILE", "none, a tenth of --data")] = None
-    """The same, of held-out prompts."""
+    """JSON Lines or Parquet file of held-out prompts."""
     hub: Annotated[str | None, unset("NAME[:CONFIG]", "the task's")] = None
     """Data set of the Hugging Face hub in place of --data; its train split is used."""
     prompt_key: Annotated[str | None, unset("STR", "prompt; question for gsm8k, problem for math")] = None
@@ -93,7 +93,7 @@ class RewardOptions:
     reward_threshold: Annotated[float | None, unset("FLOAT", "none")] = None
     """Rewards above this become 1, all others 0."""
     reward_workers: int = 2
-    """Processes that run the function."""
+    """Number of processes that run the function."""
     reward_seconds: float = 5.0
     """Longest time of one call in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
@@ -132,13 +132,13 @@ class WarmStartOptions:
     """Supervised learning on solutions, before reinforcement learning."""
 
     sft_steps: Annotated[int | None, unset("INT", "100; 0 with --model")] = None
-    """Steps."""
+    """Number of steps of supervised learning; 0: none."""
     sft_batch: int = 32
     """Solutions per step."""
     sft_lr: float = 2e-3
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
     sft_beta2: Annotated[float | None, unset("FLOAT", "--beta2")] = None
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment in the warm start."""
 
 
 @dataclass(frozen=True)
@@ -146,25 +146,25 @@ class OptimizerOptions:
     """Reinforcement learning updates (AdamW, float32 weights and moments)."""
 
     steps: int = 90
-    """Steps."""
+    """Number of reinforcement learning steps."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine"] = "cosine"
-    """After the warm-up: constant, or a cosine to a tenth."""
+    """Learning rate after the warm-up: constant, or a cosine to a tenth of the peak."""
     warmup_steps: int = 25
     """Steps of linear warm-up, while the second moments settle: with few, an early large gradient undoes the warm start."""
     updates_per_step: int = 1
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, of matrices only."""
+    """Decoupled weight decay, on matrices only."""
     beta2: float = 0.99
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment."""
     clip_grad: float = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: int = 4096
     """Token limit, prompts counted once, of one forward and backward pass; gradients of several passes add up."""
     checkpoint_activations: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again there: less memory, a third more work."""
+    """Keep only each layer's input for the backward pass and recompute the layer there: less memory, a third more work."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class LossOptions:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, per nat."""
     kl_coef: float = 0.0
-    """Coefficient of the divergence from the policy at the start, per nat."""
+    """Coefficient of the divergence from the reference policy, the policy when reinforcement learning begins, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+"] = "k3"
-    """Estimator of that divergence."""
+    """Estimator of the divergence from the reference policy."""
 
 
 @dataclass(frozen=True)
@@ -196,17 +196,17 @@ class ModelOptions:
     model: Annotated[Path | None, unset("DIR", "none, a new model")] = None
     """Hugging Face checkpoint directory to start from; the sizes below are then its own."""
     hidden_size: int = 128
-    """Width."""
+    """Size of the hidden states."""
     intermediate_size: int = 256
-    """Width of the feed-forward layers."""
+    """Size of the feed-forward layers."""
     layers: int = 4
-    """Layers."""
+    """Number of layers."""
     heads: int = 8
-    """Query heads; their size is hidden_size / heads."""
+    """Number of query heads; the size of a head is hidden_size / heads."""
     kv_heads: int = 4
-    """Key/value heads."""
+    """Number of key/value heads."""
     rope_theta: float = 100.0
-    """Base of the rotary embedding. Short prompts learn faster with a small one; the MaxRL paper has 1e6."""
+    """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL paper has 1e6."""
     lora_rank: int = 0
     """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the checkpoints; 0: off."""
     lora_alpha: float = 32.0
@@ -220,9 +220,9 @@ class EvaluationOptions:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: int = 0
-    """Steps between evaluations; 0: only before and after."""
+    """Steps between evaluations; 0: only before the first step and after the last."""
     eval_prompts: Annotated[int | None, unset("INT", "256, or all that are held out")] = None
-    """Held-out prompts."""
+    """Number of held-out prompts."""
     eval_samples: int = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: int = 0
@@ -241,22 +241,22 @@ class RunOptions:
     resume: Annotated[Path | None, unset("DIR", "none")] = None
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given."""
     allow_changes: bool = False
-    """Resume even if options that change what is computed differ from the run's."""
+    """Resume even if other options than the run's change what is computed."""
     config: Annotated[Path | None, unset("FILE", "none")] = None
-    """TOML file of options, its keys these flags' names (maze_size = 11); a flag overrides the file."""
+    """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides the file."""
     seed: int = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
-    moments are always float32."""
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and moments are always
+    float32."""
     compile: bool = False
-    """Fuse each layer's operations before and after attention by torch.compile, in training and, where PyTorch decodes, in
-    rollout; it takes a while at the first steps."""
+    """Fuse each layer's operations before and after attention by torch.compile, in training and in PyTorch's decoding. The
+    first steps take longer."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """Between processes of torchrun: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full where the
-    training state would take more than half of a GPU's memory."""
+    """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full
+    where the training state would take more than half of a GPU's memory."""
     threads: Annotated[int | None, unset("INT", "those this process may use")] = None
     """Number of CPU threads."""
     save_every: int = 50

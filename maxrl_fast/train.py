@@ -11,7 +11,7 @@ import torch
 from maxrl_fast.build import build_evaluator, build_policy, build_run_engine, build_scorer, build_task, build_trainer
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import describe_run, estimate
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
@@ -27,6 +27,7 @@ from maxrl_fast.run.resume import check_same, find_saved
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.supervise import close, supervise
+from maxrl_fast.tasks import Task
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(config)
         device = resolve_device(config.run.device)
         with ranks.connected(device) as watch:
-            return run(config, ranks, screen, device, watch)
+            task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
+            return run(resolve(config, task, ranks), task, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
     except StorageError:  # which `supervise` has said
@@ -58,14 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(parsed: Config, ranks: Ranks, screen: Screen, device: torch.device, watch: Watch | None) -> int:
-    """Build what a checked configuration asks for, and train.
+def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device: torch.device, watch: Watch | None) -> int:
+    """Build what a configuration asks for, and train.
 
     Raises:
-        InputError: where that shows the configuration to be wrong.
+        InputError: where building shows the configuration to be wrong.
     """
-    task = build_task(parsed.task, parsed.run.seed, parsed.model.model, parsed.reward.reward)
-    config = resolve(parsed, task, ranks)
     out = Path(ranks.text_from_first(str(config.run.out)))  # its name may hold the time
     config, is_resumed = config.replace(out=out), config.run.resume is not None
     torch.set_num_threads(config.run.threads)
@@ -99,9 +99,19 @@ def run(parsed: Config, ranks: Ranks, screen: Screen, device: torch.device, watc
             options = config.run
             checkpoints = Checkpoints(files, task, options.save_every, options.keep_checkpoints, ranks, stop, clock, saved)
             trainer, warm_start = build_trainer(config, task, engine, scorer, model, clock, ranks)
-            evaluator, every = build_evaluator(config, task, engine, scorer, ranks), config.evaluation
-            components = (trainer, warm_start, evaluator, checkpoints, files, progress, screen, clock, ranks)
-            loop = RunLoop(*components, eval_every=every.eval_every, diagnose_every=every.diagnose_every)
+            loop = RunLoop(
+                trainer,
+                warm_start,
+                build_evaluator(config, task, engine, scorer, ranks),
+                checkpoints,
+                files,
+                progress,
+                screen,
+                clock,
+                ranks,
+                config.evaluation.eval_every,
+                config.evaluation.diagnose_every,
+            )
             code = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
         return close(files, progress, clock, screen, code)
 

@@ -146,14 +146,14 @@ def build_engine(
     dtype: torch.dtype,
     *,
     max_new_tokens: int,
-    max_rows: int,
+    max_batch: int,
     kv_cache_gb: float | None = None,
     compiled: bool = False,
 ) -> Engine:
     """Return the rollout engine of this name, "native" or "vllm", with the model's weights.
 
     Args:
-        max_rows: responses that vLLM samples side by side.
+        max_batch: responses that vLLM samples side by side.
         kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
 
     Raises:
@@ -164,7 +164,7 @@ def build_engine(
     if name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
 
-        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_batch=min(max(max_rows, 256), MAX_BATCH[device.type]))
+        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_batch=min(max(max_batch, 256), MAX_BATCH[device.type]))
     engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
     engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
     return engine
@@ -179,7 +179,7 @@ def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task) -> Engi
         task,
         dtype_of(config),
         max_new_tokens=options.max_new_tokens,
-        max_rows=options.prompts * options.rollouts,
+        max_batch=options.prompts * options.rollouts,
         kv_cache_gb=options.kv_cache_gb,
         compiled=config.run.compile,
     )

@@ -177,7 +177,7 @@ def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: 
         task,
         getattr(torch, config.place.dtype),
         max_new_tokens=sampling.max_new_tokens,
-        max_rows=min(measure.prompts, _chunk(config)) * measure.samples,
+        max_batch=min(measure.prompts, _chunk(config)) * measure.samples,
         kv_cache_gb=sampling.kv_cache_gb,
     )
     return Policy(source, task, model, engine)

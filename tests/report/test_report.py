@@ -170,9 +170,7 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
     (program,) = programs
-    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == [
-        "http://www.w3.org/2000/svg"
-    ]  # the name of a namespace
+    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == ["http://www.w3.org/2000/svg"]  # a namespace
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(|XMLHttp", program)
     assert not re.search(r"url\((?!#)|@import", page.text_of("style"))
     assert not any({"src", "href", "style", "onclick"} & own.keys() for _, own in page.tags)

@@ -118,8 +118,8 @@ def test_baselines_leave_out_rollouts_without_a_reward():
             torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct))) if is_mixed else torch.ones(size)
         )
         cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(proxies - others, outcome, reduction="none")
-        (gradient_of_proxies,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
-        torch.testing.assert_close(actual[known], -0.7 * gradient_of_proxies)
+        (proxy_gradient,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
+        torch.testing.assert_close(actual[known], -0.7 * proxy_gradient)
         assert (actual[~known] == 0).all()
     assert float(advantages.abs().max()) > 0.1
 

@@ -292,7 +292,7 @@ def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 380])
-def test_the_page_fits_the_window(show, tmp_path, two, scheme, width):
+def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
     page = show(tmp_path / "one", tmp_path / "two", color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
     page.wait_for_timeout(300)  # until the charts are drawn for this width

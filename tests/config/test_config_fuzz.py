@@ -177,7 +177,7 @@ TEXTS += [
 
 @settings(40)
 @hypothesis.given(st.one_of(st.lists(st.sampled_from(TEXTS), max_size=6).map("".join), st.binary(max_size=20)))
-def test_any_file(text):
+def test_any_text_as_a_file(text):
     config, reason = outcome_of_file(text)
     if config is None:
         assert_explained(reason)
@@ -188,7 +188,7 @@ def test_any_file(text):
 @pytest.mark.parametrize(
     "text", ["k = " + "9" * 5000, "k = " + "[" * 10**5, "k = {a = " * 10**4, "a." * 2000 + "b = 1", "[" + "a." * 2000 + "b]"]
 )
-def test_files_that_break_parsers(text):
+def test_files_that_break_parsers_are_refused(text):
     config, reason = outcome_of_file(text)
     assert config is None
     assert_explained(reason)

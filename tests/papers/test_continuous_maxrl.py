@@ -83,7 +83,7 @@ def test_shifted_rewards_change_nothing_and_scaled_rewards_scale_the_gradient(or
     assert (naive - shifted).norm() > 0.1 * naive.norm()
 
 
-def test_best_of_k_is_the_mean_of_the_best():
+def test_best_of_k_equals_an_enumeration():
     module, policy = load("continuous_maxrl"), LOGITS.softmax(0)
     for rewards in REWARDS.values():
         wanted = [

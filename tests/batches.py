@@ -15,7 +15,7 @@ def make_prompts(token_lists: list[list[int]]) -> Prompts:
 def one_batch(
     prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0
 ) -> MicroBatch:
-    """All rollouts as one micro-batch, every prompt shared that can be where merge_cost is 0."""
+    """Pack all rollouts into one micro-batch. With merge_cost 0, rollouts share their prompt wherever they can."""
     num_sequences = len(rollouts.lengths)
     advantages = torch.ones(num_sequences) if advantages is None else advantages
     return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
@@ -28,7 +28,7 @@ def collected(
     greedy_rewards: torch.Tensor | None = None,
     step: int = 1,
 ) -> Collected:
-    """Samples with rewards [G, N], as a collector gives them."""
+    """Return samples with rewards [G, N], as a collector returns them."""
     unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
     num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
     fields = (step, rewards, valid, greedy_rewards, unknown, num_tokens)

@@ -1,4 +1,4 @@
-"""Decoding steps to test, on an emulated and on a real GPU."""
+"""Inputs and checks of the decoding kernels, for an emulated GPU and for a real one."""
 
 import torch
 
@@ -72,7 +72,7 @@ def check_sampling(vocab, temperature, device, around_kernel):
 
     token, log_p = sample(logits, uniforms(keys, length), sampling)
     rows = (~done).nonzero()[:, 0]
-    if vocab > 5000 and temperature:  # sums differ by rounding: near a step of the CDF the neighbour may be drawn
+    if vocab > 5000 and temperature:  # sums differ by rounding, so near a step of the CDF the next token may be drawn
         drawn = given[6].cpu()[torch.arange(len(length)), length].where(~done, token)[:, None]
         p = (logits.double() / temperature).softmax(-1)
         upper, u = p.cumsum(-1).gather(1, drawn), uniforms(keys, length)[:, None]

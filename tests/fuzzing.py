@@ -1,7 +1,7 @@
-"""What the fuzz tests draw from: tensors in any layout, and arguments that do not belong where they are put.
+"""What the fuzz tests draw from: tensors in any layout, and arguments of a wrong kind.
 
 `MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz.py tests/config/test_config_fuzz.py` draws 20 times as many
-examples, and others each time. Without it the examples are the same in every run.
+examples, and different ones each time. Without it the examples are the same in every run.
 """
 
 import math
@@ -44,13 +44,13 @@ def settings(max_examples: int) -> hypothesis.settings:
 
 
 def assert_explains(error: BaseException) -> None:
-    """A sentence that says what was wanted; a conversion or comparison that Python gave up on says nothing of the kind."""
+    """Check that the message says what was wanted. Python's own conversion and comparison errors do not say that."""
     assert re.search(r"\b(must|needs|takes|more than|give offsets or)\b", str(error)), f"{type(error).__name__}: {error}"
     assert len(str(error)) < 1000
 
 
 def relaid(draw, tensor):
-    """The same numbers in another layout."""
+    """Return the same numbers in another memory layout."""
     fits = {"step": tensor.dim() > 0, "transposed": tensor.dim() == 2, "column": tensor.dim() == 1}
     fits |= dict.fromkeys(("negated", "requires_grad"), tensor.dtype in FLOATS)
     kind = draw(st.sampled_from(["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)]))
@@ -73,7 +73,7 @@ def relaid(draw, tensor):
 
 
 def strange(draw, value):
-    """Something else in the place of an argument: another tensor where it is one, or any object."""
+    """Return a replacement for an argument: mostly another tensor if the argument is a tensor, otherwise any object."""
     if not isinstance(value, torch.Tensor) or draw(st.integers(0, 5)) == 0:
         return draw(st.sampled_from(SCALARS))
     change = draw(st.sampled_from(["dtype", "shape", "numbers", "numbers", "device", "layout", "relaid", "expanded"]))
@@ -110,7 +110,7 @@ def reshaped(draw, value):
 
 
 def with_numbers(draw, value):
-    """With some of the numbers replaced by ones at the edge of the dtype, or beyond what they may be."""
+    """Return a copy in which some numbers are at the limits of the dtype, or outside of the allowed range."""
     value = value.detach().clone()
     if not value.numel():
         return value
@@ -129,7 +129,7 @@ def with_numbers(draw, value):
 
 
 def attempt(function, arguments):
-    """What it returns and None, or None and how it refuses; any other exception passes."""
+    """Return the function's result and None, or None and its refusal. Any other exception is raised."""
     try:
         return function(**arguments), None
     except REFUSALS as error:
@@ -137,10 +137,10 @@ def attempt(function, arguments):
 
 
 def call_with_strangers(draw, function, arguments, check, may_refuse=False):
-    """Call `function` with up to two arguments exchanged for strange ones, the others laid out anyhow.
+    """Call `function` with up to two arguments replaced by strange ones, and the others in any memory layout.
 
-    It must refuse in words, or return what `check` lets pass, given the result and the arguments. With nothing strange among
-    them it must return, unless it `may_refuse`.
+    It must refuse with a message that explains, or return a result that `check(result, **arguments)` accepts. Without strange
+    arguments it must return a result, unless `may_refuse`.
     """
     names = sorted(arguments)
     chosen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if draw(st.integers(0, 3)) else []
@@ -159,14 +159,14 @@ def call_with_strangers(draw, function, arguments, check, may_refuse=False):
         assert_explains(error)
         return
     devices = {x.device.type for x in given.values() if isinstance(x, torch.Tensor)}
-    if "meta" in devices:  # nothing but shapes, and of all or none
+    if "meta" in devices:  # only shapes are known, and either all tensors are on meta or none is
         assert devices == {"meta"}
     else:
         check(result, **given)
 
 
 def exact(tensor, dtype=torch.float64):
-    """A tensor of `dtype` on its own, by PyTorch's conversions; fails where it is not what can have such values."""
+    """Return a copy in `dtype` by PyTorch's conversions. Fail if the tensor is not a dense real tensor on the CPU."""
     assert isinstance(tensor, torch.Tensor)
     assert tensor.device.type == "cpu"
     assert tensor.layout is torch.strided
@@ -175,7 +175,7 @@ def exact(tensor, dtype=torch.float64):
 
 
 def whole(tensor):
-    """The numbers of a tensor of whole ones."""
+    """Return the numbers of an integer tensor as a list."""
     assert tensor.device.type == "cpu"
     assert not tensor.is_floating_point()
     assert not tensor.is_complex()

@@ -23,7 +23,7 @@ TINY = DecoderConfig(
 
 
 def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
-    """A decoder whose outputs are far from uniform: weights of N(0, 0.3), biases and norms off their start values too."""
+    """Return a decoder whose outputs are far from uniform: weights from N(0, 0.3^2), biases and norms from N(0.7, 0.2^2)."""
     model = Decoder(dataclasses.replace(TINY, **changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -34,5 +34,5 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
 
 
 def response_logits(model: Decoder, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
-    """Logits [T, V] float32 that predict the batch's targets."""
+    """Return the logits [T, V] float32 that predict the batch's targets."""
     return model.logits(run_batch(model, batch, dtype))

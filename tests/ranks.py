@@ -1,4 +1,4 @@
-"""A process of tests/distributed/test_torchrun.py, started by torchrun: `python -m tests.ranks OUT WHAT`."""
+"""One of the processes that tests/distributed/test_torchrun.py starts with torchrun: `python -m tests.ranks OUT`."""
 
 import sys
 from pathlib import Path
@@ -15,11 +15,11 @@ from maxrl_fast.training.sharding import distribute
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 
-LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]  # of 4 responses to each of 5 prompts
+LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]  # 4 responses to each of 5 prompts
 
 
 def step_inputs():
-    """Five prompts of different lengths with four responses each, one of them empty, one group without advantages."""
+    """Return five prompts of different lengths with four responses each. One response is empty, one group has no advantages."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length):
@@ -34,7 +34,7 @@ def step_inputs():
 
 
 def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: bool) -> dict[str, object]:
-    """The metrics, gradients and weights after an update on 24 tokens at a time; log-probs under the new weights."""
+    """Return metrics, gradients and weights after an update with token budget 24, and log-probs under the new weights."""
     model = tiny_decoder()
     if options.get("lora"):
         add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)

@@ -27,7 +27,7 @@ def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["--steps", "3"]])
-def test_an_unknown_command_is_a_sentence_and_2(arguments, capsys):
+def test_an_unknown_command_exits_with_2(arguments, capsys):
     assert console.main(arguments) == 2
     got = arguments[0] if arguments else "none"
     assert capsys.readouterr() == ("", f"error: the command must be train, evaluate, report or objectives, got {got}\n")
@@ -39,6 +39,6 @@ def test_help_lists_the_commands_and_imports_none():
     assert all(f"\n  {name} " in printed for name in console.COMMANDS)
 
 
-def test_the_script_is_this_module():
+def test_the_script_calls_this_module():
     (target,) = re.findall('^maxrl-fast = "(.*)"$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
     assert EntryPoint("maxrl-fast", target, "console_scripts").load() is console.main

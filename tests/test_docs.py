@@ -100,7 +100,7 @@ def test_the_tests_that_reliability_cites_exist() -> None:
         assert f"def {name}(" in defined, f"docs/reliability.md cites {name}, which does not exist"
 
 
-def test_anchors_are_githubs() -> None:
+def test_anchors_are_the_same_as_githubs() -> None:
     text = "# One kernel\n## `maxpo`, and [more](x.md)!\n## Use\n```\n# no heading\n```\n## Use\n"
     assert anchors(text) == {"one-kernel", "maxpo-and-more", "use", "use-1"}
 
@@ -122,7 +122,7 @@ def test_every_objective_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if EXAMPLE.search(path.read_text())], ids=name_of)
-def test_examples_print_what_they_say(path: Path) -> None:
+def test_examples_print_the_output_shown(path: Path) -> None:
     try:
         for code, said in EXAMPLE.findall(path.read_text()):
             printed = io.StringIO()
@@ -156,12 +156,12 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_checked > len(OBJECTIVES)
 
 
-def test_the_reference_of_the_options_is_current() -> None:
+def test_the_options_page_is_current() -> None:
     is_current = (ROOT / "docs" / "options.md").read_text() == page()
     assert is_current, "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
 
 
-def test_the_reference_is_in_the_order_of_help(
+def test_the_options_page_has_the_order_of_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_the_reference_is_in_the_order_of_help(
             parse([*flags.split(), "--help"])
         found = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
         assert found == [flag for flag in listed if flag in found]
-        assert flags or len(found) <= 60  # of the default job
+        assert flags or len(found) <= 60  # in the default job
         shown |= set(found)
     assert shown == set(listed)
     assert "| `--k` | `k` | `INT` | 4 | Size of max@k" in page()

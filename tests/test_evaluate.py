@@ -1,4 +1,4 @@
-"""`python -m maxrl_fast.evaluate` from its command line: what it computes, writes, compares and refuses."""
+"""The command line `python -m maxrl_fast.evaluate`: what it computes, writes, compares and refuses."""
 
 import io
 import json
@@ -21,25 +21,25 @@ from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import tiny_decoder
 
-PLACE = ("--threads", "1", "--dtype", "float32")
-SMALL = (*PLACE, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
+RUNTIME = ("--threads", "1", "--dtype", "float32")
+SMALL = (*RUNTIME, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run whose policy solves some of its mazes, with a checkpoint before and one after."""
+    """Train a policy that solves some of its mazes. The run has a checkpoint before training and one after."""
     out = tmp_path_factory.mktemp("runs") / "trained"
     options = ("--maze-size", "5", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
     options += ("--eval-samples", "6", "--prompts", "8", "--rollouts", "8", "--k", "2", "--steps", "3")
     options += ("--sft-steps", "80", "--sft-batch", "16", "--sft-lr", "5e-3", "--warmup-steps", "0", "--lr", "5e-4")
     options += ("--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2")
-    assert train.main([*PLACE, *options, "--out", str(out)]) == 0
+    assert train.main([*RUNTIME, *options, "--out", str(out)]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
 def finished(trained, tmp_path_factory):
-    """An evaluation of its last checkpoint against its first."""
+    """Evaluate the run's last checkpoint with its first one as the baseline."""
     out = tmp_path_factory.mktemp("evaluations") / "finished"
     assert run(trained / "latest", "--baseline", trained / "checkpoints" / "step-000000", "--out", out) == 0
     return out
@@ -47,7 +47,7 @@ def finished(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
-    """A checkpoint in no run's folder."""
+    """Save a checkpoint that is not in the folder of a run."""
     directory, model, task = tmp_path_factory.mktemp("models") / "untrained", tiny_decoder(), MazeTask(5)
     save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     return directory
@@ -65,8 +65,8 @@ def samples_of(out):
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_evaluated_as_it_was_in_training(trained, finished):
-    """The task, its seed, the length limit and the luck are the run's."""
+def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
+    """The task, its seed, the length limit and the random numbers are the run's."""
     [_, last] = [json.loads(line) for line in (trained / "eval.jsonl").read_text().splitlines()]
     results = read(finished)
     for k in (1, 2, 4):
@@ -84,7 +84,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, finished):
     assert results["versions"]["torch"] == torch.__version__
 
 
-def test_the_numbers_are_those_of_the_samples(finished):
+def test_the_results_follow_from_the_samples(finished):
     results, samples = read(finished), samples_of(finished)
     assert [sample["id"] for sample in samples] == [i for i in range(7) for _ in range(6)]
     task = MazeTask(5, seed=4)
@@ -112,7 +112,7 @@ def test_the_numbers_are_those_of_the_samples(finished):
     assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
 
 
-def test_the_majority_votes_on_the_tasks_answers(trained, tmp_path):
+def test_majority_votes_use_the_tasks_answers(trained, tmp_path):
     assert run(trained / "latest", "--k", "6", "3", "--out", tmp_path / "out") == 0
     results, samples, task = read(tmp_path / "out"), samples_of(tmp_path / "out"), MazeTask(5)
     assert list(results["maj_at_k"]) == ["3", "6"]
@@ -127,7 +127,7 @@ def test_the_majority_votes_on_the_tasks_answers(trained, tmp_path):
 
 
 def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
-    """Sampled here, or read from the folder of its own evaluation: the same numbers."""
+    """A baseline has the same numbers whether it is sampled here or read from the folder of its own evaluation."""
     first = trained / "checkpoints" / "step-000000"
     assert run(first, "--out", tmp_path / "first") == 0
     alone, results = read(tmp_path / "first"), read(finished)
@@ -157,7 +157,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
     assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
 
 
-def test_a_baseline_that_is_never_matched(trained, untrained, tmp_path):
+def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, untrained, tmp_path):
     shutil.copytree(trained / "latest", tmp_path / "good")
     flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1")
     assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
@@ -169,7 +169,7 @@ def test_a_baseline_that_is_never_matched(trained, untrained, tmp_path):
     assert results["baseline"]["samples_to_match"] == {"1": {"samples": None, "ratio": None}}
 
 
-def test_a_baseline_that_solves_nothing_is_not_matched_but_by_none(trained, untrained, tmp_path):
+def test_a_baseline_that_solves_nothing_has_no_samples_to_match(trained, untrained, tmp_path):
     flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1", "2")
     assert run(trained, *flags, "--baseline", untrained, "--out", tmp_path / "out") == 0
     assert read(tmp_path / "out")["baseline"]["pass_at_k"]["2"]["mean"] == 0
@@ -219,7 +219,7 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, 
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
-def test_what_is_on_the_screen(trained, tmp_path, monkeypatch):
+def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
     output = io.StringIO()
     monkeypatch.setattr(evaluate, "Screen", lambda: Screen(Console(file=output, force_terminal=True, width=160, no_color=True)))
     flags = ("--baseline", trained / "checkpoints" / "step-000000", "--confidence", "0.9")
@@ -238,7 +238,7 @@ def test_what_is_on_the_screen(trained, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "samples.jsonl", "coverage.png", "lock"}
 
 
-def test_finished_evaluations_are_laid_over_each_other(trained, finished, tmp_path, capsys):
+def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
     assert run(trained / "checkpoints" / "step-000000", "--out", tmp_path / "first") == 0
     assert run(trained, "--samples", "3", "--out", tmp_path / "few") == 0
     capsys.readouterr()
@@ -324,11 +324,11 @@ def test_bad_input_is_refused_before_any_work(case, trained, finished, untrained
     assert not list(tmp_path.iterdir())
 
 
-def test_more_prompts_than_are_held_out_are_refused(trained, tmp_path, capsys, monkeypatch):
+def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MazeTask, "num_test_prompts", 5)
     assert run(trained, "--out", tmp_path / "out") == 2
     assert "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
-    assert evaluate.main([str(trained), *PLACE, "--samples", "1", "--bootstrap", "9", "--out", str(tmp_path / "out")]) == 0
+    assert evaluate.main([str(trained), *RUNTIME, "--samples", "1", "--bootstrap", "9", "--out", str(tmp_path / "out")]) == 0
     assert read(tmp_path / "out")["options"]["prompts"] == 5
 
 
@@ -344,7 +344,7 @@ def test_more_prompts_than_are_held_out_are_refused(trained, tmp_path, capsys, m
         (lambda results: results.update(truncated="some"), "truncated must be a number, got 'some'"),
     ],
 )
-def test_results_that_no_evaluation_wrote_are_refused(change, sentence, finished, trained, tmp_path, capsys):
+def test_invalid_results_of_a_baseline_are_refused(change, sentence, finished, trained, tmp_path, capsys):
     results = read(finished)
     change(results)
     (tmp_path / "eval.json").write_text(json.dumps(results))
@@ -358,7 +358,7 @@ def test_several_processes_are_refused(trained, capsys, monkeypatch):
     assert "an evaluation runs in one process, got 2" in capsys.readouterr().err
 
 
-def test_rewards_that_fail_now_and_then_are_null_and_wrong(untrained, tmp_path, capsys):
+def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
         "def score(prompt, response):\n    if len(response) % 2:\n        raise ValueError('odd')\n    return -len(response)\n"
     )
@@ -370,7 +370,7 @@ def test_rewards_that_fail_now_and_then_are_null_and_wrong(untrained, tmp_path, 
     assert rewards == [None if len(s["response"]) % 2 else -len(s["response"]) for s in samples]
     assert results["reward_errors"] == pytest.approx(rewards.count(None) / 42)
     assert 0 < rewards.count(None) < 42
-    lowest = min(reward for reward in rewards if reward is not None)  # which failed ones count as
+    lowest = min(reward for reward in rewards if reward is not None)  # failed rewards count as the lowest
     known = [lowest if reward is None else reward for reward in rewards]
     best = [max(known[i : i + 6]) for i in range(0, 42, 6)]
     assert run(untrained, *flags, "--k", "6", "1", "--out", tmp_path / "more") == 0
@@ -379,7 +379,7 @@ def test_rewards_that_fail_now_and_then_are_null_and_wrong(untrained, tmp_path, 
     assert results["1"]["mean"] == pytest.approx(sum(known) / 42)
 
 
-def test_rewards_that_fail_too_often_end_it_with_a_sentence(untrained, tmp_path, capsys):
+def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys):
     (tmp_path / "reward.py").write_text("def score(prompt, response):\n    raise ValueError('no idea')\n")
     flags = ("--maze-size", "5", "--reward", f"{tmp_path}/reward.py:score", "--out", tmp_path / "out")
     assert run(untrained, *flags) == 1
@@ -391,7 +391,7 @@ def test_rewards_that_fail_too_often_end_it_with_a_sentence(untrained, tmp_path,
     assert run(untrained, *flags) == 0  # into the same folder
 
 
-def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -402,16 +402,16 @@ def test_ctrl_c_leaves_nothing_and_exits_130(untrained, tmp_path, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_process(untrained, tmp_path):
-    flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *PLACE, "--out", str(tmp_path / "out")]
+def test_sigint_ends_the_process_with_130(untrained, tmp_path):
+    flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *RUNTIME, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert process.stdout is not None
-    for line in process.stdout:  # until it samples
+    for line in process.stdout:  # wait until it samples
         if line.startswith(b"evaluate"):
             break
     process.send_signal(signal.SIGINT)
@@ -419,14 +419,14 @@ def test_a_signal_to_the_process(untrained, tmp_path):
     assert process.wait(timeout=100) == 130
 
 
-def test_greedy_and_one_sample(trained, tmp_path):
+def test_greedy_decoding_with_one_sample(trained, tmp_path):
     assert run(trained, "--temperature", "0", "--samples", "1", "--out", tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert list(results["pass_at_k"]) == ["1"]
     assert results["diversity"]["num_left_out"] == 7
 
 
-def test_help_says_what_it_needs(capsys):
+def test_help_lists_the_options(capsys):
     with pytest.raises(SystemExit) as end:
         evaluate.main(["--help"])
     assert end.value.code == 0

@@ -35,13 +35,13 @@ def test_token_loss():
     assert min(rates) > 0.5  # from 1/64
 
 
-def test_the_maze_file_is_good():
+def test_the_maze_config_is_valid():
     config = parse(["--config", str(EXAMPLES / "maze.toml")])
     check(config)
     resolve(config, MazeTask(config.task.maze_size))
 
 
-RECIPES = {  # objective, prompts, rollouts, and a line as the data set has them
+RECIPES = {  # objective, prompts, rollouts, and a line in the data set's form
     "gsm8k_smollm2.toml": ("maxrl", "256", "128", {"question": "1+1?", "answer": "#### 2"}),
     "polaris_qwen3.toml": ("maxrl", "256", "16", {"problem": "1+1?", "answer": "2"}),
     "deepscaler_pacs.toml": ("pacs", "1024", "8", {"problem": "1+1?", "answer": "2"}),
@@ -49,13 +49,13 @@ RECIPES = {  # objective, prompts, rollouts, and a line as the data set has them
 }
 
 
-def test_there_are_no_other_option_files():
+def test_every_config_of_the_examples_is_tested():
     assert {file.name for file in EXAMPLES.glob("*.toml")} == {"maze.toml", *RECIPES}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_papers_recipes_with_a_stand_in_for_the_checkpoint(name, tmp_path, capsys):
-    """And for its data: what the hub would give is a file."""
+def test_the_papers_recipes_with_a_stand_in_checkpoint(name, tmp_path, capsys):
+    """The data is a stand-in too: a file replaces the data set of the hub."""
     *expected, line = RECIPES[name]
     policy = save_byte_level_policy(tmp_path, positions=1 << 14)
     data = written(tmp_path / "data.jsonl", [{key: f"{i} {value}" for key, value in line.items()} for i in range(60)])
@@ -71,7 +71,7 @@ def test_the_papers_recipes_with_a_stand_in_for_the_checkpoint(name, tmp_path, c
 
 @pytest.mark.slow
 def test_gym_tiny(tmp_path):
-    """Short here; in whole it takes two minutes."""
+    """Run a short version. The whole example takes two minutes."""
     command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]
     short = ["--sft-steps", "3", "--steps", "2", "--eval-prompts", "8", "--eval-samples", "2", "--threads", "1"]
     run = subprocess.run([*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)

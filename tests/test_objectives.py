@@ -1,4 +1,4 @@
-"""The registry as a command, and what objectives take from a run."""
+"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses. Every registry row is complete."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_weights_are_printed_and_drawn(tmp_path, capsys):
         ("--weights out.doc", "--weights must be a picture file that can be written, got out.doc"),
     ],
 )
-def test_bad_input_is_a_sentence(flags, message, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_refused(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["--weights", "out.png", *flags.split()]) == 2
     assert message in capsys.readouterr().err

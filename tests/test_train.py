@@ -1,4 +1,4 @@
-"""The trainer from its command line: files, repeatability, exit codes, Ctrl-C."""
+"""The command line of the trainer: files, repeatability, exit codes, Ctrl-C."""
 
 import io
 import json
@@ -48,7 +48,7 @@ def finished(tmp_path_factory):
     return out
 
 
-def test_a_run_leaves_its_files(finished):
+def test_a_run_writes_its_files(finished):
     config = json.loads((finished / "config.json").read_text())
     assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == ("maxpo", 2, 0, 8)
     assert config["versions"]["torch"] == torch.__version__
@@ -68,7 +68,7 @@ def test_a_run_leaves_its_files(finished):
     assert (finished / "latest").resolve() == finished / "checkpoints" / "step-000003"
 
 
-def test_the_checkpoint_is_the_policy_for_transformers_too(finished):
+def test_transformers_loads_the_checkpoint(finished):
     theirs = AutoModelForCausalLM.from_pretrained(finished / "latest")
     ours = load_checkpoint(finished / "latest").state_dict()
     for name, tensor in theirs.state_dict().items():
@@ -86,7 +86,7 @@ def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_warm_starts_own_second_moment(tmp_path):
+def test_the_warm_start_has_its_own_beta2(tmp_path):
     flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
     weights = {}
     for name, given in flags.items():
@@ -97,7 +97,7 @@ def test_the_warm_starts_own_second_moment(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_threads_repeat_bitwise_too(tmp_path):
+def test_two_threads_repeat_bitwise(tmp_path):
     for name in ("one", "two"):
         assert run(tmp_path / name, "--threads", "2", "--prompts", "32", "--rollouts", "16", "--maze-size", "9") == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -111,7 +111,7 @@ def assert_same_run(one, two):
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_the_trained_model(tmp_path, monkeypatch):
     save, models = Checkpoints.save, []
 
     def spy(self, progress, learner):
@@ -126,7 +126,7 @@ def test_the_last_checkpoint_is_the_model_as_it_was_trained(tmp_path, monkeypatc
         assert torch.equal(tensor, models[-1][name]), name
 
 
-def test_progress_on_a_terminal(tmp_path, monkeypatch):
+def test_a_terminal_shows_progress(tmp_path, monkeypatch):
     output = io.StringIO()
     monkeypatch.setattr(train, "Screen", lambda **_: Screen(Console(file=output, force_terminal=True, width=160)))
     assert run(tmp_path / "run", "--eval-every", "1") == 0
@@ -149,7 +149,7 @@ def test_progress_on_a_terminal(tmp_path, monkeypatch):
         "--objective pacs_paper --score grpo --ref-reset-interval 2",
     ],
 )
-def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
+def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
     assert train.main([*base(), "--out", str(tmp_path / "run"), *flags.split()]) == 0
     assert max(record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")) > 0
     assert all(("pacs_accuracy" in record) == ("pacs" in flags) for record in read(tmp_path / "run" / "metrics.jsonl"))
@@ -158,12 +158,12 @@ def test_every_objective_and_loss_runs_and_moves_the_policy(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_sampling_that_leaves_tokens_out_is_corrected(tmp_path, capsys):
+def test_top_p_sampling_gets_importance_weights(tmp_path, capsys):
     flags = ("--top-p", "0.9", "--kv-cache-gb", "0.001")
     assert run(tmp_path / "run", *flags) == 0
     assert "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)" in capsys.readouterr().out
     for record in read(tmp_path / "run" / "metrics.jsonl"):
-        assert record["logprob_diff"] > 0.01  # the policy gives the kept tokens less than the sampling
+        assert record["logprob_diff"] > 0.01  # kept tokens are less likely without the top-p cut
         assert 0.5 < record["importance_weight"] < 1
 
 
@@ -179,7 +179,7 @@ def test_training_a_checkpoint_of_another_family(tmp_path, family):
 
 
 @pytest.mark.slow
-def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys):
+def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
     flags = ["--model", str(finished / "latest"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
     assert run(tmp_path / "run", *flags) == 0
     assert "576 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
@@ -191,7 +191,7 @@ def test_training_adapters_leaves_the_rest_as_it_was(finished, tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_compiled_layers_train_as_others_do(finished, tmp_path):
+def test_compiled_layers_train_like_eager_ones(finished, tmp_path):
     assert run(tmp_path / "run", "--compile") == 0
     for ours, theirs in zip(read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-2, abs=1e-4)
@@ -199,7 +199,7 @@ def test_compiled_layers_train_as_others_do(finished, tmp_path):
 
 
 def base():
-    """SMALL without an objective's size."""
+    """Return SMALL without --k, which only some objectives take."""
     at = SMALL.index("--k")
     return [*SMALL[:at], *SMALL[at + 2 :]]
 
@@ -233,7 +233,7 @@ def test_training_from_a_checkpoint(finished, tmp_path):
         ("--objective self", lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]])),
     ],
 )
-def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, flags, expected):
+def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags, expected):
     rewards, seen = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0], [1, 0, 1, 0]]), []
     update = Learner.update
 
@@ -271,7 +271,7 @@ def test_the_learner_gets_the_objectives_own_advantages(tmp_path, monkeypatch, f
         ("--model /nowhere", "cannot read the checkpoint's /nowhere/config.json"),
     ],
 )
-def test_bad_input_gets_a_sentence_and_2_before_any_work(tmp_path, capsys, flags, sentence):
+def test_bad_input_exits_with_2_before_any_work(tmp_path, capsys, flags, sentence):
     assert run(tmp_path / "run", *flags.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -280,19 +280,19 @@ def test_bad_input_gets_a_sentence_and_2_before_any_work(tmp_path, capsys, flags
     assert not (tmp_path / "run").exists()
 
 
-def test_another_runs_folder_is_refused_and_untouched(finished, capsys):
+def test_the_folder_of_another_run_is_refused_and_unchanged(finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     assert run(finished) == 2
     assert "holds another run" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
-def test_a_checkpoint_that_does_not_fit_the_task(finished, tmp_path, capsys):
+def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, capsys):
     assert run(tmp_path / "run", "--model", str(finished / "latest"), "--maze-size", "31") == 2
     assert "positions" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
     for words in ("objective = maxpo", "k = 2", "max_new_tokens = 8", "Adam moments", "key/value cache", "GFLOP"):
@@ -313,13 +313,13 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, 
     monkeypatch.setattr(Learner, "update", poisoned)
     assert run(tmp_path / "run", "--save-every", "1") == 1
     error = capsys.readouterr().err
-    assert "step 2: an advantage is not finite for prompt 325" in error  # 320 of the warm start, 4 of step 1, and the second
+    assert "step 2: an advantage is not finite for prompt 325" in error  # after 320 of the warm start and 4 of step 1
     assert "checkpoints/step-000001" in error
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
     load_checkpoint(tmp_path / "run" / "latest")
 
 
-def test_a_gpu_that_is_full_says_what_needs_less(tmp_path, capsys, monkeypatch):
+def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 

@@ -1,4 +1,4 @@
-"""Folders of runs like those that the trainer writes, with numbers of many digits and hostile texts."""
+"""Write folders of runs and evaluations as the trainer does, with numbers of many digits and with hostile texts."""
 
 import json
 import random

@@ -37,7 +37,7 @@ def browser():
 
 @pytest.fixture
 def show(tmp_path, browser):
-    """Opens the page of some runs. Any browser message, and any request but that for the file, fails the test at its end."""
+    """Open the page of some runs. After the test, fail if the browser sent a message or a request for another file."""
     complaints, requests, contexts = [], [], []
 
     def open_page(*runs, **options):
@@ -107,7 +107,7 @@ def drawn(chart, run, kind="line"):
     ]
 
 
-def test_values_at_the_step_equal_those_of_the_file(show, tmp_path, two):
+def test_values_at_the_step_equal_the_file(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     for step in (30, 1, 7, 20, 21):
         move_to(page, step)
@@ -125,7 +125,7 @@ def test_values_at_the_step_equal_those_of_the_file(show, tmp_path, two):
     assert page.locator("#step").input_value() == "13"
 
 
-def test_lines_and_cursor_are_where_the_axes_say(show, tmp_path, two):
+def test_lines_and_cursor_match_the_axes(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     move_to(page, 17)
     for key in KEYS:
@@ -138,7 +138,7 @@ def test_lines_and_cursor_are_where_the_axes_say(show, tmp_path, two):
             assert [to_value(y) for _, y in points] == pytest.approx([record[key] for record in records], abs=2e-3)
 
 
-def test_gaps_many_steps_and_smoothing(show, tmp_path):
+def test_gaps_thinning_and_smoothing(show, tmp_path):
     write_run(tmp_path / "run")
     values = [0.5 + 0.3 * ((step * 7919) % 101) / 101 for step in range(4000)]
     values[1234], values[77] = 9.0, None
@@ -202,7 +202,7 @@ def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     assert card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed") == "true"
 
 
-def test_the_other_panels(show, tmp_path, two):
+def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     evaluation = write_evaluation(tmp_path / "evaluation")
     page = show(tmp_path / "one", tmp_path / "two", tmp_path / "evaluation")
     records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
@@ -270,7 +270,7 @@ def test_samples_are_filtered_and_paged(show, tmp_path, two):
     assert samples.locator(".sample").count() == 0
 
 
-def test_long_and_hostile_texts(show, tmp_path, two):
+def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     samples = page.locator("#samples")
     prompt = samples.locator(".sample").first.locator(".prompt")
@@ -292,7 +292,7 @@ def test_long_and_hostile_texts(show, tmp_path, two):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 380])
-def test_the_page_fits_the_window(show, tmp_path, two, scheme, width):
+def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
     page = show(tmp_path / "one", tmp_path / "two", color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
     page.wait_for_timeout(300)  # until the charts are drawn for this width
@@ -318,7 +318,7 @@ def test_the_page_fits_the_window(show, tmp_path, two, scheme, width):
         Path(folder, f"report-{scheme}-{width}.png").write_bytes(picture)
 
 
-def test_one_step_or_an_evaluation_alone(show, tmp_path):
+def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
     write_run(tmp_path / "short", steps=1)
     page = show(tmp_path / "short")
     assert page.locator("#curves path.line").count() > 0

@@ -1,6 +1,6 @@
-"""Any flags and any TOML file: a configuration that holds what was given, or a refusal in words and exit code 2.
+"""Any flags and any TOML file give a configuration with the given values, or a message and exit code 2.
 
-How to draw more examples: tests/fuzzing.py.
+tests/fuzzing.py says how to draw more examples.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ NUMBERS = [0, 1, 2, 3, 4, 16, -1, 2**31, 2**63, 10**30, 10**400, 0.0, 0.5, 1.0, 
 
 
 def outcome(flags):
-    """The configuration, or why there is none."""
+    """Return the configuration and None, or None and the message that refuses the flags."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -64,13 +64,13 @@ def outcome(flags):
 
 
 def assert_explained(reason):
-    words = r"must|needs|takes no|unknown key|cannot read|was asked for"  # ours, and tyro's
+    words = r"must|needs|takes no|unknown key|cannot read|was asked for"  # our own messages, and then tyro's
     words += r"|[Uu]nrecognized|[Ii]nvalid|[Ee]xpected|[Mm]issing|Error parsing"
     assert re.search(rf"\b({words})", reason), reason
 
 
 def assert_possible(config):
-    """Ranges that nothing behind the configuration looks at again."""
+    """Check the ranges that no later code checks again."""
     options = config.flat()
     for name, value in options.items():
         assert not isinstance(value, float) or math.isfinite(value), name
@@ -95,7 +95,7 @@ def is_as_given(value, given):
 
 @settings(40)
 @hypothesis.given(st.data())
-def test_flags(data):
+def test_any_flags(data):
     names = data.draw(st.lists(st.sampled_from(VALUED), max_size=4))
     values = st.one_of(st.sampled_from(WORDS), st.sampled_from(NUMBERS).map(str), st.text(max_size=5))
     flags = ["--device", "cpu", "--dtype", "float32", "--objective", data.draw(st.sampled_from(sorted(OBJECTIVES)))]
@@ -119,13 +119,13 @@ def toml_of(value):
 
 @settings(40)
 @hypothesis.given(st.data())
-def test_files_are_flags(data):
-    """Each key as a flag instead: the same configuration, or neither."""
+def test_a_file_equals_the_same_flags(data):
+    """The same options as flags give the same configuration, or are refused as well."""
     names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3, unique=True))
     scalars = st.one_of(st.sampled_from(WORDS[:-8]), st.sampled_from(NUMBERS), st.booleans())
     options = {"objective": data.draw(st.sampled_from(sorted(OBJECTIVES))), "device": "cpu", "dtype": "float32", "out": "new"}
     changes = {name: data.draw(st.booleans() if name in FLAGS else scalars) for name in names}
-    options |= {name: value for name, value in changes.items() if "\ud800" not in str(value)}  # which no file can hold
+    options |= {name: value for name, value in changes.items() if "\ud800" not in str(value)}  # a file cannot hold it
     text = "".join(f"{name} = {toml_of(value)}\n" for name, value in options.items())
     config, reason = outcome_of_file(text)
     if config is None:
@@ -177,7 +177,7 @@ TEXTS += [
 
 @settings(40)
 @hypothesis.given(st.one_of(st.lists(st.sampled_from(TEXTS), max_size=6).map("".join), st.binary(max_size=20)))
-def test_any_file(text):
+def test_any_text_as_a_file(text):
     config, reason = outcome_of_file(text)
     if config is None:
         assert_explained(reason)
@@ -188,7 +188,7 @@ def test_any_file(text):
 @pytest.mark.parametrize(
     "text", ["k = " + "9" * 5000, "k = " + "[" * 10**5, "k = {a = " * 10**4, "a." * 2000 + "b = 1", "[" + "a." * 2000 + "b]"]
 )
-def test_files_that_break_parsers(text):
+def test_files_that_break_parsers_are_refused(text):
     config, reason = outcome_of_file(text)
     assert config is None
     assert_explained(reason)

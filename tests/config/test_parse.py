@@ -21,7 +21,7 @@ def resolved(*flags):
     return resolve(config, MazeTask(9)).flat()
 
 
-def test_defaults_are_worked_out():
+def test_defaults_are_resolved():
     options = resolved("--objective", "maxpo")
     assert (options["k"], options["max_new_tokens"], options["sft_steps"], options["aggregation"]) == (4, 32, 100, "token_mean")
     assert re.fullmatch(r"runs/maxpo-\d{8}-\d{6}", options["out"])
@@ -68,14 +68,14 @@ def test_a_flag_overrides_the_file(tmp_path):
         ("dry_run = 1", "dry_run must be true or false, got 1"),
     ],
 )
-def test_bad_files(tmp_path, content, message):
+def test_bad_files_are_refused(tmp_path, content, message):
     file = tmp_path / "run.toml"
     file.write_text(content)
     with pytest.raises(InputError, match=message):
         parse(["--config", str(file)])
 
 
-def test_a_file_that_is_not_there():
+def test_a_missing_file_is_refused():
     with pytest.raises(InputError, match=r"readable TOML file, got nowhere\.toml"):
         parse(["--config", "nowhere.toml"])
 
@@ -88,7 +88,7 @@ def test_bad_flags_exit_with_2(flags, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
-def test_bad_values_of_a_file_exit_with_2(tmp_path, capsys):
+def test_bad_values_in_a_file_exit_with_2(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text('lr = "fast"')
     with pytest.raises(SystemExit) as stop:
@@ -158,12 +158,12 @@ def test_vllm_runs_in_one_process():
         resolve(parse(["--rollout", "vllm"]), MazeTask(9), Ranks(0, 2))
 
 
-def test_a_folder_that_cannot_be():
+def test_an_impossible_output_folder_is_refused():
     with pytest.raises(InputError, match="cannot read --out"):
         resolved("--out", "x" * 300)
 
 
-def test_a_missing_gpu_is_said(monkeypatch):
+def test_a_missing_gpu_is_reported(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match="finds no CUDA device"):
         resolved("--device", "cuda")

@@ -1,4 +1,4 @@
-"""Several processes, on the CPU with gloo: the same result as one, and no hang when one fails."""
+"""Several processes on the CPU with gloo give the same result as one, and none hangs when another fails."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def torchrun(num_ranks, *arguments, **options):
 
 
 def finished(process, limit):
-    """Its output; the processes are ended in any case."""
+    """Return the output of the process, and end it in any case."""
     try:
         output, _ = process.communicate(timeout=limit)
     finally:
@@ -56,7 +56,7 @@ def relative(a, b):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
+def test_several_ranks_compute_the_same_as_one_process(one_process, num_ranks, tmp_path):
     process = torchrun(num_ranks, "-m", "tests.ranks", str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 300)
     assert process.returncode == 0, output
@@ -65,8 +65,8 @@ def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
         for name, expected in one_process.items():
             limit = 0.05 if "bfloat16" in name else 1e-5
             result = results[name]
-            for key in expected["metrics"].keys() - {"num_tokens"}:  # which counts prompts by micro-batches
-                # After one step the moments' variance is 0, and what is there is rounding.
+            for key in expected["metrics"].keys() - {"num_tokens"}:  # it counts a prompt in every micro-batch
+                # After one step the moments' variance is 0, up to rounding.
                 noise = 1e-4 if key == "moment_variance" else 1e-6
                 assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=noise), (name, key)
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
@@ -76,7 +76,7 @@ def test_ranks_compute_what_one_process_does(one_process, num_ranks, tmp_path):
                 assert gradient.abs().max() > 1e-4, (name, key)
                 assert relative(result["gradients"][key], gradient) < limit, (name, key)
             for key, weight in expected["weights"].items():
-                assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is a sign
+                assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is lr times a sign
             assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
 
 
@@ -85,7 +85,7 @@ def read(out, stream):
 
 
 JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
-JOB += ["--dtype", "float32"]  # the tolerances below are those of float32
+JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 JOB += ["--diagnose-every", "5"]
 
 
@@ -113,7 +113,7 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
     together = tmp_path / "together"
     output = run_job(together, num_ranks, *flags)
     assert f"one of {num_ranks} processes" in output
-    assert output.count("maxrl_fast 0") == 1  # one rank speaks
+    assert output.count("maxrl_fast 0") == 1  # only rank 0 logs
     for expected, result in zip(read(alone_run, "metrics"), read(together, "metrics"), strict=True):
         for key in expected.keys() - TIMES:
             assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (expected["step"], key)
@@ -124,9 +124,9 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
         assert result == {**expected, "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6)}
 
 
-@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # adapters of which the fourth rank has no part
-def test_a_run_goes_on_with_another_number_of_ranks_and_other_sharding(tmp_path, more_flags):
-    """Saved in parts by two ranks, whole by one, in parts by four: each goes on with what the others wrote."""
+@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # of a rank-3 adapter, the fourth process has no part
+def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path, more_flags):
+    """Two ranks save the state in shards, one rank saves it whole, four in shards. Each resumes from the one before."""
     out = tmp_path / "run"
     flags = ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01", *more_flags]
     run_job(tmp_path / "alone", 1, *flags)
@@ -160,7 +160,7 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
 
 
 def wait_for(path, process, limit=120):
-    """Until a line stands in the file."""
+    """Wait until the file has content."""
     start = time.monotonic()
     while not (path.exists() and path.stat().st_size):
         assert process.poll() is None
@@ -185,7 +185,7 @@ with ranks.connected(torch.device("cpu")):
 
 
 def start_ranks_apart(tmp_path, failure, port):
-    """Two ranks as on two machines: no torchrun ends one when the other fails."""
+    """Start two ranks as on two machines, so that no torchrun ends one when the other fails."""
     script = tmp_path / "failing.py"
     pid = str(tmp_path / "pid")
     script.write_text(FAILING.format(failure=failure.format(pid=pid), pid=pid))
@@ -206,7 +206,7 @@ def start_ranks_apart(tmp_path, failure, port):
 def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, message, unused_port):
     first, second = start_ranks_apart(tmp_path, failure, unused_port)
     try:
-        _, error = first.communicate(timeout=60 + 30)  # the start included
+        _, error = first.communicate(timeout=60 + 30)  # 30 s for the start
         second.wait(timeout=10)
     finally:
         first.kill()
@@ -217,7 +217,7 @@ def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, messa
 
 
 def test_a_frozen_store_ends_the_others_within_a_minute(tmp_path, unused_port):
-    """Rank 0 has the store by which the ranks hear of each other: nothing answers any more."""
+    """Rank 0 hosts the store by which the ranks hear of each other. It is frozen, so the store stops answering."""
     first, second = start_ranks_apart(tmp_path, "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)", unused_port)
     try:
         _, error = second.communicate(timeout=60 + 30)
@@ -230,7 +230,7 @@ def test_a_frozen_store_ends_the_others_within_a_minute(tmp_path, unused_port):
 
 
 def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
-    """Stopped, as when its machine hangs: no connection is closed, nothing is said."""
+    """Rank 1 is frozen, as when its machine hangs: no connection is closed and no message is sent."""
     first, second = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", unused_port)
     try:
         _, error = first.communicate(timeout=60 + 30)
@@ -250,7 +250,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_all_ranks_write_in_one_folder_whatever_the_time(tmp_path, monkeypatch):
+def test_all_ranks_write_into_one_folder_at_different_times(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(WITHOUT_OUT)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
@@ -269,7 +269,7 @@ def unused_port():
         return s.getsockname()[1]
 
 
-def test_bad_input_is_said_once(tmp_path):
+def test_bad_input_is_reported_once(tmp_path):
     arguments = ["-m", "maxrl_fast.train", *SMALL, "--prompts", "1", "--out", str(tmp_path / "run")]
     process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 100)
@@ -277,7 +277,7 @@ def test_bad_input_is_said_once(tmp_path):
     assert output.count("prompts must be at least the number of processes, 2, got 1") == 1, output
 
 
-def test_a_wrong_flag_is_said_once():
+def test_an_unknown_flag_is_reported_once():
     process = torchrun(2, "-m", "maxrl_fast.train", "--stepz", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 100)
     assert process.returncode != 0

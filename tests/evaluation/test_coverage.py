@@ -1,4 +1,4 @@
-"""Estimators against all subsets, one by one."""
+"""The coverage estimators equal an enumeration of all subsets."""
 
 from fractions import Fraction
 from itertools import combinations, product
@@ -29,13 +29,13 @@ def test_pass_at_k_is_exact(n):
         torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
 
 
-def test_pass_at_k_of_many_samples_keeps_its_digits():
+def test_pass_at_k_is_precise_for_many_samples():
     for c, k in ((1, 1), (1, 512), (100, 256), (1000, 3)):
         actual = pass_at_k(1024, torch.tensor(c), k).item()
         assert actual == pytest.approx(float(brute_force.pass_at_k(1024, c, k)), rel=1e-10)
 
 
-def test_estimators_state_their_range():
+def test_a_k_out_of_range_is_refused():
     with pytest.raises(ValueError, match="pass@k of 8 samples needs 1 <= k <= 8, got 9"):
         pass_at_k(8, torch.tensor([1]), 9)
     with pytest.raises(ValueError, match="max@k of 3 samples needs 1 <= k <= 3, got 0"):
@@ -60,7 +60,7 @@ REWARDS = [[-3.0, -1.5, -1.5, -0.25, -7.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.
 
 
 @pytest.mark.parametrize("rewards", REWARDS)
-def test_max_at_k_is_the_mean_of_the_best_of_all_subsets(rewards):
+def test_max_at_k_is_the_mean_over_all_subsets_of_the_best_reward(rewards):
     shifted = [reward + 10 for reward in rewards[::-1]]
     for k in range(1, len(rewards) + 1):
         best = [max(Fraction(r) for r in subset) for subset in combinations(rewards, k)]
@@ -76,7 +76,7 @@ def test_max_at_k_of_many_samples():
 
 
 def majority_by_hand(answers, right, k):
-    """Over all subsets and, in each, all answers with the most votes."""
+    """Return maj@k as the mean over all subsets of size k. Answers that tie for the most votes share a subset equally."""
     worth = {a: Fraction(sum(r for b, r in zip(answers, right, strict=True) if b == a), answers.count(a)) for a in set(answers)}
     total = Fraction(0)
     for subset in combinations(answers, k):
@@ -96,7 +96,7 @@ GROUPS = [
 ]
 
 
-def test_the_majority_is_that_of_all_subsets(monkeypatch):
+def test_majority_at_k_is_the_mean_over_all_subsets(monkeypatch):
     monkeypatch.setattr(coverage, "NUM_DRAWS", 40000)
     answers, right = (torch.tensor(x) for x in zip(*GROUPS, strict=True))
     actual = majority_at_k(answers, right.bool(), range(1, 8), seed=0)
@@ -106,7 +106,7 @@ def test_the_majority_is_that_of_all_subsets(monkeypatch):
             assert value == pytest.approx(majority_by_hand(group, correct, k), abs=1e-12 if k in (1, 7) else 0.01)
 
 
-def test_the_majority_of_one_and_of_all_needs_no_draw():
+def test_majority_at_1_and_at_n_is_exact():
     answers, right = (torch.tensor(x) for x in zip(*GROUPS, strict=True))
     one, every = majority_at_k(answers, right.bool(), [1, 7], seed=0).T.tolist()
     assert one == pytest.approx([2 / 7, 3 / 7, 4 / 7, 2 / 7, 2 / 7, 1])
@@ -123,8 +123,8 @@ def test_the_interval_of_a_constant_is_the_constant():
     assert interval.mean == -2
 
 
-def test_the_interval_of_a_fraction_is_the_binomials():
-    """Of the mean of P zeros and ones drawn again: quantiles of Binomial(P, p) / P."""
+def test_the_interval_of_a_fraction_is_binomial():
+    """The resampled means of P zeros and ones have the quantiles of Binomial(P, p) / P."""
     num, p = 200, 0.3
     values = (torch.arange(num) < p * num).double()[:, None]
     probability = [comb(num, i) * p**i * (1 - p) ** (num - i) for i in range(num + 1)]
@@ -140,21 +140,21 @@ def test_the_interval_of_a_fraction_is_the_binomials():
 
 
 def test_the_bootstrap_is_exact_for_two_prompts():
-    """Four equally likely draws: quartiles of means 0, 1/2, 1/2, 1."""
+    """Two prompts have four equally likely resamples, with the means 0, 1/2, 1/2 and 1."""
     [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.4, seed=0)
     assert (interval.low, interval.mean, interval.high) == (0.5, 0.5, 0.5)
     [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.6, seed=0)
     assert (interval.low, interval.mean, interval.high) == (0, 0.5, 1)
 
 
-def test_the_bootstrap_repeats_and_draws_prompts_for_all_columns_alike(monkeypatch):
+def test_the_bootstrap_is_seeded_and_draws_the_same_prompts_for_all_columns(monkeypatch):
     values = torch.rand(30, 2, generator=torch.Generator().manual_seed(0))
     values[:, 1] = 1 - values[:, 0]
     first = bootstrap(values, 100, 0.95, seed=0)
     assert first[0].low == pytest.approx(1 - first[1].high, abs=1e-12)
     assert first == bootstrap(values, 100, 0.95, seed=0)
     assert first != bootstrap(values, 100, 0.95, seed=1)
-    monkeypatch.setattr(coverage, "RESAMPLED", 30 * 7)  # in parts of 7: all of them are there
+    monkeypatch.setattr(coverage, "RESAMPLED", 30 * 7)  # in chunks of 7 resamples
     assert bootstrap(values, 100, 0.95, seed=0) == first
 
 
@@ -165,7 +165,7 @@ def test_support_classes_count_every_prompt_once():
     assert vars(support) == {"preserved": 2, "expanded": 1, "shrunk": 3, "out_of_support": 4}
 
 
-def test_samples_to_match_are_found_as_by_direct_search():
+def test_samples_to_match_equals_a_direct_search():
     n = 9
     for counts in product(range(0, n + 1, 2), repeat=2):
         curve = [sum(brute_force.pass_at_k(n, c, k) for c in counts) / 2 for k in range(1, n + 1)]

@@ -1,4 +1,4 @@
-"""Diversity by hand and against all pairs."""
+"""Diversity equals values computed by hand, and the mean over all pairs of responses."""
 
 import random
 from collections import Counter
@@ -26,12 +26,12 @@ def measured(responses):
     return NGramDiversity()(responses, ["" for _ in responses])
 
 
-def test_equal_responses_have_none_and_disjoint_ones_all():
+def test_equal_responses_have_diversity_0_and_disjoint_ones_1():
     assert measured([[5, 6, 7]] * 4) == pytest.approx(0, abs=1e-12)
     assert measured([[1, 2], [3, 4], [5, 6, 7, 8]]) == pytest.approx(1, abs=1e-12)
 
 
-def test_a_shared_token_by_hand():
+def test_responses_that_share_a_token():
     # (1), (2), (1 2) against (1), (3), (1 3): one of three dimensions is shared.
     assert measured([[1, 2], [1, 3]]) == pytest.approx(2 / 3)
     # Order matters beyond single tokens: (1), (2), (1 2) against (1), (2), (2 1).
@@ -40,7 +40,7 @@ def test_a_shared_token_by_hand():
     assert measured([[1, 1, 1], [1]]) == pytest.approx(1 - 3 / sqrt(14))
 
 
-def test_n_grams_against_all_pairs():
+def test_n_gram_diversity_is_the_mean_over_all_pairs():
     rng = random.Random(0)
     for size in (2, 3, 8):
         responses = [[rng.choice((0, 7, 150000, 150001)) for _ in range(rng.randint(1, 12))] for _ in range(size)]
@@ -49,7 +49,7 @@ def test_n_grams_against_all_pairs():
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A tiny BERT that reads words."""
+    """Save a tiny BERT whose tokens are words, and return its directory."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -62,7 +62,7 @@ def embedder(tmp_path_factory):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertModel(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
     with torch.no_grad():
-        model.embeddings.word_embeddings.weight.normal_()  # words of their own, so that texts differ
+        model.embeddings.word_embeddings.weight.normal_()  # distinct words, so that texts differ
     model.save_pretrained(directory)
     return directory
 

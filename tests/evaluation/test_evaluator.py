@@ -1,4 +1,4 @@
-"""Evaluation of a policy whose success is known, and what becomes of its samples."""
+"""Evaluation of an engine whose success rate is known, and the records of its samples."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_evaluation_counts_what_is_solved():
     assert result.num_tokens == pytest.approx(result.response_length_mean * 320)
 
 
-def test_every_chunk_is_handed_over_once():
+def test_keep_gets_every_chunk_once():
     task, kept, done = MazeTask(7), [], []
     result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
     assert done == [16, 32, 40]
@@ -56,13 +56,13 @@ def test_every_chunk_is_handed_over_once():
     assert evaluated(Oracle(task, 3), task) == result
 
 
-def test_prompts_of_training_are_others():
+def test_the_training_split_has_other_prompts():
     task = MazeTask(7)
     assert evaluated(Oracle(task, 8, "train"), task, split="train").pass_at_k[1] == 1
     assert evaluated(Oracle(task, 8, "train"), task).pass_at_k[1] < 0.5
 
 
-def test_samples_as_records():
+def test_sample_records():
     task = MazeTask(5)
     prompts = task.prompts("test", 3, 2)
     path = [*shortest_path(task.maze("test", 3)), DONE]
@@ -79,7 +79,7 @@ def test_samples_as_records():
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():
     class Letters(MazeTask):
-        """The answer is the last word but DONE; none after an UP."""
+        """The answer is the last word before DONE. A response with UP has no answer."""
 
         def answer(self, response):
             return "" if "UP" in response else response.split()[-2]

@@ -45,7 +45,7 @@ def gradients(probabilities: Tensor, actions: Tensor, advantages: Tensor) -> Ten
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_exact_gradient_is_that_of_the_enumerated_objective(k: int, ties: bool) -> None:
+def test_the_exact_gradient_equals_the_enumerated_objectives(k: int, ties: bool) -> None:
     bandits = tiny_bandits(ties)
     groups = tuples(4, k)
     for rewards, probabilities, exact in zip(bandits.rewards, bandits.probabilities, bandits.exact_gradient(k), strict=True):
@@ -59,7 +59,7 @@ def test_exact_gradient_is_that_of_the_enumerated_objective(k: int, ties: bool) 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(3, 2), (5, 2), (5, 3), (5, 4), (6, 4)])
-def test_over_all_groups_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_bias(n: int, k: int, ties: bool) -> None:
+def test_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_form_bias(n: int, k: int, ties: bool) -> None:
     bandits = tiny_bandits(ties)
     groups = tuples(4, n)
     exact, bias = bandits.exact_gradient(k), bandits.exact_bias(k, n)
@@ -85,7 +85,7 @@ def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", list(bandit.LABELS))
-def test_mean_and_squared_norms_are_those_of_explicit_gradients(name: str, ties: bool) -> None:
+def test_mean_and_squared_norms_equal_explicit_gradients(name: str, ties: bool) -> None:
     bandits = tiny_bandits(ties)
     batches = bandits.sample(50, 7, generator())
     wanted = explicit(bandits, batches.actions, name, 3)
@@ -97,7 +97,7 @@ def test_mean_and_squared_norms_are_those_of_explicit_gradients(name: str, ties:
 
 def test_variances_are_traces_of_the_sample_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     bandits, n, ks = tiny_bandits(), 5, (2, 4)
-    monkeypatch.setattr(bandit, "CHUNK", 30 * n * 3)  # 30 batches at a time, and a remainder
+    monkeypatch.setattr(bandit, "CHUNK", 30 * n * 3)  # chunks of 30 batches, and a remainder
     found = bandit.variances(bandits, n, ks, 100, generator(5))
     again = generator(5)
     actions = torch.cat([bandits.sample(size, n, again).actions for size in (30, 30, 30, 10)], 1)
@@ -107,7 +107,7 @@ def test_variances_are_traces_of_the_sample_covariance(monkeypatch: pytest.Monke
                 torch.testing.assert_close(found[e, i, s], of_seed.T.cov().trace(), rtol=1e-10, atol=0)
 
 
-def test_errors_are_of_the_mean_of_all_batches_so_far() -> None:
+def test_errors_use_the_mean_of_all_batches_so_far() -> None:
     bandits, n, k = tiny_bandits(), 5, 3
     found = bandit.errors(bandits, n, k, [1, 7], generator(6))
     again = generator(6)
@@ -119,7 +119,7 @@ def test_errors_are_of_the_mean_of_all_batches_so_far() -> None:
             torch.testing.assert_close(found[e, i], wanted, rtol=1e-10, atol=0)
 
 
-def test_many_batches_reach_the_exact_gradient_but_for_the_bias_of_l1o() -> None:
+def test_the_mean_converges_to_the_exact_gradient_plus_the_bias_of_l1o() -> None:
     bandits, n, k, num_batches = tiny_bandits(), 5, 3, 200_000
     found = bandit.errors(bandits, n, k, [num_batches], generator(7))[:, 0]
     actions = bandits.sample(2000, n, generator(8)).actions
@@ -137,7 +137,7 @@ def test_slopes_and_crossings() -> None:
     powers = torch.tensor([-0.5, 0.25], dtype=torch.float64)
     of_powers = 3 * torch.tensor(num_batches, dtype=torch.float64)[:, None] ** powers
     torch.testing.assert_close(bandit.slopes(num_batches, of_powers), powers)
-    # it exceeds 1 between 3 and 5; from the first K on; never; only for a while
+    # The ratio exceeds 1 between K = 3 and 5; from the first K on; never; only at K = 3.
     ratio = torch.tensor([[0.5, 1.2, 0.5, 0.9], [0.8, 1.3, 0.6, 1.1], [1.6, 1.4, 0.7, 0.9]], dtype=torch.float64)
     assert bandit.crossings([2, 3, 5], ratio).tolist() == pytest.approx([3.5, 2.0, 2.5])
 
@@ -191,7 +191,7 @@ def test_command_writes_results_and_picture(tmp_path: Path) -> None:
         (("--rollouts-swept",), "must name at least one number each"),
     ],
 )
-def test_settings_that_make_no_sense_are_a_sentence(
+def test_bad_settings_are_refused(
     arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bandit.main([*TINY, "--out", str(tmp_path), *arguments]) == 2

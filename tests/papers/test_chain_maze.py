@@ -67,7 +67,7 @@ def test_expected_return_is_the_sum_over_all_walks() -> None:
         torch.testing.assert_close(chain_maze.expected_return(hazards, DEAD_END), exact_return(theta, b), rtol=1e-12, atol=0)
 
 
-def test_walks_have_the_lengths_of_their_distribution() -> None:
+def test_walk_lengths_follow_their_distribution() -> None:
     theta, b = parameters(1)
     episodes = 200_000
     hazards = chain_maze.hazard(log_odds_of(theta, b), SIGN).detach()
@@ -81,7 +81,7 @@ def test_walks_have_the_lengths_of_their_distribution() -> None:
     assert abs(returns.mean() - exact_return(theta, b)) < 5 * error
 
 
-def test_score_and_step_are_the_gradient_of_the_log_probability() -> None:
+def test_score_and_step_equal_the_gradient_of_the_log_probability() -> None:
     theta, b = parameters(2)
     forward = torch.tensor([0, 0, 2, 3, 6, 5, 6, 1])  # every kind of end, including the goal
     weights = torch.tensor([0.7, -1.1, 0.4, 2.0, -0.3, 0.9, 1.3, -0.2], dtype=torch.float64)
@@ -95,7 +95,7 @@ def test_score_and_step_are_the_gradient_of_the_log_probability() -> None:
     torch.testing.assert_close(moved, log_odds_of(theta, b) + 0.2 * (gradient + gradient.sum()))
 
 
-def test_entropy_gradient_is_that_of_the_entropy_where_episodes_went() -> None:
+def test_entropy_gradient_covers_the_visited_states() -> None:
     theta, b = parameters(3)
     forward = torch.tensor([0, 2, 6, 3])
     logp = (theta + b).log_softmax(1)
@@ -106,8 +106,8 @@ def test_entropy_gradient_is_that_of_the_entropy_where_episodes_went() -> None:
     torch.testing.assert_close(gradient.sum(), b.grad[1], rtol=1e-10, atol=1e-12)
 
 
-def test_expected_gradients_are_those_of_their_objectives() -> None:
-    """REINFORCE's objective is the expected return. K times EI and EI + L2O have the expected largest of K returns."""
+def test_expected_gradients_equal_the_gradients_of_the_objectives() -> None:
+    """REINFORCE's objective is the expected return. For K times EI or EI + L2O it is the expected largest of K returns."""
     theta, b = parameters(4, scale=0.3)
     log_odds = log_odds_of(theta, b).detach()
     batches, k = 40_000, 3
@@ -115,10 +115,10 @@ def test_expected_gradients_are_those_of_their_objectives() -> None:
     returns = chain_maze.returns_of(forward, DEAD_END)
     probability = torch.stack([logprobs(theta, b, n).sum().exp() for n in range(LENGTH + 1)])
     value = torch.arange(LENGTH + 1) + DEAD_END  # [L+1]
-    below = (probability * (value <= value[:, None])).sum(1)  # P(return <= v)
-    strictly = (probability * (value < value[:, None])).sum(1)
+    at_or_below = (probability * (value <= value[:, None])).sum(1)  # P(return <= v)
+    below_strictly = (probability * (value < value[:, None])).sum(1)
     ties = (value[:, None] == value).sum(1)
-    largest = ((below**k - strictly**k) * value / ties).sum()
+    largest = ((at_or_below**k - below_strictly**k) * value / ties).sum()
     for method, size, objective in (("REINFORCE", None, exact_return(theta, b)), ("EI", k, largest), ("EI + L2O", k, largest)):
         exact = torch.autograd.grad(objective, theta, retain_graph=True)[0][:, 1]
         weights = chain_maze.Arm(method, 6, size).weights(returns)
@@ -128,7 +128,7 @@ def test_expected_gradients_are_those_of_their_objectives() -> None:
         assert (exact.abs() > 10 * gradients.std(0) / batches**0.5).sum() >= 4  # otherwise the test would show nothing
 
 
-def test_variance_ratio_is_that_of_the_estimators() -> None:
+def test_the_variance_ratio_equals_explicit_gradients() -> None:
     """Compare with K = 2 written out, over all of theta and b, with gradients by autograd."""
     mazes = chain_maze.Mazes(SIGN[None].float(), DEAD_END[None].float())
     theta, b = parameters(5)
@@ -159,7 +159,7 @@ def test_variance_ratio_is_that_of_the_estimators() -> None:
     torch.testing.assert_close(ratio[0].double(), totals[0] / totals[1], rtol=1e-4, atol=0)
 
 
-def test_training_steps_along_the_gradients_by_autograd() -> None:
+def test_training_steps_along_autograds_gradients() -> None:
     mazes = chain_maze.Mazes(SIGN[None].float(), DEAD_END[None].float())
     arms = [chain_maze.Arm(method, n, None) for method, n in (("REINFORCE", 4), ("REINFORCE + entropy", 5))]
     rates = torch.tensor([[0.1, 0.5], [0.2, 0.7]])
@@ -211,7 +211,7 @@ def test_command_writes_its_result_and_picture(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "chain_maze.json").read_text())["results"]
     assert results["steps"] == [0, 10, 20, 30, 40]
     arms = {(arm["method"], arm["n"], arm["k"]): arm for arm in results["arms"]}
-    assert len(arms) == 10  # none where K = N
+    assert len(arms) == 10  # K must be below N
     assert ("EI", 4, 4) not in arms
     for arm in arms.values():
         curve = arm["curves"]["return"]["mean"]

@@ -60,7 +60,7 @@ def test_order_t_is_unbiased_for_its_sum_of_max_at_k(rewards, order):
 
 
 @pytest.mark.parametrize("rewards", REWARDS.values(), ids=REWARDS)
-def test_the_naive_extension_is_biased_but_for_binary_rewards(rewards):
+def test_the_naive_extension_is_biased_except_for_binary_rewards(rewards):
     module = load("continuous_maxrl")
     groups, weights = module.all_groups(3, N), [1, 1 / 2, 1 / 3]
     wanted = gradient_of_max(rewards, weights)
@@ -72,7 +72,7 @@ def test_the_naive_extension_is_biased_but_for_binary_rewards(rewards):
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_a_constant_changes_nothing_and_a_scale_scales(order):
+def test_shifted_rewards_change_nothing_and_scaled_rewards_scale_the_gradient(order):
     module = load("continuous_maxrl")
     rewards, groups = REWARDS["a tie and a negative reward"], module.all_groups(3, N)
     mean = module.exact_mean(LOGITS, rewards, order, *groups)
@@ -83,7 +83,7 @@ def test_a_constant_changes_nothing_and_a_scale_scales(order):
     assert (naive - shifted).norm() > 0.1 * naive.norm()
 
 
-def test_best_of_k_is_the_mean_of_the_best():
+def test_best_of_k_equals_an_enumeration():
     module, policy = load("continuous_maxrl"), LOGITS.softmax(0)
     for rewards in REWARDS.values():
         wanted = [
@@ -112,7 +112,7 @@ def test_error_falls_as_the_exact_variance_over_the_number_of_groups():
         assert found["slopes"][str(order)] == pytest.approx(-0.5, abs=0.08)
 
 
-def test_learned_policies_beat_the_uniform_one_at_what_they_are_for():
+def test_learned_policies_beat_the_uniform_one_at_their_objective():
     module = load("continuous_maxrl")
     settings = module.ContinuousMaxRL(rollouts=8, learned=32, learned_arms=8, prompts=4, updates=200)
     found = module.learning(settings)["max_at_k"]
@@ -179,7 +179,7 @@ SMALL = "--threads 1 --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 -
 
 
 @pytest.mark.slow
-def test_it_runs_with_mazes_too(tmp_path):
+def test_the_command_runs_with_mazes(tmp_path):
     mazes = "--maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4 --objectives maxrl-2"
     command = [sys.executable, str(FOLDER / "continuous_maxrl.py"), *SMALL.split(), *mazes.split(), "--out", str(tmp_path)]
     command += ["--work", str(tmp_path / "work")]
@@ -221,7 +221,7 @@ def test_the_same_seed_gives_the_same_results():
         ("--arms 40", "--arms and --rollouts must give at most 500000 groups to enumerate"),
     ],
 )
-def test_bad_settings(flags, sentence, tmp_path, capsys):
+def test_bad_settings_are_refused(flags, sentence, tmp_path, capsys):
     assert load("continuous_maxrl").main(["--out", str(tmp_path), *flags.split()]) == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Tests of classification with exact and with sampled gradients: properties that hold whatever is learned."""
+"""Tests of classification with exact and with sampled gradients. No test depends on how well the classifier learns."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def test_command_writes_results_and_picture(tmp_path):
     assert results != script.experiment(settings(seed=1))
 
 
-def test_bad_settings_end_with_a_sentence(tmp_path):
+def test_bad_settings_exit_with_2(tmp_path):
     done = command("--seeds", "1", "--out", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.strip() == "error: --seeds must be at least 2, got 1"
@@ -88,7 +88,7 @@ def test_bad_settings_are_refused(changes, sentence):
         script.experiment(settings(**changes))
 
 
-def test_missing_scikit_learn_is_said(monkeypatch):
+def test_missing_scikit_learn_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(InputError, match="pip install scikit-learn"):
         script.digits(settings())
@@ -148,13 +148,13 @@ def test_rollouts_are_independent_draws():
     assert float(((products.mean(0) - covariances) / (products.std(0) / draws**0.5)).abs().max()) < 4
 
 
-def test_rollouts_of_certain_policies():
+def test_rollouts_of_deterministic_policies():
     certain = torch.eye(4)
     rollouts = script.sample(certain, 1000, torch.Generator().manual_seed(0))
     assert torch.equal(rollouts, torch.arange(4)[:, None].expand(4, 1000))
 
 
-def test_cross_entropy_step_is_its_gradient():
+def test_the_cross_entropy_step_is_autograds_gradient():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
     weights = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -167,7 +167,7 @@ def test_cross_entropy_step_is_its_gradient():
 
 
 def test_gradient_norms():
-    """Compare cross-entropy with autograd. MaxRL has (1 - (1-p)^(N-1)) times its norm, which tends to it for large N."""
+    """Compare cross-entropy with autograd. The norm of MaxRL is (1 - (1-p)^(N-1)) times as large, so equal for large N."""
     generator = torch.Generator().manual_seed(0)
     weights = 0.3 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
     inputs = torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -189,7 +189,7 @@ def test_gradient_norms():
         torch.testing.assert_close(norms, factor * exact, rtol=1e-7, atol=0)
 
 
-def test_metrics_are_those_of_the_labels():
+def test_metrics_use_the_labels():
     data = script.Data(*(torch.zeros(2, 0), torch.zeros(2, 0)), torch.eye(3).expand(2, 3, 3), torch.tensor([[0, 1, 2]] * 2), 3)
     p = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.98, 0.01, 0.01]])
     metrics = script.measure(torch.stack([p.log(), p.flip(1).log()]), data)
@@ -202,7 +202,7 @@ def test_metrics_are_those_of_the_labels():
 
 
 @pytest.mark.parametrize("make", [script.gaussian_classes, script.digits])
-def test_data_by_seed_and_held_out(make):
+def test_data_depends_on_the_seed_and_test_inputs_are_held_out(make):
     data, again, other = make(settings(test_digits=497)), make(settings(test_digits=497)), make(settings(seed=1))
     for name in ("inputs", "labels", "test_inputs", "test_labels"):
         assert torch.equal(getattr(data, name), getattr(again, name))

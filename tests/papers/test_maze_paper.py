@@ -36,7 +36,7 @@ def test_the_papers_settings():
     assert [options[name] for name in ("eval_prompts", "eval_samples")] == [256, 256]
 
 
-def test_every_phase_in_pieces(tmp_path):
+def test_every_phase_runs_at_a_tiny_size(tmp_path):
     """Warm start and two steps, resuming, evaluation, and another objective from the same warm start."""
     first, other = tmp_path / "first", tmp_path / "other"
     assert train([*RECIPE, *TINY, "--sft-steps", "3", "--steps", "2", "--out", str(first)]) == 0

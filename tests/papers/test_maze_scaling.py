@@ -18,7 +18,7 @@ TINY = [
 ]
 
 
-def test_as_a_user_runs_it(tmp_path):
+def test_the_command_trains_and_reuses_finished_runs(tmp_path):
     command = [sys.executable, FOLDER / "maze_scaling.py", *TINY, "--out", tmp_path / "out", "--work", tmp_path / "work"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "pass@4, N = 8" in run.stdout
@@ -49,12 +49,12 @@ def test_a_run_that_fails_is_named(tmp_path, capsys):
     assert "sft_steps must be at least 0, got -1" in (tmp_path / "work" / "warm-start.log").read_text()
 
 
-def test_bad_settings_are_a_sentence(tmp_path, capsys):
+def test_bad_settings_are_refused(tmp_path, capsys):
     assert maze_scaling.main(["--rollouts", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]) == 2
     assert "--rollouts must be at least 4 each, got 2" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
-def test_thinned_curves():
+def test_thinned_curves_are_means():
     assert training_runs.thinned([1, 2, 3, 4, 5], 2) == [[3, 2.0], [5, 4.5]]
     assert training_runs.thinned([1, 2], 20) == [[1, 1.0], [2, 2.0]]

@@ -1,4 +1,4 @@
-"""Tests of the weights: where those of finite groups must agree with the population weights."""
+"""Tests of the weights: finite groups have the population weights where theory says so."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ weights = load("weights")
 
 
 @pytest.mark.slow
-def test_as_a_user_runs_it(tmp_path):
+def test_the_command_writes_results_and_picture(tmp_path):
     command = [sys.executable, FOLDER / "weights.py", "--rollouts", "8", "--points", "5", "--out", tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "W_N(p), N = 8" in run.stdout
@@ -27,7 +27,7 @@ def test_as_a_user_runs_it(tmp_path):
     assert weights.main(["--out", str(tmp_path), "--rollouts", "8", "--k", "8"]) == 2
 
 
-def test_bad_settings_are_a_sentence(tmp_path, capsys):
+def test_bad_settings_are_refused(tmp_path, capsys):
     assert weights.main(["--out", str(tmp_path), "--k", "1"]) == 2
     assert "--k must be from 2 to the smallest of --rollouts less 1, got 1" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -39,7 +39,7 @@ def p():
 
 
 @pytest.mark.parametrize("n", [3, 16])
-def test_maxrl_of_n_rollouts_has_exactly_a_population_weight(p, n):
+def test_maxrl_with_n_rollouts_has_a_population_weight_exactly(p, n):
     """Algorithm 1 has the weight of order N-1; equations 6 and 7 have the weight of order N."""
     ours, population = weights.estimator_weights(p, n, 2), weights.population_weights(p, (n - 1, n))
     torch.testing.assert_close(ours["maxrl"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
@@ -56,7 +56,7 @@ def test_orders_go_from_reinforcement_learning_to_maximum_likelihood(p):
 
 
 @pytest.mark.slow
-def test_grpo_comes_to_its_population_weight():
+def test_grpo_converges_to_its_population_weight():
     p = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     population = weights.population_weights(p, ())["GRPO"]
     errors = [(weights.estimator_weights(p, n, 2)["grpo"] / population - 1).abs().max() for n in (16, 256, 4096)]

@@ -1,4 +1,4 @@
-"""`python -m maxrl_fast.report` embeds what the files contain, whatever it is. tests/browser tests the drawing."""
+"""`python -m maxrl_fast.report` embeds any contents of the files safely. tests/browser tests how the page draws them."""
 
 import base64
 import hashlib
@@ -70,7 +70,7 @@ def refusal(capsys, *arguments):
     return error
 
 
-def test_embedded_numbers_equal_those_of_the_files(tmp_path, report):
+def test_embedded_numbers_equal_the_files(tmp_path, report):
     records = {name: write_run(tmp_path / name, seed=i, steps=30 + i) for i, name in enumerate(("one", "two"))}
     for run in report(tmp_path / "one", tmp_path / "two").data["runs"]:
         written, folder = records[run["name"]], tmp_path / run["name"]
@@ -170,7 +170,7 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
     (program,) = programs
-    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == ["http://www.w3.org/2000/svg"]  # a name
+    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == ["http://www.w3.org/2000/svg"]  # a namespace
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(|XMLHttp", program)
     assert not re.search(r"url\((?!#)|@import", page.text_of("style"))
     assert not any({"src", "href", "style", "onclick"} & own.keys() for _, own in page.tags)
@@ -223,7 +223,7 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
     ]
 
 
-def test_an_evaluation(tmp_path, report):
+def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
     content = write_evaluation(tmp_path / "evaluation")
     write_run(tmp_path / "run")
     evaluation, run = report(tmp_path / "evaluation", tmp_path / "run").data["runs"]
@@ -268,7 +268,7 @@ def test_folders_of_the_same_name_get_unique_names(tmp_path, report):
     assert [run["name"] for run in report(*folders).data["runs"]] == ["a/run", "b/run (2)", "b/run (3)", "c"]
 
 
-def test_bad_input_is_refused_with_a_sentence(tmp_path, capsys):
+def test_bad_input_is_refused(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "report.html"
     write_run(run)
     assert "RUN must be 1 to 24 folders, got 0" in refusal(capsys)
@@ -310,7 +310,7 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     assert out.read_text().startswith("<!doctype html>")
 
 
-def test_as_a_command(tmp_path):
+def test_the_command_writes_a_page(tmp_path):
     write_run(tmp_path / "run")
     done = subprocess.run(
         [sys.executable, "-m", "maxrl_fast.report", str(tmp_path / "run")], cwd=tmp_path, capture_output=True, text=True

@@ -16,7 +16,7 @@ from tests.test_train import SMALL
 ROOT = Path(__file__).parents[2]
 
 
-def test_time_of_a_stage_inside_another_counts_once():
+def test_a_nested_stage_is_timed_once():
     clock = Stopwatch()
     with clock("outer"):
         time.sleep(0.02)
@@ -35,7 +35,7 @@ def test_time_of_a_stage_inside_another_counts_once():
     assert clock.silence()[1] < 0.03
 
 
-def test_time_goes_on_from_what_a_run_had():
+def test_a_resumed_run_adds_to_its_earlier_times():
     seconds = {"rollout": 10.0}
     with Stopwatch(seconds)("rollout"):
         pass
@@ -43,7 +43,7 @@ def test_time_goes_on_from_what_a_run_had():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_once_and_then_insists(number, monkeypatch, capfd):
+def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch, capfd):
     now, before = [100.0], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("maxrl_fast.run.control.time.monotonic", lambda: now[0])
     with StopSignal() as stop:
@@ -51,7 +51,7 @@ def test_a_signal_asks_once_and_then_insists(number, monkeypatch, capfd):
         signal.raise_signal(number)
         assert stop.number == number
         assert "saving and stopping after this step" in capfd.readouterr().err
-        signal.raise_signal(signal.SIGTERM)  # torchrun passes on what the terminal has sent
+        signal.raise_signal(signal.SIGTERM)  # torchrun forwards the terminal's signal, so this one is ignored
         now[0] += 2 * ECHO
         with pytest.raises(SystemExit) as stopped:
             signal.raise_signal(number)

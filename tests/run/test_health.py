@@ -1,4 +1,4 @@
-"""Warnings of training that goes wrong: each is given once, with its number, and none in a healthy run."""
+"""Warnings about training: each is given once, with its number, and a healthy run gets none."""
 
 import pytest
 
@@ -13,7 +13,7 @@ HEALTHY = {
     "logprob_diff": 1e-3,
     "grad_norm": 0.5,
 }
-ILL = {
+UNHEALTHY = {
     "no_reward": (
         {"reward_mean": 0.0, "pass_at_1": 0.0, "frac_groups_zero_variance": 1.0},
         0.0,
@@ -39,9 +39,9 @@ def test_a_healthy_run_gets_no_warning():
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)]) == []
 
 
-@pytest.mark.parametrize("kind", ILL)
+@pytest.mark.parametrize("kind", UNHEALTHY)
 def test_a_lasting_condition_is_reported_once_with_its_number(kind):
-    changes, _, _ = ILL[kind]
+    changes, _, _ = UNHEALTHY[kind]
     health = Health()
     warned = observed(health, [HEALTHY] * STEPS + [HEALTHY | changes] * 3 * STEPS)
     # Before all groups of ten steps have zero variance, most of them do.
@@ -54,29 +54,29 @@ def test_a_lasting_condition_is_reported_once_with_its_number(kind):
     assert again[-1][1].kind == kind  # reported again after ten steps without it
 
 
-@pytest.mark.parametrize("kind", ILL)
-def test_the_value_and_the_message(kind):
-    changes, value, words = ILL[kind]
-    sick = [HEALTHY | changes] * STEPS
-    found = RULES[kind]([HEALTHY] * STEPS, sick)
+@pytest.mark.parametrize("kind", UNHEALTHY)
+def test_each_rule_gives_its_value_and_message(kind):
+    changes, value, words = UNHEALTHY[kind]
+    unhealthy = [HEALTHY | changes] * STEPS
+    found = RULES[kind]([HEALTHY] * STEPS, unhealthy)
     assert found is not None
     assert found[0] == pytest.approx(value)
     assert words in found[1]
     assert RULES[kind]([HEALTHY] * STEPS, [HEALTHY] * STEPS) is None
-    assert all(rule([HEALTHY] * STEPS, sick) is None for name, rule in RULES.items() if name != kind)
+    assert all(rule([HEALTHY] * STEPS, unhealthy) is None for name, rule in RULES.items() if name != kind)
 
 
 def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
     warned = observed(Health(), [HEALTHY] * 15 + [HEALTHY | {"grad_norm": 6.0}] + [HEALTHY] * 5)
     assert [(i, warning.kind, warning.value) for i, warning in warned] == [(15, "grad_norm", 6.0)]
     assert "is 6, 12 times the median of the 15 steps before" in warned[0][1].message
-    assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # nothing was learned before
+    assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # the median before is 0
 
 
 @pytest.mark.parametrize("reward", [0.5, -1.0])
 def test_groups_of_equal_rewards_of_any_value_have_zero_variance(reward):
-    sick = HEALTHY | {"reward_mean": reward, "pass_at_1": 0.0, "frac_groups_zero_variance": 1.0}
-    assert [warning.kind for _, warning in observed(Health(), [sick] * STEPS)] == ["zero_variance_groups"]
+    unhealthy = HEALTHY | {"reward_mean": reward, "pass_at_1": 0.0, "frac_groups_zero_variance": 1.0}
+    assert [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)] == ["zero_variance_groups"]
 
 
 def test_high_rewards_that_differ_give_no_warning():

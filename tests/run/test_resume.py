@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: the same samples, metrics and weights as without the stop, to the last bit."""
+"""A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that was not stopped."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def run(out, *flags):
 
 
 def assert_same(one, two):
-    """All that was reported, but for times, and the newest checkpoint's weights, moments and reference."""
+    """Compare the logs without their times, and the weights, moments and reference in the newest checkpoints."""
     for log in ("metrics.jsonl", "eval.jsonl", "warnings.jsonl"):
         assert without_timings(one / log) == without_timings(two / log), log
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
@@ -53,7 +53,7 @@ def assert_same(one, two):
 
 
 def stop_at(monkeypatch, when, number=signal.SIGTERM):
-    """The signal comes during this update."""
+    """Send the signal during this update."""
     update = Learner.update
 
     def stopped(self, *arguments, **options):
@@ -66,7 +66,7 @@ def stop_at(monkeypatch, when, number=signal.SIGTERM):
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory):
-    """By objective, a run that nothing stopped."""
+    """Return a folder with an uninterrupted run for each objective."""
     folder = tmp_path_factory.mktemp("whole")
     for name, flags in OBJECTIVES.items():
         assert run(folder / name, *flags.split()) == 0
@@ -75,19 +75,19 @@ def whole_runs(tmp_path_factory):
 
 @pytest.mark.parametrize("when", ["warm start step 23", "step 1", "step 4"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_stopped_run_goes_on_bitwise(whole_runs, tmp_path, monkeypatch, name, when):
+def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name, when):
     out = tmp_path / "run"
     stop_at(monkeypatch, when)
     assert run(out, *OBJECTIVES[name].split()) == 128 + signal.SIGTERM
     monkeypatch.undo()
     kind, _, number = when.rpartition(" ")
     assert (out / "latest").resolve().name == f"{'step' if kind == 'step' else 'warm-start'}-{int(number):06d}"
-    torch.rand(3), random.random()  # what the process drew besides must not matter
+    torch.rand(3), random.random()  # other draws of the process must not matter
     assert train.main(["--resume", str(out)]) == 0
     assert_same(whole_runs / name, out)
 
 
-def test_more_steps_at_a_constant_rate_are_the_longer_run(tmp_path):
+def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path):
     flags = ("--objective", "maxpo", "--k", "2", "--lr-schedule", "constant", "--eval-every", "3")
     assert run(tmp_path / "whole", *flags) == 0
     assert run(tmp_path / "twice", *flags, "--steps", "3") == 0
@@ -133,7 +133,7 @@ STATE = "state/state-00001-of-00001.safetensors"
         ("checksums.json", lambda path: path.write_text('{"/dev/zero": {"bytes": 1, "sha256": ""}}'), "not a file of"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole_runs, tmp_path, capsys, file, damage, message):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(whole_runs, tmp_path, capsys, file, damage, message):
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     newest = out / "checkpoints" / "step-000004"
@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole_runs, tmp_p
     assert_same(whole_runs / "maxpo", out)
 
 
-def test_checkpoints_that_are_all_damaged_are_an_error(whole_runs, tmp_path, capsys):
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(whole_runs, tmp_path, capsys):
     out = copied(whole_runs / "maxpo", tmp_path)
     for directory in checkpoints_of(out):
         flip_a_bit(directory / STATE)
@@ -158,7 +158,7 @@ def test_checkpoints_that_are_all_damaged_are_an_error(whole_runs, tmp_path, cap
 
 
 @pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 100), flip_a_bit])
-def test_a_log_that_has_changed_is_named(whole_runs, tmp_path, capsys, damage):
+def test_a_changed_log_is_refused_by_name(whole_runs, tmp_path, capsys, damage):
     out = copied(whole_runs / "maxpo", tmp_path)
     damage(out / "metrics.jsonl")
     assert train.main(["--resume", str(out)]) == 2
@@ -180,7 +180,7 @@ def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, mon
     assert_same(whole_runs / "maxpo", out)
 
 
-def test_metrics_without_checkpoints_are_not_thrown_away(whole_runs, tmp_path, capsys):
+def test_metrics_without_checkpoints_are_kept(whole_runs, tmp_path, capsys):
     out = copied(whole_runs / "maxpo", tmp_path)
     (out / "checkpoints").rename(tmp_path / "elsewhere")
     before = (out / "metrics.jsonl").read_bytes()
@@ -189,8 +189,8 @@ def test_metrics_without_checkpoints_are_not_thrown_away(whole_runs, tmp_path, c
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_allowed_changes_that_came_to_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
-    """The run goes on with its own options, where it was killed before the first checkpoint with others."""
+def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
+    """A run that was resumed with other options, and killed before it saved, resumes with its own options."""
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
@@ -205,19 +205,19 @@ def test_allowed_changes_that_came_to_nothing_are_forgotten(whole_runs, tmp_path
 
 
 @pytest.mark.parametrize("name", ["point", "RunFiles.write_config", "RunFiles.log_marks"])
-def test_what_the_disk_refuses_beside_a_checkpoint_is_a_sentence_too(tmp_path, monkeypatch, capsys, name):
+def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeypatch, capsys, name):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(f"maxrl_fast.run.checkpoints.{name}", full)
-    if name == "RunFiles.write_config":  # at the start it is bad input
+    if name == "RunFiles.write_config":  # while RunFiles is built it would be bad input
         monkeypatch.setattr("maxrl_fast.run.run_files.RunFiles.__init__", with_write_config(full))
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
     assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
 
 
 def with_write_config(full):
-    """RunFiles' own start with a disk that fills up after it."""
+    """Return RunFiles.__init__ with a disk that is full only after it."""
     start = RunFiles.__init__
 
     def started(self, *arguments):
@@ -228,7 +228,7 @@ def with_write_config(full):
     return started
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(whole_runs, tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole_runs, tmp_path, monkeypatch):
     rmtree = shutil.rmtree
 
     def refused(path, ignore_errors=False):
@@ -242,7 +242,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_matter(whole_runs, tm
     assert_same(whole_runs / "maxpo", tmp_path / "run")
 
 
-def test_warnings_are_the_same_after_a_stop(tmp_path, monkeypatch):
+def test_warnings_are_the_same_after_resuming(tmp_path, monkeypatch):
     reward = tmp_path / "reward.py"
     reward.write_text("def nothing(prompt, response):\n    return 0\n")
     flags = ("--objective", "rloo", "--reward", f"{reward}:nothing", "--reward-workers", "1", "--steps", "14")
@@ -255,13 +255,13 @@ def test_warnings_are_the_same_after_a_stop(tmp_path, monkeypatch):
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_a_folder_with_a_lock_alone_is_free(tmp_path):
+def test_a_folder_with_only_a_lock_is_accepted(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").write_text("process 1 on nowhere\n")
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--steps", "1") == 0
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_path, capsys):
+def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path, capsys):
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints")
     for log in ("metrics", "eval"):
@@ -276,7 +276,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(whole_runs, tmp_pa
     [
         ("--lr 0.5", 2, "trained with other options (lr: 0.0003 before, 0.5 now); --allow-changes"),
         ("--seed 1 --beta2 0.5", 2, "(beta2: 0.99 before, 0.5 now; seed: 0 before, 1 now)"),
-        ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine ends elsewhere
+        ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine schedule depends on it
         ("--steps 8 --allow-changes", 0, "resumes with other options (steps: 6 before, 8 now)"),
         ("--steps 3 --allow-changes", 2, "--steps must be at least 6, the number of steps done, got 3"),
         ("--token-budget 100", 0, "will not be bitwise identical (token_budget: 4096 before, 100 now)"),
@@ -301,7 +301,7 @@ def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
     assert "--resume must be the folder of a run" in capsys.readouterr().err
 
 
-def test_the_last_the_best_and_the_first_are_kept(tmp_path):
+def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path):
     assert run(tmp_path / "run", "--objective", "rloo", "--save-every", "1", "--keep-checkpoints", "2") == 0
     kept = {path.name for path in checkpoints_of(tmp_path / "run")}
     scores = {record["step"]: record["pass_at_k"]["1"] for record in read(tmp_path / "run" / "eval.jsonl")}
@@ -331,8 +331,8 @@ def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys):
     finally:
         first.kill()
         first.wait()
-    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")  # stale, and so no hindrance
-    assert train.main(["--resume", str(out), "--steps", "30", "--allow-changes"]) in (0, 2)  # 2: it had done more steps
+    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")  # the lock of a dead process blocks nobody
+    assert train.main(["--resume", str(out), "--steps", "30", "--allow-changes"]) in (0, 2)  # 2 if it had done more steps
     assert "in use" not in capsys.readouterr().err
 
 
@@ -348,7 +348,7 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_good_checkpoint(whole_runs, tmp_path, monkeypatch):
+def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(whole_runs, tmp_path, monkeypatch):
     out = tmp_path / "run"
     stop_at(monkeypatch, "step 3")
     assert run(out, *OBJECTIVES["maxpo"].split()) == 143
@@ -360,13 +360,13 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_the_last_good_checkpoint(wh
     assert sentence.startswith(f"error: cannot write the checkpoint {out / 'checkpoints' / 'step-000004'}: ")
     assert "File too large" in sentence
     assert f"the last good checkpoint is {out / 'checkpoints' / 'step-000003'}" in sentence
-    assert not list((out / "checkpoints").glob(".*"))  # what did not fit is gone
+    assert not list((out / "checkpoints").glob(".*"))  # the incomplete checkpoint was removed
     assert train.main(["--resume", str(out)]) == 0
     assert_same(whole_runs / "maxpo", out)
 
 
-def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path):
-    """Half of the kills fall while a checkpoint is being written, the others anywhere."""
+def test_a_run_killed_twenty_times_ends_with_the_same_result(tmp_path):
+    """Half of the kills happen while a checkpoint is being written, the others at random times."""
     job = [*SMALL, "--sft-steps", "40", "--steps", "400", "--eval-every", "100", "--eval-prompts", "3"]
     whole = started(*job, "--out", str(tmp_path / "whole"))
     out, moments, num_in_saves = tmp_path / "killed", random.Random(0), 0
@@ -382,7 +382,7 @@ def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path):
         finally:
             process.kill()
             process.wait()
-        assert process.returncode == -signal.SIGKILL  # it had not ended before
+        assert process.returncode == -signal.SIGKILL  # it was still running
         num_in_saves += bool(partial(out))
     assert num_in_saves >= 5
     assert train.main(["--resume", str(out)]) == 0
@@ -392,10 +392,11 @@ def test_killed_at_twenty_moments_it_ends_as_if_it_had_not_been(tmp_path):
 
 
 def mark(out):
-    """Changes when a process has taken the folder over."""
+    """Return a number that changes when a process takes the folder's lock."""
     path = out / "lock"
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def partial(out):
+    """Return the names of incomplete checkpoints."""
     return [name for name in os.listdir(out / "checkpoints") if name.startswith(".")] if (out / "checkpoints").exists() else []

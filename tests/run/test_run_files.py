@@ -1,4 +1,4 @@
-"""What a run leaves beside its metrics: samples, diagnoses, timings, and the same numbers in trackers."""
+"""The files of a run beside its metrics: samples, diagnostics and timings. Trackers get the same numbers."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     return out
 
 
-def test_samples_are_the_first_of_each_evaluation(finished):
+def test_the_first_samples_of_each_evaluation_are_kept(finished):
     samples = read(finished / "samples.jsonl")
     steps = [record["step"] for record in read(finished / "eval.jsonl")]
     assert [sample["step"] for sample in samples] == [step for step in steps for _ in range(32)]
@@ -41,7 +41,7 @@ def test_samples_are_the_first_of_each_evaluation(finished):
         assert sample["truncated"] == (words[-1] not in ("DONE", WORDS[2]))
 
 
-def test_diagnoses_are_of_every_prompt_of_the_step(finished):
+def test_diagnostics_cover_every_prompt_of_the_step(finished):
     records = read(finished / "diagnostics.jsonl")
     metrics = {record["step"]: record for record in read(finished / "metrics.jsonl")}
     assert [record["step"] for record in records] == [2, 4]
@@ -50,24 +50,24 @@ def test_diagnoses_are_of_every_prompt_of_the_step(finished):
         assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
         assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
-        assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # the triangle
+        assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # triangle inequality
 
 
-def test_timings_are_of_all_stages(finished):
+def test_timings_cover_all_stages(finished):
     timings = json.loads((finished / "timings.json").read_text())
     assert {"warm start", "evaluation", "rollout", "update", "diagnosis"} <= set(timings)
     assert min(timings.values()) >= 0
 
 
 @pytest.mark.slow
-def test_nothing_is_kept_that_was_not_asked_for(tmp_path):
+def test_diagnostics_are_off_by_default(tmp_path):
     assert train.main([*SMALL, "--steps", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "diagnostics.jsonl").read_text() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
-def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objective):
+def test_diagnostics_do_not_change_the_metrics(tmp_path, objective):
     flags = [*base(), "--steps", "3", "--updates-per-step", "2", "--objective", *objective]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     assert train.main([*flags, "--diagnose-every", "1", "--out", str(tmp_path / "other")]) == 0
@@ -79,13 +79,13 @@ def test_a_diagnosis_changes_nothing_that_is_learned_or_reported(tmp_path, objec
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
-    """Their norms are those of autograd's gradient of each prompt's rows alone."""
+def test_prompt_gradient_norms_equal_autograd(aggregation):
+    """The norm of each prompt's gradient equals the norm that autograd gives from the prompt's rows alone."""
     model = tiny_decoder()
     prompts = make_prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     rollouts = Rollouts.given([[(3 * s + i) % 11 for i in range(1 + s % 5)] for s in range(12)])
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(1))
-    advantages[4:8] = 0  # a dead group
+    advantages[4:8] = 0  # a zero-variance group
     settings = LossSettings(loss="reinforce", aggregation=aggregation)
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     learner = Learner(model, optimizer, settings, clip_grad=0.1, token_budget=16, dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_gradients_of_prompts_add_up_to_that_of_the_step(aggregation):
     assert norms[0] > 0
 
 
-def test_a_diagnosis_leaves_out_unknown_rewards():
+def test_diagnostics_leave_out_unknown_rewards():
     rewards, valid = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, True, False], [False] * 3])
     prompts = MazeTask(5).prompts("train", 7, 2)
     record = diagnostics_record(collected(Samples(prompts, None), rewards, valid, step=5), [0.5, 0.0])
@@ -116,7 +116,7 @@ def test_a_diagnosis_leaves_out_unknown_rewards():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
+def test_trackers_get_the_same_numbers_as_tensorboard(tmp_path, monkeypatch, name):
     calls = []
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace(name=name)
@@ -136,7 +136,7 @@ def test_trackers_get_what_tensorboard_gets(tmp_path, monkeypatch, name):
     assert logs[0][2]["eval/pass_at_1"] == read(out / "eval.jsonl")[0]["pass_at_k"]["1"]
 
 
-def test_a_tracker_that_does_not_begin_is_said(tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_fails_to_start_is_reported(tmp_path, monkeypatch, capsys):
     module = types.ModuleType("wandb")
     module.__spec__ = types.SimpleNamespace(name="wandb")
 

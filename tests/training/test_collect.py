@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that say nothing give way to others, and a resumed run goes on as it would have."""
+"""Dynamic sampling: groups whose rewards are all equal are replaced by others, and a resumed run is bitwise identical."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from tests.test_train import base, read
 NAN = float("nan")
 
 
-def test_a_group_lives_if_its_known_rewards_differ():
+def test_a_group_is_mixed_if_its_known_rewards_differ():
     rewards = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0], [NAN, 1, 1], [NAN, 1, 0], [NAN, NAN, 1], [NAN] * 3, [-2, -2, -1]])
     assert is_mixed(rewards).tolist() == [True, False, False, False, True, False, False, True]
 
 
 class NumberedTask(MazeTask):
-    """Of prompt i and sample n the reward is that of `table[i][n]`; the response says which it is."""
+    """The reward of sample n of prompt i is `table[i][n]`; a greedy response to prompt i gets `table[i][0]`."""
 
     table: list[list[float]]
 
@@ -31,7 +31,7 @@ class NumberedTask(MazeTask):
 
 
 class NumberedEngine:
-    """Sample n of prompt i is i times UP, then DONE, with log-prob -(n + 1)."""
+    """Sample n of prompt i is UP i times, then DONE. Each of its tokens has log-prob -(n + 1)."""
 
     def generate(self, prompts, num_samples, sampling, *, seed, step):
         responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
@@ -56,22 +56,22 @@ def collected(table, num_batches, first=0, needs_greedy=False):
     return collector.collect(3, first)
 
 
-DEAD, ALIVE, FULL = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
+ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("table", "num_batches", "ids", "num_sampled"),
     [
-        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 0, [0, 1], 2),
-        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 1, [0, 1], 2),
-        ([DEAD, ALIVE, FULL, ALIVE, ALIVE], 5, [1, 3], 4),
-        ([ALIVE, ALIVE, FULL, ALIVE], 5, [0, 1], 2),
-        ([DEAD, DEAD, FULL, ALIVE, ALIVE, ALIVE], 5, [3, 4], 6),
-        ([DEAD, DEAD, FULL, ALIVE, ALIVE, ALIVE], 2, [0, 3], 4),  # the limit: a dead one fills up
-        ([DEAD, DEAD, FULL, DEAD], 2, [0, 1], 4),
+        ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 0, [0, 1], 2),
+        ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 1, [0, 1], 2),
+        ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 5, [1, 3], 4),
+        ([MIXED, MIXED, ALL_RIGHT, MIXED], 5, [0, 1], 2),
+        ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED, MIXED, MIXED], 5, [3, 4], 6),
+        ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED, MIXED, MIXED], 2, [0, 3], 4),  # at the limit, a zero-variance group fills up
+        ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, ALL_WRONG], 2, [0, 1], 4),
     ],
 )
-def test_the_earliest_groups_that_live_are_taken(table, num_batches, ids, num_sampled):
+def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     step = collected(table, num_batches)
     assert step.prompts.ids.tolist() == ids
     assert step.num_sampled == num_sampled
@@ -86,14 +86,14 @@ def test_the_earliest_groups_that_live_are_taken(table, num_batches, ids, num_sa
         assert torch.equal(step.prompts.take(place, 1).tokens, whole.take(i, 1).tokens)
     assert step.num_tokens == sum(2 * (i + 1) for i in range(num_sampled))
     if num_batches > 1:
-        alive = sum(row == ALIVE for row in table[:num_sampled])
-        assert step.numbers == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": alive / num_sampled}
+        num_mixed = sum(row == MIXED for row in table[:num_sampled])
+        assert step.numbers == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": num_mixed / num_sampled}
     else:
         assert step.numbers == {}
 
 
-def test_the_rewards_of_the_likeliest_responses_go_along():
-    step = collected([DEAD, [0.0, 1.0], FULL, [1.0, 0.0]], 3, needs_greedy=True)
+def test_greedy_rewards_are_selected_with_their_groups():
+    step = collected([ALL_WRONG, [0.0, 1.0], ALL_RIGHT, [1.0, 0.0]], 3, needs_greedy=True)
     assert step.prompts.ids.tolist() == [1, 3]
     assert step.greedy_rewards.tolist() == [0.0, 1.0]
 
@@ -111,18 +111,18 @@ def test_prompts_and_rollouts_are_selected_and_joined():
 
 
 @pytest.mark.parametrize("name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"])
-def test_objectives_that_learn_from_equal_rewards_refuse_it(name, capsys):
+def test_objectives_that_learn_from_equal_rewards_refuse_dynamic_sampling(name, capsys):
     assert train.main(["--objective", name, "--dynamic-sampling", "2"]) == 2
     assert f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["maxpo", "maxrl", "grpo", "pkpo", "qae", "opo", "self", "passk_training", "pacs"])
-def test_the_others_take_it(name, tmp_path):
+def test_other_objectives_accept_dynamic_sampling(name, tmp_path):
     assert train.main(["--objective", name, "--dynamic-sampling", "2", "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("name", ["pacs", "passk_training"])
-def test_rewards_that_must_be_binary_and_are_not_are_named(name, tmp_path, capsys):
+def test_objectives_for_binary_rewards_refuse_other_rewards(name, tmp_path, capsys):
     flags = [*base()[2:], *CHAIN[:4], "--sft-steps", "0", "--objective", name]
     assert train.main([*flags, "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
@@ -134,8 +134,8 @@ CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "
 
 
 @pytest.mark.slow
-def test_training_with_it_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
-    """From where the cursor is, which moves by as many prompts as were sampled."""
+def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
+    """The prompt cursor, which advances by the number of sampled prompts, is restored."""
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     records = read(tmp_path / "whole" / "metrics.jsonl")

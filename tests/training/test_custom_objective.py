@@ -1,4 +1,4 @@
-"""--objective FILE.py:FUNCTION: a user's own advantage in the trainer, checked before any work."""
+"""--objective FILE.py:FUNCTION: the trainer uses a custom advantage, and checks the function before training starts."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def file(tmp_path):
     return path
 
 
-def test_it_trains_as_the_estimator_that_it_calls(file, tmp_path):
+def test_a_custom_objective_equals_the_estimator_that_it_calls(file, tmp_path):
     for name, objective in (("own", f"{file}:maxpo"), ("theirs", "maxpo")):
         assert train.main([*base(), "--objective", objective, "--k", "2", "--out", str(tmp_path / name)]) == 0
     own, theirs = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in ("own", "theirs"))
@@ -69,7 +69,7 @@ def test_it_trains_as_the_estimator_that_it_calls(file, tmp_path):
     assert train.main(["--resume", str(tmp_path / "own")]) == 0
 
 
-def test_it_gets_what_it_asks_for(file, tmp_path, monkeypatch):
+def test_a_custom_objective_gets_the_inputs_that_it_names(file, tmp_path, monkeypatch):
     seen, update = [], Learner.update
 
     def spy(self, samples, advantages, sequences, *, when, lr):
@@ -104,12 +104,12 @@ def test_samples_without_a_reward_have_no_advantage(file):
         ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
     ],
 )
-def test_what_cannot_work_is_said_before_any_work(file, function, message):
+def test_a_bad_function_is_refused_before_any_work(file, function, message):
     with pytest.raises(InputError, match=message):
         check(parse(["--objective", f"{file}:{function}"]))
 
 
-def test_other_mistakes(file, tmp_path):
+def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
     with pytest.raises(InputError, match=r"there is no file nowhere\.py"):
         check(parse(["--objective", "nowhere.py:f"]))
     with pytest.raises(InputError, match="raw takes no k"):

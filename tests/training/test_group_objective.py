@@ -1,4 +1,4 @@
-"""The advantages of a step: what an estimator gets of the rollouts."""
+"""Group objectives: which inputs an estimator gets from the rollouts, and which objective the options choose."""
 
 import torch
 
@@ -29,7 +29,7 @@ def values(estimator, greedy_correct=None, **options):
     return advantages.view(2, 2)
 
 
-def test_what_an_estimator_gets_of_the_rollouts():
+def test_an_estimator_gets_its_inputs_from_the_rollouts():
     lengths = torch.tensor([[1, 2], [3, 0]])
     assert torch.equal(values("opo"), ops.group_advantage(REWARDS, "opo", lengths=lengths))
     logprobs = torch.tensor([[-1.0, -3], [-2, 0]])
@@ -41,7 +41,7 @@ def test_what_an_estimator_gets_of_the_rollouts():
     assert (values("self", solved) != 0).tolist() == [[False, False], [True, True]]
 
 
-def test_the_objective_of_a_configuration():
+def test_the_options_choose_the_objective():
     def made(*flags):
         return objective_of(parse(["--objective", *flags]))
 

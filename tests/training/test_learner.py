@@ -1,4 +1,4 @@
-"""The learner: exact updates on a two-armed toy, sums over micro-batches, dropped rollouts, non-finite values."""
+"""The learner: exact updates on a two-armed bandit, sums over micro-batches, skipped rollouts, non-finite values."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
 
 
 def gradients(model, rollouts, advantages, **options):
-    """The gradients of an update whose optimizer moves nothing."""
+    """Return the gradients of an update with learning rate 0."""
     update(model, rollouts, advantages, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), lr=0.0, **options)
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -45,9 +45,9 @@ def worst_difference(a, b):
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
-    """With only the output matrix W trained by SGD, logits are z = W h with h fixed. The gradient of the mean of
-    A_i log p(a_i) over S one-token rollouts to W_a is (1/S) sum_i A_i (1[a_i = a] - p_a) h, so z moves by lr |h|^2 times
-    that factor."""
+    """Only the output matrix W is trained, by SGD, so the logits are z = W h with a fixed h. The mean of A_i log p(a_i) over S
+    one-token rollouts has the gradient (1/S) sum_i A_i (1[a_i = a] - p_a) h with respect to W_a. A step therefore adds lr |h|^2
+    times the factor before h to z."""
     model = tiny_decoder(tie_word_embeddings=False)
     prompts = make_prompts([[5, 6, 7]])
     z = response_logits(model, one_batch(prompts, Rollouts.given([[0]])), torch.float32)[0].detach()
@@ -88,7 +88,7 @@ def test_micro_batches_add_up_to_the_whole_batch(aggregation):
 
 
 def test_the_shared_prompt_equals_the_repeated_prompt():
-    """Four rollouts of one prompt, against four prompts of one rollout each: the same loss and gradients."""
+    """Four rollouts of one prompt have the same gradients as four equal prompts with one rollout each."""
     model = tiny_decoder()
     rollouts = sampled(model)
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_the_shared_prompt_equals_the_repeated_prompt():
     assert worst_difference(shared, repeated) < 1e-4
 
 
-def test_rollouts_that_cannot_teach_are_left_out_with_the_same_result(monkeypatch):
+def test_skipping_rollouts_without_gradient_changes_nothing(monkeypatch):
     results = []
     for drop in (True, False):
         model = tiny_decoder()
@@ -118,7 +118,7 @@ def test_rollouts_that_cannot_teach_are_left_out_with_the_same_result(monkeypatc
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
 
 
-def test_when_nothing_can_teach_the_step_is_that_of_a_zero_gradient():
+def test_a_step_with_zero_gradient_only_decays_the_weights():
     model = tiny_decoder()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     metrics = update(model, sampled(model), torch.zeros(12))
@@ -143,7 +143,7 @@ def test_kl_pulls_back_to_the_reference():
     before = distance()
     metrics = update(model, rollouts, torch.zeros(12), settings=settings, reference=reference)
     assert metrics.kl / metrics.num_targets == pytest.approx(before, rel=1e-4)
-    assert metrics.num_sequences == 12  # with a divergence to reduce, every rollout can teach
+    assert metrics.num_sequences == 12  # the KL term gives every rollout a gradient
     assert distance() < 0.99 * before
 
 
@@ -164,7 +164,7 @@ def test_on_policy_metrics():
     gspo = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo"))
     assert gspo.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
-    assert reinforce.clipped_high == 0  # it has no clip
+    assert reinforce.clipped_high == 0  # REINFORCE does not clip
 
 
 def poison_weight(model, rollouts, advantages):
@@ -209,7 +209,7 @@ def test_learning_rates():
     assert dataclasses.replace(rate, warmup_steps=0).at(1) < 1.0
 
 
-def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
+def test_updates_below_bfloat16_precision_add_up():
     """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the float32 masters keep them."""
     model = tiny_decoder()
     start = model.model.norm.weight.detach().clone()
@@ -227,7 +227,7 @@ def test_changes_below_bfloat16_add_up_under_bfloat16_computation():
 
 
 def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
-    """Against Adam's moments worked out by hand from the gradients of three steps."""
+    """Compare with Adam's moments, computed here from the gradients of three steps."""
     model = tiny_decoder()
     trained = learner(model, optimizer=make_optimizer(model, beta2=0.95, weight_decay=0.01))
     generator = torch.Generator().manual_seed(0)
@@ -245,8 +245,8 @@ def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
     assert expected > 1e-3
 
 
-def test_empty_responses_are_not_computed_but_count():
-    """One empty response in four: means over sequences divide by four."""
+def test_empty_responses_are_skipped_but_counted():
+    """With one empty response of four, means over sequences divide by four."""
     model = tiny_decoder()
     rollouts = sampled(model, num_samples=1)
     empty = Rollouts(
@@ -266,11 +266,11 @@ def test_empty_responses_are_not_computed_but_count():
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
 
 
-def test_rollouts_of_another_engine_are_corrected():
-    """Tokens that were sampled with less probability than the policy gives them count more, up to the cap."""
+def test_rollouts_of_another_engine_get_importance_weights():
+    """A token's weight is its probability under the policy divided by the engine's probability, up to the cap."""
     model = tiny_decoder()
     rollouts = sampled(model)
-    off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # of log-probs, either way
+    off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # policy log-prob minus engine log-prob, of either sign
     samples = Samples(PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off))
     weighted, metrics = learner(model).apply_importance_sampling(samples, cap=2.0)
     corrected = weighted.rollouts

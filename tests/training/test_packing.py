@@ -1,4 +1,4 @@
-"""Packing: which stream position predicts which target, worked out by hand; what shares its prompt; who computes what."""
+"""Packing: which position predicts which target, which responses share their prompt, and which rank gets which groups."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_the_stream_and_its_targets():
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 8]
 
 
-def test_whole_sequences_stand_in_the_first_part():
-    """The second prompt, of one token, is read twice for 3 response tokens where merging costs a third of a token's pass."""
+def test_whole_sequences_come_before_shared_ones():
+    """Merging 3 response tokens with the second prompt costs 3 x 0.34 tokens, more than reading its single token again."""
     batch = one_batch(PROMPTS, ROLLOUTS, merge_cost=0.34)
     assert batch.tokens.tolist() == [10, 11, 12, 20, 4, 5, 20, 7, 1]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 3]
@@ -32,7 +32,7 @@ def test_whole_sequences_stand_in_the_first_part():
     assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
 
 
-def test_a_single_response_stands_with_its_prompt():
+def test_a_single_response_follows_its_prompt():
     rollouts = Rollouts.given([[1, 2, 3], [4, 5]])
     batch = one_batch(PROMPTS, rollouts)
     assert batch.tokens.tolist() == [10, 11, 12, 1, 2, 20, 4]
@@ -71,7 +71,7 @@ def test_all_layouts_give_the_same_logits_and_gradients(cost):
     if cost == 0:
         sequences = torch.arange(12)
         packer = Packer(prompts, rollouts, torch.ones(12))
-        parts = [run(packer.pack(sequences[s : s + 1])) for s in range(12) if lengths[s]]  # each alone: ordinary attention
+        parts = [run(packer.pack(sequences[s : s + 1])) for s in range(12) if lengths[s]]  # ordinary attention
         expected = torch.cat([part[0] for part in parts])
         expected_gradients = [sum(x) for x in zip(*(part[1] for part in parts), strict=True)]
     else:
@@ -81,9 +81,10 @@ def test_all_layouts_give_the_same_logits_and_gradients(cost):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4
 
 
-def test_the_cheaper_layout_is_chosen_by_counting():
+def test_the_cheaper_layout_is_chosen():
     cost = merge_cost(TINY, torch.device("cpu"))
-    # 12 numbers of 32 a token, 20 operations in the time of each, against 6 for each of a layer's 7,680 weights.
+    # Merging moves 12 x 32 numbers per token, each in the time of 20 operations. A layer needs 6 operations per token for each
+    # of its 7,680 weights.
     assert cost == pytest.approx(12 * 32 * 20 / (6 * 7680))
 
     def shared(prompt_length, response_lengths):
@@ -92,7 +93,7 @@ def test_the_cheaper_layout_is_chosen_by_counting():
         return batch.layout.to_prompts is not None
 
     assert shared(300, [10, 10])  # a long prompt with few rollouts
-    assert not shared(2, [200] * 8)  # a short one with many long ones: 14 tokens more cost less than 1,592 merges
+    assert not shared(2, [200] * 8)  # a short prompt with many long rollouts: 14 more tokens cost less than 1,592 merges
     assert shared(300, [200] * 8)
     assert not shared(300, [10])
 
@@ -120,7 +121,7 @@ def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ranks_share_whole_groups_and_about_as_many_tokens(num_ranks):
+def test_ranks_get_whole_groups_and_similar_numbers_of_tokens(num_ranks):
     generator = torch.Generator().manual_seed(1)
     prompts = make_prompts([[1] * 20 for _ in range(32)])
     rollouts = Rollouts.given([[2] * int(n) for n in torch.randint(1, 80, (32 * 4,), generator=generator)])

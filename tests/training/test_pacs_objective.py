@@ -1,4 +1,4 @@
-"""PACS in the trainer against its loss differentiated whole, through the model, by autograd."""
+"""PACS in the trainer has the gradient that autograd computes from its whole loss through the model."""
 
 import copy
 
@@ -39,7 +39,7 @@ def logprobs(model, rollouts):
 
 
 def whole_gradient(model, rollouts, reference, sequences, score, class_weight, actor):
-    """Of (1/B) sum w BCE over the chosen rollouts, and of the actor's -(1/B) sum l logp."""
+    """Return the gradient of (1/B) sum w BCE over the chosen rollouts, plus the actor's -(1/B) sum l logp if `actor`."""
     logp = logprobs(model, rollouts)
     proxies = log_ratio_reward(logp, reference, rollouts.cu_seqlens, 0.7)[sequences]
     loss, metrics = pacs_loss(proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight)
@@ -76,7 +76,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
-            assert (advantages[sequences] == 0).all()  # the group in which none is correct, met first
+            assert (advantages[sequences] == 0).all()  # the group without a correct response, if it comes first
     metrics = pacs.end()
     assert set(metrics) == {"pacs_loss", "pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
     assert advantages.shape == (3 * N,)
@@ -98,8 +98,8 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     assert (advantages[N : 2 * N] == 0).all()
 
 
-def test_rollouts_without_a_reward_are_in_nobodys_baseline():
-    """Against the loss of the smaller groups, written out."""
+def test_baselines_leave_out_rollouts_without_a_reward():
+    """Compare with the loss of the smaller groups, written out."""
     model = tiny_decoder()
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False
@@ -118,13 +118,13 @@ def test_rollouts_without_a_reward_are_in_nobodys_baseline():
             torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct))) if is_mixed else torch.ones(size)
         )
         cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(proxies - others, outcome, reduction="none")
-        (slope,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
-        torch.testing.assert_close(actual[known], -0.7 * slope)
+        (proxy_gradient,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
+        torch.testing.assert_close(actual[known], -0.7 * proxy_gradient)
         assert (actual[~known] == 0).all()
     assert float(advantages.abs().max()) > 0.1
 
 
-def test_the_reference_is_reset_and_the_optimizer_starts_anew():
+def test_the_reference_and_the_optimizer_are_reset():
     model = tiny_decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copy.deepcopy(model).requires_grad_(False))
@@ -142,7 +142,7 @@ def test_the_reference_is_reset_and_the_optimizer_starts_anew():
         assert (len(optimizer.state) == 0) == is_reset
 
 
-def test_logprobs_are_those_of_the_chosen_rollouts():
+def test_logprobs_of_chosen_rollouts_equal_the_full_pass():
     model = tiny_decoder()
     rollouts = sampled(model)
     learner = make_learner(model)

@@ -165,7 +165,7 @@ def test_an_impossible_output_folder_is_refused():
 
 def test_a_missing_gpu_is_reported(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="finds no CUDA device"):
+    with pytest.raises(InputError, match="--device cuda needs a CUDA device, but this PyTorch finds none"):
         resolved("--device", "cuda")
 
 

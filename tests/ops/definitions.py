@@ -1,6 +1,6 @@
-"""A second implementation of every estimator from its definition, in exact rationals where there is no square root.
+"""A second implementation of every estimator, from its definition, in exact rationals unless it has a square root.
 
-Independent of the package: sums over subsets (tests/brute_force.py) and plain formulas, for groups of a few rewards.
+It uses no code of the package, only sums over subsets (tests/brute_force.py) and plain formulas, for groups of a few rewards.
 """
 
 from fractions import Fraction
@@ -51,7 +51,7 @@ def pkpo_sloo(r, k):
 
 
 def passk_training(r, k):
-    """Chen et al., in their analytical form: mean and deviation over all groups of k."""
+    """Return the advantages of Chen et al. in their analytical form: mean and deviation over all groups of k."""
     n, correct = len(r), sum(x == 1 for x in r)
     wrong = n - correct
     rho = 1 - Fraction(comb(wrong, k), comb(n, k))
@@ -84,7 +84,7 @@ def grpo(r, eps=1e-6, ddof=1):
     return standardised(r, mean(r), std(r, ddof), eps)
 
 
-# By name, of exact rewards and the size; what takes more than that is tested by itself.
+# Name -> function of the exact rewards and the size. Estimators that need more inputs have tests of their own.
 DEFINITIONS = {
     "maxpo": brute_force.maxpo,
     "expected_improvement": ei,

@@ -1,4 +1,4 @@
-"""W_N(p) of every binary estimator, and the gradients that estimators are unbiased for, by enumeration."""
+"""The effective weight W_N(p) of every binary estimator and the bias of estimators, both by enumeration of all groups."""
 
 import itertools
 from fractions import Fraction
@@ -27,10 +27,10 @@ def test_weight_equals_the_enumeration_of_all_groups(name):
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_the_weight_that_the_registry_shows(name):
+def test_weight_formulas_of_the_registry_are_right(name):
     row, n, k = ops.ESTIMATORS[name], 9, 4
     if row.weight.startswith("no closed form"):
-        return  # the enumeration above is all there is
+        return  # only the enumeration above can test it
     formula = row.weight.split(" at ")[0].replace("^", "**").replace(") (", ") * (").replace("N (", "N * (")
     keywords = {row.size.name: k} if row.size else {}
     rates = {"rho0": 0.1, "rho1": 0.05, "correct_weight": 0.1}
@@ -50,7 +50,7 @@ def test_known_weights():
     assert ends.tolist() == pytest.approx([7, 1])
 
 
-def test_weights_that_do_not_exist():
+def test_estimators_without_a_weight_are_refused():
     with pytest.raises(ValueError, match="the weight of unlikeliness depends on the log-probs"):
         ops.effective_weight("unlikeliness", 4, torch.tensor(0.5))
     with pytest.raises(ValueError, match="estimator must be one of"):

@@ -1,4 +1,4 @@
-"""Every op with valid arguments, in any layout, and with invalid ones: the right value, or an error that explains itself.
+"""Fuzz tests of every op: valid arguments in any layout give the right value, invalid ones an error that explains itself.
 
 The right values come from tests/ops/definitions.py, tests/brute_force.py and maxrl_fast/ops/token_loss_reference.py for the
 same numbers. tests/fuzzing.py says how to draw more examples.
@@ -21,14 +21,14 @@ from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, cal
 from tests.ops.definitions import DEFINITIONS, bon_mean, grpo, maxrl_ratio, mean, opo, qae
 from tests.ops.test_pacs import slow_loss
 
-# Of a result in each dtype, relative; float8 has 2 or 3 bits behind the leading one.
+# The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TOLERANCE |= {torch.float8_e4m3fn: 0.07, torch.float8_e5m2: 0.13}
 REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
 
 
 def assert_close(actual, expected, tolerance, scale=None):
-    """Check that numbers agree within `tolerance` of the largest, and are finite at the same places."""
+    """Check that numbers agree within `tolerance` times the largest one, and are finite in the same places."""
     actual, expected = actual.detach().double(), expected.detach().double()
     assert actual.shape == expected.shape
     assert torch.equal(actual.isfinite(), expected.isfinite()), (actual, expected)
@@ -40,7 +40,7 @@ def assert_close(actual, expected, tolerance, scale=None):
 
 # --- group advantages
 
-# The options of a definition by name; OPTIONS of tests/ops/definitions.py are what it cannot do without.
+# The definitions, of which some take the estimator's options. OPTIONS in tests/ops/definitions.py has the required ones.
 FORMULAS = DEFINITIONS | {
     "maxrl_ratio": lambda r, _, o: maxrl_ratio(r, Fraction(o["eps"])),
     "w_reinforce": lambda r, _, o: [Fraction(o["correct_weight"]) * x - (1 - x) for x in r],
@@ -54,10 +54,10 @@ FORMULAS = DEFINITIONS | {
 WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
 CHOICES |= {"penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
-ALONE = [name for name in ops.ESTIMATORS if name != "reinforce_pp"]  # which whitens the whole batch
+ALONE = [name for name in ops.ESTIMATORS if name != "reinforce_pp"]  # it whitens the whole batch
 
 
-def of_group(name, r, size, options, lengths, logprobs, greedy):
+def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy):
     """Return the advantages [n] of one group of Fractions, from the definition."""
     o = {option: float(options.get(option, default or 0)) for option, default in ops.ESTIMATORS[name].options.items()}
     if name == "opo":
@@ -74,7 +74,7 @@ def of_group(name, r, size, options, lengths, logprobs, greedy):
 
 
 def groups_of(shape, offsets, group_ids, valid):
-    """Return the indices of the rollouts of each group in flat rewards; fails if there are no such groups."""
+    """Return the indices of each group's rollouts in the flattened rewards; fail if `offsets` are not valid."""
     if offsets is not None:
         bounds = whole(offsets)
         assert (bounds[0], bounds[-1], bounds) == (0, math.prod(shape), sorted(bounds))
@@ -126,13 +126,13 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
             if max(map(abs, exactly)) > 1e100 or is_cancelled(estimator, exactly, options):
                 assert len(set(exactly)) == 1 or (actual[list(group)] != 0).any() or not row.is_centred
                 continue
-            expected = of_group(estimator, exactly, size, options, *chosen, is_known)
+            expected = advantages_of_one_group(estimator, exactly, size, options, *chosen, is_known)
         expected = torch.tensor([float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64)
         assert_close(actual[list(group)], expected.to(dtype), TOLERANCE[dtype])
 
 
 def is_cancelled(estimator, r, options):
-    """Return whether the divisor is only the rounding error of numbers that cancel."""
+    """Return whether the divisor consists only of rounding error because its terms cancel."""
     divisor = abs(mean(r) + Fraction(float(options.get("eps", 0))))
     return estimator.startswith("maxrl_") and 0 < divisor < max(map(abs, r)) / 10**4
 
@@ -232,7 +232,7 @@ def check_weight(actual, estimator, n, pass_rate, k=None, order=None, **options)
 
     def advantages(rewards):
         exactly = [Fraction(x) for x in rewards]
-        return [Fraction(float(x)) for x in of_group(estimator, exactly, size, options, [1] * n, None, [0] * n)]
+        return [Fraction(float(x)) for x in advantages_of_one_group(estimator, exactly, size, options, [1] * n, None, [0] * n)]
 
     for p, weight in zip(flat(pass_rate), actual.flatten().tolist(), strict=True):
         assert 0 <= p <= 1
@@ -368,7 +368,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     if weights is not None:
         matters = matters & (by_token(weights, of_tokens) != 0)
     read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, matters.tolist(), strict=True)]
-    # The ratio of a sequence, for gspo, also needs its tokens without a gradient.
+    # The sequence ratio of gspo also needs the tokens that have no gradient.
     is_whole = loss == "gspo" and (per_token or of_tokens)
     needed = counts if leaves is None or is_whole else read
     targets, tau = reference_rows(z, targets, temperature, needed)
@@ -590,7 +590,7 @@ def check_pacs(result, reward_proxy, labels, groups, score="rloo", weight="balan
     if reward_proxy.requires_grad and expected.isfinite():
         (wanted,) = torch.autograd.grad(expected, r)
         (gradient,) = torch.autograd.grad(loss, reward_proxy)
-        if wanted.isfinite().all() and wanted.abs().max() < 1e3:  # nearly equal proxies have a slope of 1e6 under grpo
+        if wanted.isfinite().all() and wanted.abs().max() < 1e3:  # under grpo, nearly equal proxies have a derivative of 1e6
             assert_close(gradient, wanted, 1e-3)
 
 
@@ -614,7 +614,7 @@ def test_pacs_loss(data):
 
 @pytest.mark.parametrize("name", [name for name in ops.__all__ if callable(getattr(ops, name))])
 @pytest.mark.usefixtures("estimators_as_before")
-def test_no_argument_is_taken_for_granted(name):
+def test_every_argument_is_checked(name):
     """Replace each argument of a valid call by every wrong object."""
     function, arguments = getattr(ops, name), PLAIN[name]
     function(**arguments)
@@ -660,19 +660,19 @@ PLAIN = {
 }
 
 
-# --- what the fuzz tests found, each by itself
+# --- one test for each bug that the fuzz tests found
 
 
 @pytest.mark.parametrize(
     "bounds",
     [
-        torch.tensor([0, 200, 3, 8], dtype=torch.uint8),  # differences of few bits are never below 0
-        torch.tensor([0, 2**63 - 1, -2, 8]),  # and these overflow to numbers above 0
+        torch.tensor([0, 200, 3, 8], dtype=torch.uint8),  # differences of unsigned integers are never negative
+        torch.tensor([0, 2**63 - 1, -2, 8]),  # these differences overflow to positive numbers
         torch.tensor([False, True, False, True]),
         torch.tensor([0, 5, 3, 8], dtype=torch.uint64),
     ],
 )
-def test_bounds_that_fall_are_seen(bounds):
+def test_decreasing_cu_seqlens_are_refused(bounds):
     size = int(bounds[-1])
     x = torch.zeros(size)
     for call in (
@@ -684,8 +684,8 @@ def test_bounds_that_fall_are_seen(bounds):
             call()
 
 
-def test_a_chunk_of_as_many_tokens_as_sequences_keeps_its_numbers_by_token():
-    """Two sequences, of 0 and 5 tokens, and chunks of 2: two advantages of tokens are not two of sequences."""
+def test_chunks_with_as_many_tokens_as_sequences_keep_per_token_advantages():
+    """There are two sequences, of 0 and 5 tokens, and chunks of 2 tokens, whose two advantages are not per sequence."""
     hidden, weight = torch.eye(5, 3), torch.arange(12.0).view(4, 3)
     arguments = {"targets": torch.tensor([0, 1, 2, 3, 0]), "cu_seqlens": torch.tensor([0, 0, 5])}
     arguments |= {"advantages": torch.tensor([1.0, 2, 3, 4, 5]), "importance_weights": torch.tensor([1.0, 0.5, 2, 1, 3])}
@@ -693,7 +693,7 @@ def test_a_chunk_of_as_many_tokens_as_sequences_keeps_its_numbers_by_token():
     for chunk in (1, 2, 3, 5):
         actual, _ = ops.linear_policy_gradient_loss(hidden, weight, **arguments, loss="reinforce", chunk_tokens=chunk)
         assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
-    # Two tokens left of five, by position in `take`.
+    # Two of the five tokens have a gradient. `take` selects them by position.
     arguments["importance_weights"] = torch.tensor([0.0, 0.5, 0, 0, 3])
     expected, _ = ops.policy_gradient_loss(hidden @ weight.T, **arguments, loss="reinforce")
     actual, _ = ops.linear_policy_gradient_loss(hidden, weight, **arguments, loss="reinforce")
@@ -701,8 +701,8 @@ def test_a_chunk_of_as_many_tokens_as_sequences_keeps_its_numbers_by_token():
 
 
 @pytest.mark.parametrize("name", ["advantages", "old_logprobs", "targets", "mask", "temperature", "denominator"])
-def test_tensors_of_another_device_are_refused(name):
-    """Operators take one tensor of "meta" for tracing, and return memory in which nothing was written."""
+def test_tensors_on_another_device_are_refused(name):
+    """An operator takes a tensor on "meta" for tracing, and would return uninitialised memory."""
     arguments = {"logits": torch.ones(3, 4), **_LOSS}
     other = torch.ones(3) if name == "temperature" else torch.as_tensor(arguments[name])
     with pytest.raises(ValueError, match=f"{name} must be"):
@@ -711,7 +711,7 @@ def test_tensors_of_another_device_are_refused(name):
         ops.rloo_advantage(torch.zeros(2, 3), valid=torch.ones(2, 3, dtype=torch.bool, device="meta"))
 
 
-def test_a_temperature_of_a_token_must_be_above_0():
+def test_per_token_temperatures_must_be_positive():
     logits, targets = torch.tensor([[1.0, 3.0], [2.0, 0.0]]), torch.tensor([0, 1])
     for value in (0.0, -1.0, math.nan, math.inf):
         tau = torch.tensor([1.0, value])
@@ -720,14 +720,14 @@ def test_a_temperature_of_a_token_must_be_above_0():
         keep = {"mask": torch.tensor([True, False]), "advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, 2])}
         loss, _ = ops.policy_gradient_loss(logits, targets, **keep, temperature=tau, loss="reinforce")
         assert loss.item() == pytest.approx(math.log(1 + math.exp(2)), rel=1e-6)
-        # Behind the gate, as on a GPU, where the numbers are not looked at.
+        # Call the operator without the checks of values, as on a GPU.
         logprobs, entropy = torch.ops.maxrl_fast.token_logprobs(logits, targets, tau, 1.0)
         assert logprobs[0].isfinite()
         assert entropy[1].isnan()
         assert logprobs[1].isnan()
 
 
-def test_a_gradient_takes_the_place_of_no_parameter_and_of_no_shared_row():
+def test_in_place_refuses_parameters_and_shared_rows():
     rows = {"targets": torch.tensor([0, 1]), "advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, 2])}
     leaf = torch.randn(2, 3, requires_grad=True)
     for logits in (leaf[:], leaf.view(2, 3), (leaf * 1)[:1].expand(2, 3), (leaf * 1).flatten().as_strided((2, 3), (1, 1))):
@@ -737,14 +737,14 @@ def test_a_gradient_takes_the_place_of_no_parameter_and_of_no_shared_row():
         assert torch.equal(logits, before)
 
 
-def test_squares_beyond_the_range_of_doubles_are_not_taken_for_none():
+def test_overflow_in_the_standard_deviation_gives_nan():
     rewards = torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64)
     assert ops.grpo_advantage(rewards).isnan().all()
     assert ops.pacs_loss(rewards, torch.tensor([0, 1, 1]), 3, score="grpo")[0].isnan()
     assert ops.rloo_advantage(rewards).isfinite().all()
 
 
-def test_whole_numbers_keep_their_digits_and_complex_ones_are_refused():
+def test_large_integers_are_exact_and_complex_numbers_are_refused():
     rewards = torch.tensor([[2**24, 2**24 + 1]], dtype=torch.uint32)
     assert ops.rloo_advantage(rewards).tolist() == [[-1.0, 1.0]]
     for call in (ops.rloo_advantage, lambda x: ops.token_logprobs(x, torch.tensor([0]))):
@@ -761,7 +761,7 @@ def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
     assert torch.equal(ops.group_advantage(rewards.double(), "unlikeliness", logprobs=logprobs), expected)
 
 
-def test_a_length_below_0_and_an_option_without_a_number_are_refused():
+def test_negative_lengths_and_options_that_are_not_numbers_are_refused():
     rewards = torch.tensor([[0.0, 1.0, 2.0]])
     with pytest.raises(ValueError, match="lengths must be at least 0, got -4"):
         ops.group_advantage(rewards, "opo", lengths=torch.tensor([[3, -4, 5]]))
@@ -772,8 +772,8 @@ def test_a_length_below_0_and_an_option_without_a_number_are_refused():
         ops.group_advantage(rewards.view(1, 3), "self", greedy_correct=torch.zeros(3, 1, dtype=torch.bool))
 
 
-def test_the_reference_reads_all_of_a_sequence_whose_ratio_it_takes():
-    """The ratio of gspo is a mean over all tokens that are not masked, also those with advantage 0."""
+def test_the_gspo_reference_reads_all_unmasked_tokens():
+    """The ratio of gspo is a mean over all unmasked tokens, including tokens with advantage 0."""
     logits = torch.tensor([[0.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
     options = LossTerms("gspo", math.inf, math.inf, math.inf, "k3", 0.0, 0.0)
     adv, old = torch.tensor([1.0, 0.0]).double(), torch.tensor([-0.5, -0.5]).double()

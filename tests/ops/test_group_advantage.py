@@ -30,7 +30,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-# The tests of all estimators make up the inputs of these.
+# These estimators need inputs besides the rewards; the tests of all estimators make them up.
 WITH_INPUTS = [name for name, row in ops.ESTIMATORS.items() if row.inputs]
 
 
@@ -47,13 +47,13 @@ def sizes_of(name, n):
 
 
 def call(name, rewards, **keywords):
-    """Call group_advantage with all inputs that the estimator needs, the same for the same rewards."""
+    """Call group_advantage with all inputs that the estimator needs. Equal rewards get equal inputs."""
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
     size = {"k": 2} if row.size is not None and row.size.required else {}
     given = {"offsets", "group_ids"} & keywords.keys()
-    if given:  # in the order of the rewards, which a permutation changes
+    if given:  # one per rollout, so that a permutation of the rewards permutes it too
         inputs["greedy_correct"] = rewards > 1e9
     return ops.group_advantage(
         rewards, name, **{**size, **OPTIONS.get(name, {}), **{i: inputs[i] for i in row.inputs}, **keywords}
@@ -86,7 +86,7 @@ def test_every_size_equals_the_definition(name):
     assert some_are_not_zero
 
 
-def test_every_estimator_has_a_definition_or_a_test_of_its_own():
+def test_every_estimator_has_a_definition_or_its_own_test():
     by_itself = {"reinforce_pp", "differential_smoothing", "unlikeliness", "self"}
     assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
 
@@ -110,9 +110,9 @@ def test_options(rewards):
             assert_matches(function(tensor(rewards), 2, scale_by_k=True), (2 * function(tensor(rewards), 2)).tolist())
 
 
-def test_quantiles_at_the_steps_of_the_distribution_function():
+def test_quantiles_at_steps_of_the_empirical_distribution():
     rewards = torch.arange(30, dtype=torch.float64)
-    for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):  # .1 * 30 in floats is above 3
+    for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):  # in floating point, .1 * 30 > 3
         actual = ops.group_advantage(rewards, "qae", quantile=quantile, eps=0.0)
         torch.testing.assert_close(actual, (rewards - baseline) / rewards.std())
 
@@ -129,7 +129,7 @@ def test_whitening_over_the_batch():
     torch.testing.assert_close(kept, torch.cat(groups) / torch.cat(groups).std())
 
 
-def test_estimators_that_see_log_probs_or_the_greedy_rollout():
+def test_estimators_that_use_logprobs_or_the_greedy_response():
     rewards = torch.tensor([[1, 0, 1, 0.0], [1, 1, 0, 1]], dtype=torch.float64)
     logprobs = torch.tensor([[-0.1, -0.5, -0.7, -0.2], [-3, -1, -2, -1]], dtype=torch.float64)
     base = ops.grpo_advantage(rewards, ddof=0)
@@ -183,7 +183,7 @@ def test_float32_at_1024_rollouts(k):
     assert (ops.maxrl_advantage(rewards, k) - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
-def test_the_ends_of_k_at_4096_rollouts():
+def test_smallest_and_largest_k_at_4096_rollouts():
     n = 4096
     rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     ordered, order = rewards.sort(1)
@@ -257,7 +257,7 @@ def test_kernel_equals_the_reference(name, dtype):
 
 
 @pytest.mark.parametrize("name", ops.ESTIMATORS)
-def test_uneven_groups_are_what_each_is_alone(name):
+def test_uneven_groups_equal_each_group_alone(name):
     generator = torch.Generator().manual_seed(3)
     sizes = [5, 0, 1, 16, 3, 0, 40, 2, 33, 8, 7, 6, 5, 5, 1]
     offsets = torch.tensor([0, *sizes]).cumsum(0)
@@ -288,7 +288,7 @@ def test_uneven_groups_are_what_each_is_alone(name):
             assert (together[rows] == 0).all()
     assert together.abs().max() > 0.1
 
-    # The same groups by ids, the rollouts shuffled.
+    # Shuffled rollouts with group ids have the same groups.
     order = torch.randperm(len(rewards), generator=generator)
     ids = 7 * torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)) - 20
     greedy = greedy.repeat_interleave(torch.tensor(sizes))
@@ -299,7 +299,7 @@ def test_uneven_groups_are_what_each_is_alone(name):
 
 @pytest.mark.parametrize("name", ops.ESTIMATORS)
 @pytest.mark.parametrize("n", [16, 70])
-def test_dropped_rollouts_leave_a_smaller_group(name, n):
+def test_invalid_rollouts_are_left_out_of_their_group(name, n):
     generator = torch.Generator().manual_seed(4)
     rewards = (torch.rand(6, n, generator=generator) < 0.4).double()
     valid = torch.rand(6, n, generator=generator) < 0.6
@@ -311,7 +311,7 @@ def test_dropped_rollouts_leave_a_smaller_group(name, n):
     actual = call(name, rewards, valid=valid, **inputs)
     assert (actual[~valid] == 0).all()
     if name == "reinforce_pp":
-        return  # its batch is another one: tested by itself
+        return  # it depends on the whole batch and has a test of its own
     for g in range(6):
         if g != 2:
             keep = valid[g]
@@ -332,14 +332,14 @@ def test_equal_rewards_get_exactly_zero():
                 assert (call(name, torch.full((n,), value, dtype=dtype)) == 0).all(), name
 
 
-def test_a_group_of_one_has_no_advantage():
+def test_groups_of_one_have_zero_advantage():
     rewards = torch.tensor([[3.5], [-1.0]])
     for name, row in ops.ESTIMATORS.items():
         if row.is_centred and not row.inputs:
             rewards = torch.tensor([[1.0], [0.0]]) if row.binary else torch.tensor([[3.5], [-1.0]])
             assert call(name, rewards).tolist() == [[0.0], [0.0]], name
     assert call("opo", rewards).tolist() == [[0.0], [0.0]]
-    # But an uncentred one keeps its own rule.
+    # An estimator that is not centred follows its own formula.
     assert ops.group_advantage(torch.tensor([[1.0], [0.0]]), "maxrl_conditional").tolist() == [[1.0], [0.0]]
     assert ops.group_advantage(torch.tensor([[1.0], [0.0]]), "maxrl_control_variate").tolist() == [[0.0], [-1.0]]
     with pytest.raises(ValueError, match="expected_improvement needs 2 <= k <= N = 1 for N = 1 rollouts, got 2"):
@@ -400,7 +400,7 @@ def test_ties_permutation_shift_and_scale(rewards, data):
     st.lists(st.floats(-1e6, 1e6, width=64, allow_subnormal=False), min_size=2, max_size=70), st.randoms(use_true_random=False)
 )
 @hypothesis.settings(deadline=None, max_examples=100)
-def test_any_order_of_any_rewards_gives_the_same_bits(rewards, random):
+def test_any_order_of_rewards_is_bitwise_the_same(rewards, random):
     order = list(range(len(rewards)))
     random.shuffle(order)
     lengths = torch.tensor([random.randrange(1, 2000) for _ in rewards])
@@ -501,12 +501,12 @@ def test_gradients_do_not_flow():
         ),
     ],
 )
-def test_bad_input_is_named(make, message):
+def test_bad_input_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make(torch.tensor([0.0, 1.0, 0.0, 1.0]))
 
 
-def test_rewards_that_are_not_finite_are_named():
+def test_nonfinite_rewards_are_refused_by_name():
     for value in (torch.nan, torch.inf, -torch.inf):
         for name in ("rloo", "maxpo", "reinforce_raw"):
             rewards = torch.zeros(5, 7, 40)
@@ -536,7 +536,7 @@ def test_the_operator_passes_opcheck():
     torch.library.opcheck(op, (rewards > 0.5,), arguments("passk_training"))
 
 
-def test_the_operator_checks_what_the_kernel_takes_on_trust():
+def test_the_operator_checks_what_the_kernel_does_not():
     op = torch.ops.maxrl_fast.group_advantage
     with pytest.raises(ValueError, match=r"rewards must be contiguous \[G, N\], or \[S\] with offsets"):
         op(torch.rand(4, 3).T, **arguments("grpo"))
@@ -599,7 +599,7 @@ def test_importing_the_operators_imports_no_trainer():
 
 
 def test_standardising_by_hand():
-    """A test of the helper of the definitions."""
+    """Test the helpers of tests/ops/definitions.py."""
     values = [Fraction(1), Fraction(2), Fraction(6)]
     assert std(values, 1) == pytest.approx(torch.tensor([1.0, 2, 6]).std().item())
     assert standardised(values, Fraction(3), 2.0, 0.0) == [-1.0, -0.5, 1.5]

@@ -1,4 +1,4 @@
-"""in_place: the same numbers, no more memory, and errors if another operation needs the logits."""
+"""in_place gives the same numbers, takes no more memory, and raises an error if another operation needs the logits."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def computed_logits():
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_the_same_gradient_where_the_logits_were(loss, scale):
+def test_the_gradient_replaces_the_logits(loss, scale):
     options = {"loss": loss, "old_logprobs": -3 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "clip_high": 9.0}
     results = []
     for in_place in (False, True):
@@ -62,16 +62,16 @@ def twice_in_place(logits):
     return loss_of(logits, in_place=True) + loss_of(logits, in_place=True)
 
 
-def use_of_what_it_is_a_view_of(logits):
+def later_use_of_the_base_tensor(logits):
     padded = logits.view(3, 4, V)
     return loss_of(padded.view(T, V), in_place=True) + padded.sum()
 
 
-def earlier_use_that_kept_them(logits):
+def earlier_use_that_saved_the_logits(logits):
     return logits.square().sum() + loss_of(logits, in_place=True)
 
 
-def changed_afterwards(logits):
+def logits_changed_afterwards(logits):
     loss = loss_of(logits, in_place=True)
     logits.detach().zero_()
     return loss
@@ -83,18 +83,18 @@ def changed_afterwards(logits):
         (later_use, "the logits were used after"),
         (another_loss, "the logits were used after"),
         (twice_in_place, "the logits were used after"),
-        (use_of_what_it_is_a_view_of, "the logits were used after"),
-        (earlier_use_that_kept_them, "modified by an inplace operation"),
-        (changed_afterwards, "the logits were changed after"),
+        (later_use_of_the_base_tensor, "the logits were used after"),
+        (earlier_use_that_saved_the_logits, "modified by an inplace operation"),
+        (logits_changed_afterwards, "the logits were changed after"),
     ],
 )
-def test_whoever_else_needs_the_logits_is_refused(use, message):
+def test_other_uses_of_the_logits_are_refused(use, message):
     value = use(computed_logits())
     with pytest.raises(RuntimeError, match=message):
         value.backward()
 
 
-def test_an_earlier_use_that_kept_nothing_of_them_is_fine():
+def test_an_earlier_use_that_saved_nothing_is_allowed():
     weight = WEIGHT.clone().requires_grad_()
     logits = HIDDEN @ weight.T
     (logits.sum() + loss_of(logits, in_place=True)).backward()
@@ -103,7 +103,7 @@ def test_an_earlier_use_that_kept_nothing_of_them_is_fine():
     torch.testing.assert_close(weight.grad, expected)
 
 
-def test_what_cannot_be_overwritten():
+def test_logits_that_cannot_be_overwritten_are_refused():
     with pytest.raises(ValueError, match="in_place needs logits that were computed, got a leaf"):
         loss_of(torch.randn(T, V, requires_grad=True), in_place=True)
     with pytest.raises(ValueError, match="in_place needs logits whose rows are contiguous"):
@@ -114,7 +114,7 @@ def test_what_cannot_be_overwritten():
         loss.backward()
 
 
-def test_without_a_gradient_the_logits_stay():
+def test_without_a_gradient_the_logits_are_unchanged():
     logits = HIDDEN @ WEIGHT.T
     before = logits.clone()
     loss_of(logits, in_place=True)
@@ -123,14 +123,14 @@ def test_without_a_gradient_the_logits_stay():
         loss_of(computed_logits(), in_place=True)
 
 
-def test_backward_may_run_again_otherwise():
+def test_backward_can_run_twice_without_in_place():
     weight = WEIGHT.clone().requires_grad_()
     loss = loss_of(HIDDEN @ weight.T)
     first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first / 2)
 
 
-def test_the_operators_are_what_their_schemas_say():
+def test_operators_pass_opcheck():
     batch, options = prepare(
         torch.float32,
         HIDDEN.device,
@@ -165,7 +165,7 @@ def test_the_operators_are_what_their_schemas_say():
     torch.library.opcheck(ops.token_logprobs_backward_.default, (logits.clone(), batch.targets, None, 0.7, *slopes))
 
 
-def test_it_compiles_whole():
+def test_it_compiles_as_one_graph():
     compiled = torch.compile(lambda z: loss_of(2 * z, temperature=0.5), fullgraph=True, backend="aot_eager")
     logits = (HIDDEN @ WEIGHT.T).requires_grad_()
     eager = loss_of(2 * logits, temperature=0.5)

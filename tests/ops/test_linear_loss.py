@@ -41,10 +41,10 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
-def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
+def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
-    rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # logits of other products, rounded otherwise
+    rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
     for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
         options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_the_logits(loss, dtype, chunk_tokens):
         assert_close(*gradients, dtype)
 
 
-def test_gspo_counts_the_tokens_of_a_sequence_without_a_gradient():
+def test_gspo_ratio_includes_tokens_without_a_gradient():
     hidden, weight, batch = make(torch.float64)
     batch["advantages"] = torch.randn(T, generator=torch.Generator().manual_seed(3)) * (torch.arange(T) % 3 > 0)
     expected, metrics = policy_gradient_loss(hidden @ weight.T, **batch, loss="gspo", clip_high=9.0)
@@ -69,7 +69,7 @@ def test_gspo_counts_the_tokens_of_a_sequence_without_a_gradient():
     assert_close(*gradients, torch.float64)
 
 
-def test_rows_without_a_gradient_are_left_out_of_the_products(monkeypatch):
+def test_rows_without_a_gradient_are_not_multiplied(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     rows = []
     original = _Chunks.__iter__
@@ -86,14 +86,14 @@ def test_rows_without_a_gradient_are_left_out_of_the_products(monkeypatch):
     assert metrics["tokens"].item() == int(batch["mask"].sum())
     assert metrics["dropped_tokens"].item() == int(batch["mask"].sum()) - kept
     with torch.no_grad():
-        hidden[10:30] = torch.nan  # not looked at
+        hidden[10:30] = torch.nan  # never read
     loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
     gradient = torch.autograd.grad(loss, (hidden, weight))
     assert (gradient[0][10:30] == 0).all()
     assert all(x.isfinite().all() for x in gradient)
 
 
-def test_what_is_frozen_gets_no_gradient_and_no_memory(monkeypatch):
+def test_frozen_inputs_get_no_gradient_buffer(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     made = []
     original = _Chunks.__init__
@@ -130,7 +130,7 @@ def test_a_master_weight_gets_its_gradient_in_float32():
     assert_close([gradient], torch.autograd.grad(expected, [wide_weight]), torch.bfloat16)
 
 
-def test_logits_exist_for_one_chunk_only():
+def test_logits_exist_for_one_chunk_at_a_time():
     hidden, weight, _ = make(torch.float32)
     chunks = _Chunks(hidden.detach(), weight.detach(), 8, True, True)
     addresses = {logits.data_ptr() for _, _, logits in chunks}
@@ -139,7 +139,7 @@ def test_logits_exist_for_one_chunk_only():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_logprobs_are_those_of_the_logits(dtype):
+def test_logprobs_equal_logprobs_from_logits(dtype):
     hidden, weight, batch = make(dtype)
     for temperature in (0.7, batch["temperature"]):
         expected = token_logprobs(hidden @ weight.T, batch["targets"], temperature=temperature)

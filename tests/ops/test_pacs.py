@@ -1,4 +1,4 @@
-"""PACS: reward proxies and loss against the formulas, in plain PyTorch and by hand, and gradients through the baseline."""
+"""PACS: reward proxies, loss and gradients (also through the baseline) against the formulas in plain PyTorch and by hand."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def example(size=24, dtype=torch.float64):
 
 
 def slow_loss(proxies, labels, bounds, score, weight):
-    """One group, one rollout at a time; autograd differentiates it."""
+    """Return the loss, computed group by group and rollout by rollout; autograd differentiates it."""
     total = 0.0
     for begin, end in pairwise(bounds):
         r, y = proxies[begin:end], labels[begin:end]
@@ -63,7 +63,7 @@ def test_loss_and_gradient(score, weight, groups):
 
 
 def test_the_first_on_policy_step_is_rloo():
-    """FORMULAS: with psi = 0, unweighted, -dL/dr is the RLOO advantage over 2B...: sigmoid(0) = 1/2 cancels in the group."""
+    """With psi = 0 and no weights, -dL/dr is the RLOO advantage over 2B...: sigmoid(0) = 1/2 cancels in the group."""
     labels = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0])
     r = torch.zeros(12, requires_grad=True)
     loss, _ = pacs_loss(r, labels, 6, weight="none")
@@ -80,7 +80,7 @@ def test_the_first_on_policy_step_is_rloo():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_equal_proxies_and_equal_labels_have_exactly_no_gradient(score):
-    """Except for naive, which has no group. The derivative of the standard deviation at 0 does not become NaN."""
+    """Only naive has a gradient, since it has no group. The derivative of the standard deviation at 0 is not NaN."""
     for value in (0.0, 0.1, -7.3):
         for n in (2, 3, 7):
             r = torch.full((n,), value, requires_grad=True)
@@ -169,7 +169,7 @@ def test_long_sequences_are_summed_in_float64():
     assert proxies.item() == pytest.approx(-1e6 * float(logp[0]) * -1, rel=1e-7)
 
 
-def test_the_operators_are_what_their_schemas_say():
+def test_operators_pass_opcheck():
     proxies, labels = example(dtype=torch.float32)
     denominator = torch.tensor(24.0, dtype=torch.float64)
     ops = torch.ops.maxrl_fast

@@ -22,7 +22,7 @@ def centred(rewards):
     return rewards - rewards.mean(-1, keepdim=True)
 
 
-def test_a_function_is_called_with_groups_of_every_even_layout():
+def test_a_function_works_with_every_layout_of_equal_groups():
     ops.register_estimator("mine", centred)
     assert ESTIMATORS["mine"].formula == "r - mean."
     expected = REWARDS - REWARDS.mean(-1, keepdim=True)
@@ -44,7 +44,7 @@ def test_a_function_is_called_with_groups_of_every_even_layout():
         ops.effective_weight("mine", 4, torch.tensor(0.5))
 
 
-def test_a_function_gets_what_it_asks_for():
+def test_a_function_gets_the_inputs_it_asks_for():
     seen = {}
 
     def asking(rewards, k, lengths, logprobs, valid, prompts):
@@ -103,7 +103,7 @@ def test_a_row_is_computed_by_the_kernel():
         (7, "must be a function of rewards, got int"),
     ],
 )
-def test_a_function_that_does_not_fit_is_refused(function, message):
+def test_invalid_functions_are_refused(function, message):
     with pytest.raises(ValueError, match=message):
         ops.register_estimator("bad", function)
     with pytest.raises(ValueError, match=message):
@@ -122,7 +122,7 @@ def test_a_function_that_does_not_fit_is_refused(function, message):
         ({"value": "rank", "table": lambda n, k: torch.zeros(1 // (n - n))}, "bad fails on a small example: .*zero"),
     ],
 )
-def test_a_row_that_does_not_fit_is_refused(changes, message):
+def test_invalid_rows_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ops.register_estimator("bad", Estimator(**{"formula": "r", "source": "a test", "weight": "1"} | changes))
     assert "bad" not in ESTIMATORS
@@ -144,4 +144,4 @@ def test_the_example_prints_advantages():
     lines = [line.split() for line in run.stdout.splitlines()]
     assert lines[0] == ["above_median", "0.00", "0.00", "1.00", "0.00", "4.00", *["0.00"] * 5]
     assert lines[1][0] == "short_and_right"
-    assert float(lines[1][6]) > float(lines[1][10])  # correct both, the first one shorter
+    assert float(lines[1][6]) > float(lines[1][10])  # both are correct, and the first one is shorter

@@ -1,4 +1,4 @@
-"""The token losses against their formulas, one token at a time in Python floats, and edge cases."""
+"""The token losses against their formulas, computed token by token in Python floats, and edge cases."""
 
 import math
 
@@ -29,7 +29,7 @@ def example():
         "targets": targets,
         "advantages": torch.tensor([1.5, -2.0, -0.7], dtype=torch.float64),
         "cu_seqlens": torch.tensor([0, 3, 4, 8]),
-        "old_logprobs": logp + 0.5 * draw(T),  # ratios well beyond the clip range, both ways
+        "old_logprobs": logp + 0.5 * draw(T),  # ratios far outside the clip range on both sides
         "ref_logprobs": logp + 0.3 * draw(T),
         "temperature": 0.7,
     }
@@ -133,7 +133,7 @@ def test_gradient_on_both_sides_of_each_clip(loss, dual, advantage, ratio):
     (expected,) = torch.autograd.grad(slope * logp.mean(), logits)
     (actual,) = torch.autograd.grad(value(logits), logits)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
-    if loss != "cispo":  # whose value is not what it is the slope of
+    if loss != "cispo":  # the gradient of cispo is not the derivative of its value
         assert torch.autograd.gradcheck(value, (logits,))
 
 
@@ -149,7 +149,7 @@ def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(example):
     assert (results["k3"][1] - results["k2"][1]).abs().max() > 1e-3
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(example):
+def test_without_old_logprobs_the_gradient_is_reinforce(example):
     logits = example.pop("logits").requires_grad_()
     del example["old_logprobs"]
     loss, metrics = policy_gradient_loss(logits, **example, loss="ppo")
@@ -159,7 +159,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(exa
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(reinforce, logits)[0])
 
 
-def test_masked_positions_leak_nothing(example):
+def test_masked_positions_have_no_effect(example):
     mask = torch.tensor([True, True, False, True, True, True, True, True])
     clean, _ = policy_gradient_loss(**example, mask=mask, kl_coef=0.1)
     example["old_logprobs"][2] = float("nan")
@@ -176,8 +176,8 @@ def test_advantages_may_be_per_token_and_all_masked_is_zero(example):
 
 
 @pytest.mark.parametrize("name", ["advantages", "importance_weights"])
-def test_with_as_many_tokens_as_responses_the_caller_says_which_is_meant(name):
-    """One response is empty, so two numbers could be of the two responses or of the two tokens."""
+def test_equal_numbers_of_tokens_and_responses_need_the_keyword(name):
+    """One response is empty, so two numbers could belong to the two responses or to the two tokens."""
     arguments = {"logits": torch.zeros(2, 4), "targets": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 0, 2])}
     arguments |= {"advantages": torch.ones(1).expand(2), "advantages_per_token": True, name: torch.tensor([3.0, 5.0])}
     keyword = f"{name}_per_token"
@@ -188,12 +188,12 @@ def test_with_as_many_tokens_as_responses_the_caller_says_which_is_meant(name):
         policy_gradient_loss(**arguments | {keyword: None}, loss="reinforce")
 
 
-def test_responses_of_one_token_each_need_no_word():
+def test_responses_of_one_token_each_need_no_keyword():
     arguments = (torch.zeros(2, 4), torch.tensor([0, 1]), torch.tensor([3.0, 5.0]), torch.tensor([0, 1, 2]))
     assert policy_gradient_loss(*arguments)[0].item() == policy_gradient_loss(*arguments, advantages_per_token=True)[0].item()
 
 
-def test_numbers_of_another_length_than_the_keyword_says(example):
+def test_lengths_that_contradict_the_keyword_are_refused(example):
     with pytest.raises(ValueError, match=r"advantages must be \[T\] = \[8\], got the shape \(3,\)"):
         policy_gradient_loss(**example, advantages_per_token=True)
     with pytest.raises(ValueError, match=r"importance_weights must be \[S\] = \[3\], got the shape \(8,\)"):
@@ -209,7 +209,7 @@ def test_entropy_of_impossible_tokens():
     torch.testing.assert_close(logp, torch.tensor([-math.log(2)]))
 
 
-def test_importance_weights_multiply_the_advantage_alone(example):
+def test_importance_weights_multiply_only_the_advantage(example):
     per_sequence = torch.tensor([0.5, 2.0, 0.0], dtype=torch.float64)
     options = {"kl_coef": 0.3, "entropy_coef": 0.1}
     weighted = policy_gradient_loss(**example, **options, importance_weights=per_sequence)[0]
@@ -297,7 +297,7 @@ def test_bad_options(example, options, message):
         policy_gradient_loss(**(example | options))
 
 
-def test_a_compiled_module_whose_sums_have_other_names_is_refused(monkeypatch):
+def test_a_compiled_module_with_other_sums_is_refused(monkeypatch):
     check_fields("LossSums", LossSums._fields)
     monkeypatch.setitem(_C.FIELDS, "LossSums", LossSums._fields[::-1])
     with pytest.raises(ImportError, match=r"maxrl_fast._C does not fit .* its LossSums has the fields \('logprob_diff',"):

@@ -1,4 +1,4 @@
-"""The token kernels row by row against float64: vocabularies, element types, strides, extremes, splits."""
+"""The token kernels against float64, row by row: vocabulary sizes, dtypes, strides, extreme values, splits."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ import torch
 from maxrl_fast.ops import policy_gradient_loss, token_logprobs
 
 VOCABULARIES = [1, 2, 127, 32000, 50257, 151936, 262144]
-# Normwise, of a row: rounding of the result, and of float32 arithmetic.
+# The relative error of a row in the Euclidean norm, from rounding of the result and of float32 arithmetic.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3, torch.float64: 1e-12}
 
 
@@ -57,14 +57,14 @@ def test_every_row_is_close_to_float64(vocab, dtype):
         expected_loss, expected = exact(logits, targets, weights, **options)
         assert gradient.dtype == dtype
         assert loss.item() == pytest.approx(expected_loss.item(), rel=2e-6)
-        # At the target the terms of loss and entropy nearly cancel in places.
+        # At the target, the terms of loss and entropy can nearly cancel.
         tolerance = TOLERANCE[dtype] * (4 if entropy_coef else 1)
         assert_rows_close(gradient, expected, targets, tolerance)
         assert gradient.double().sum(1).abs().max() <= 4 * TOLERANCE[dtype] * expected.abs().sum(1).max()
 
 
 @pytest.mark.parametrize("spoil", [lambda x: 0 * x, lambda x: -x, lambda x: 1.01 * x, lambda x: x.roll(1, 1)])
-def test_the_comparison_would_see_a_wrong_gradient(spoil):
+def test_the_comparison_detects_wrong_gradients(spoil):
     logits, targets, weights = make_rows(127, torch.float32)
     _, expected = exact(logits, targets, weights)
     with pytest.raises(AssertionError):
@@ -85,7 +85,7 @@ def test_rows_at_any_address(dtype, offset):
 
 
 @pytest.mark.parametrize("vocab", [50, 32000])
-def test_bfloat16_is_at_most_twice_as_far_from_float64_as_pytorch(vocab):
+def test_bfloat16_error_is_at_most_twice_pytorchs(vocab):
     logits, targets, weights = make_rows(vocab, torch.bfloat16)
     _, expected = exact(logits, targets, weights)
     _, actual = ours(logits, targets, weights)
@@ -113,15 +113,15 @@ EXTREMES = {
 def test_extreme_logits(name, dtype):
     logits = EXTREMES[name].to(dtype)
     targets = torch.tensor([7, 7, 0, 8, 2])
-    weights = torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0]) * 64  # far from where half precision ends
+    weights = torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0]) * 64  # far from the limits of half precision
     for options in ({}, {"entropy_coef": 0.5}):
         loss, gradient = ours(logits, targets, weights, **options)
         expected_loss, expected = exact(logits, targets, weights, **options)
         assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
         assert gradient.isfinite().all()
         if not options:
-            # Half precision has no numbers below 6e-8, and no float32 exponential is below 1e-38. Of exponents near -100
-            # the seventh digit is the exponential's fifth.
+            # The smallest positive number is 6e-8 in half precision, and 1e-38 for a float32 exponential. An error in the
+            # seventh digit of an exponent near -100 is an error in the fifth digit of the exponential.
             smallest = 6e-8 if dtype == torch.float16 else 1e-35
             error = (gradient.double() - expected).abs()
             assert (error <= max(TOLERANCE[dtype], 2e-5) * expected.abs() + smallest).all()
@@ -130,7 +130,7 @@ def test_extreme_logits(name, dtype):
 
 
 def test_a_nearly_certain_target_keeps_its_gradient():
-    """1 - p is 1e-9: p rounds to 1 in float32; in bfloat16 it does so from .998 on."""
+    """1 - p is 1e-9, so p rounds to 1 in float32, and in bfloat16 it does from .998 on."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([[0.0, -21.0, -23.0]], dtype=dtype)
         _, expected = exact(logits, torch.tensor([0]), torch.ones(1))
@@ -143,7 +143,7 @@ def test_a_nearly_certain_target_keeps_its_gradient():
         assert entropy.item() == pytest.approx(-(exact_logp.exp() * exact_logp).sum().item(), rel=1e-4)
 
 
-def test_a_nan_stays_in_its_row_and_shows():
+def test_a_nan_reaches_the_loss_but_no_other_row():
     logits, targets, weights = make_rows(1000, torch.float32)
     for value in (torch.nan, torch.inf):
         poisoned = logits.clone()
@@ -181,7 +181,7 @@ def test_logprobs_and_entropy_and_their_gradients():
 
 
 def packed(dtype=torch.float32, vocab=64):
-    """Seven responses, also of 0 and 1 tokens, with every option at once."""
+    """Return seven responses, among them some of 0 and 1 tokens, with all optional inputs."""
     lengths = torch.tensor([3, 0, 1, 9, 4, 0, 6])
     generator = torch.Generator().manual_seed(9)
     total = int(lengths.sum())
@@ -209,7 +209,7 @@ def gradient_of(logits, batch, scale=1.0, **options):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"])
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
-def test_any_split_adds_up_to_the_whole(loss, aggregation):
+def test_losses_of_any_split_add_up(loss, aggregation):
     logits, batch = packed()
     denominator = {"token_mean": float(batch["mask"].sum()), "seq_sum_constant": 50.0}.get(aggregation, 7.0)
     options = {"loss": loss, "aggregation": aggregation, "denominator": denominator}
@@ -235,7 +235,7 @@ def test_any_split_adds_up_to_the_whole(loss, aggregation):
 
 
 def test_packed_equals_padded():
-    """A padded [7, 9] batch, in plain PyTorch."""
+    """The expected values come from a padded [7, 9] batch in plain PyTorch."""
     logits, batch = packed(torch.float64)
     lengths = batch["cu_seqlens"].diff()
     slots = torch.cat([9 * i + torch.arange(n) for i, n in enumerate(lengths.tolist())])
@@ -260,7 +260,7 @@ def test_packed_equals_padded():
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
-def test_nothing_to_learn_from(loss):
+def test_no_tokens_and_all_masked_give_zero(loss):
     empty = torch.zeros(0, 5, requires_grad=True)
     none = torch.zeros(0)
     value, metrics = policy_gradient_loss(
@@ -279,7 +279,7 @@ def test_nothing_to_learn_from(loss):
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
-def test_what_is_masked_may_be_anything(loss):
+def test_masked_values_may_be_anything(loss):
     logits, batch = packed()
     _, clean, _ = gradient_of(logits, batch, loss=loss)
     masked = ~batch["mask"]
@@ -313,7 +313,7 @@ def test_other_upstream_gradients():
         torch.testing.assert_close(gradient_of(logits, batch, scale)[1], scale * gradient, rtol=1e-6, atol=0)
 
 
-def test_the_same_bits_again_and_on_any_number_of_threads():
+def test_results_are_bitwise_repeatable_on_any_number_of_threads():
     logits, batch = packed(vocab=40_000)
     threads = torch.get_num_threads()
     try:
@@ -329,7 +329,7 @@ def test_the_same_bits_again_and_on_any_number_of_threads():
         assert all(torch.equal(metrics[name], results[0][2][name]) for name in metrics)
 
 
-def test_half_precision_round_trip():
+def test_gradients_round_to_every_float16_number():
     """The gradient rounds to every finite float16 number: reinforce at V = 2 with p = 1/2 gives A/2."""
     halves = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     halves = halves[halves.isfinite() & (halves.float().abs() < 30000)]

@@ -13,7 +13,7 @@ from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_
 from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
 
 CPU = torch.device("cpu")
-# Lengths of the sequences, lengths of the responses, and the sequence that each response answers.
+# The lengths of the prompts, the lengths of the responses, and the prompt of each response.
 CASES = {
     "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
     "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),
@@ -27,7 +27,7 @@ CASES = {
 
 
 def ordinary_attention(q, k, v):
-    """Causal attention in plain PyTorch: q [L, Hq, D], k and v [L, Hkv, D]."""
+    """Compute causal attention in plain PyTorch: q [L, Hq, D], k and v [L, Hkv, D]."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
@@ -62,19 +62,19 @@ def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, head
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_ordinary_attention_outputs_and_gradients(case):
+def test_outputs_and_gradients_equal_ordinary_attention(case):
     check_against_ordinary_attention(case)
 
 
 @pytest.mark.parametrize("heads", [(4, 4, 4), (6, 1, 1)])
-def test_any_grouping_of_heads(heads):
+def test_grouped_query_heads(heads):
     check_against_ordinary_attention("uneven groups", heads=heads)
 
 
 def emulated_varlen(calls):
-    """FlashAttention's varlen functions, forward and backward, computed by attend_reference one sequence at a time.
+    """Return FlashAttention's varlen functions, forward and backward, computed by attend_reference one sequence at a time.
 
-    Log-sum-exps are [H, T]; keys and values keep their own number of heads.
+    Log-sum-exps are [H, T]. Keys and values keep their own number of heads.
     """
 
     def runs(cu_q, cu_k, max_q, max_k):
@@ -113,7 +113,7 @@ def emulated_varlen(calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_torch_varlen_calls(case, monkeypatch):
-    """The calls on a GPU in half precision, with torch's kernels replaced by an emulation with the same signatures."""
+    """Check the calls on a GPU in half precision. An emulation with the same signatures replaces torch's kernels."""
     calls = []
     forward, backward = emulated_varlen(calls)
 
@@ -159,7 +159,7 @@ def fake_flash_attn(calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_flash_attn_calls(case, monkeypatch):
-    """The calls of the flash-attn package, replaced by an emulation with the same signatures."""
+    """Check the calls of the flash-attn package. An emulation with the same signatures replaces it."""
     calls = []
     package = fake_flash_attn(calls)
     monkeypatch.setattr(flash, "_flash_attn", lambda: package)
@@ -182,7 +182,7 @@ def test_which_kernel_runs(monkeypatch):
     assert flash.kernel_for(cuda, torch.float16, 128) is flash.PADDED_REFERENCE
 
 
-def test_a_broken_flash_attn_is_named(monkeypatch, tmp_path):
+def test_a_broken_flash_attn_is_reported(monkeypatch, tmp_path):
     broken = "raise ImportError('undefined symbol: _ZN3c10')"
     with (
         installed_flash_attn(monkeypatch, tmp_path, "__version__ = '2.8.3'", broken),
@@ -192,8 +192,8 @@ def test_a_broken_flash_attn_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("version", "interface"), [("2.6.3", ""), ("4.0.0", None)])
-def test_another_flash_attn_is_left_alone(monkeypatch, tmp_path, version, interface):
-    """A version below 2.7 returns other values, and version 4 has no FlashAttention-2: torch's own kernel runs instead."""
+def test_unsupported_flash_attn_versions_are_not_used(monkeypatch, tmp_path, version, interface):
+    """Versions below 2.7 return other values, and version 4 has no FlashAttention-2, so torch's own kernel runs."""
     with installed_flash_attn(monkeypatch, tmp_path, f"__version__ = '{version}'", interface):
         assert flash._flash_attn() is None
 
@@ -242,7 +242,7 @@ def test_the_reference_equals_the_flash_kernel(causal, masked):
         torch.testing.assert_close(a, w.transpose(1, 2), rtol=1e-11, atol=1e-12)
 
 
-def test_the_reference_in_bfloat16_errs_at_most_twice_as_much_as_the_kernel():
+def test_the_references_bfloat16_error_is_at_most_twice_the_kernels():
     generator = torch.Generator().manual_seed(3)
     exact = [torch.randn(4, 32, 2, 16, generator=generator, dtype=torch.float64) for _ in range(4)]
     rounded = [x.bfloat16() for x in exact]

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: transformers computes the same logits, and errors name what is wrong with a file."""
+"""Hugging Face checkpoints: transformers computes the same logits, and errors say what is wrong with a file."""
 
 import json
 import sys
@@ -87,7 +87,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("shards", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", THEIRS)
-def test_what_transformers_saves_computes_the_same_and_goes_back(tmp_path, family, shards):
+def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards):
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(THEIRS[family])
     for name, parameter in theirs.named_parameters():  # biases and norms start at 0 and 1, which would hide them
@@ -130,7 +130,7 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
         load_tokenizer(tmp_path / "b")
 
 
-def test_a_missing_transformers_is_named(tmp_path, monkeypatch):
+def test_a_missing_transformers_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"pip install 'maxrl_fast\[hf\]'"):
         load_tokenizer(tmp_path)
@@ -147,7 +147,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_tokenizer_speaks_the_tasks_words(tmp_path):
+def test_the_tokenizer_encodes_the_tasks_words(tmp_path):
     save(tmp_path / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
     ids = encode_maze(TASK.maze("train", 0))
@@ -159,7 +159,7 @@ def test_the_tokenizer_speaks_the_tasks_words(tmp_path):
     assert len(tokenizer) == TASK.vocab_size
 
 
-def test_loading_gives_back_the_same_weights(tmp_path):
+def test_loading_restores_the_same_weights(tmp_path):
     for name, changes in FAMILIES.items():
         model = save(tmp_path / name, **changes)
         loaded = load_checkpoint(tmp_path / name)
@@ -168,13 +168,13 @@ def test_loading_gives_back_the_same_weights(tmp_path):
             assert torch.equal(a, b), key
 
 
-def test_a_checkpoint_is_whole_or_absent(tmp_path, monkeypatch):
+def test_a_checkpoint_is_complete_or_absent(tmp_path, monkeypatch):
     monkeypatch.setattr("maxrl_fast.model.checkpoint.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
     monkeypatch.undo()
-    save(tmp_path / "checkpoint")  # a leftover temporary folder is no obstacle
+    save(tmp_path / "checkpoint")  # works although a temporary folder was left over
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -26,14 +26,14 @@ def run(model, dtype=torch.float32, batch=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointed_activations_give_bitwise_the_same_gradients(family, dtype):
+def test_checkpointed_activations_give_bitwise_identical_gradients(family, dtype):
     model = tiny_decoder(**family)
     logits, gradients = run(model, dtype)
     model.checkpoint_activations = True
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     logits_again, gradients_again = run(model, dtype)
-    assert len(calls) == 2  # the backward pass computes it again
+    assert len(calls) == 2  # the backward pass recomputes the forward pass
     assert torch.equal(logits, logits_again)
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-3
@@ -61,7 +61,7 @@ def test_compiled_layers_give_the_same_gradients_and_are_compiled_once():
     assert compilations["unique_graphs"] <= first + 2  # lengths are dynamic
 
 
-def test_weights_are_those_of_the_state_dict_tied_ones_once():
+def test_weights_equal_the_state_dict_without_tied_copies():
     for tied in (True, False):
         model = tiny_decoder(tie_word_embeddings=tied)
         weights = dict(model.weights())
@@ -70,9 +70,11 @@ def test_weights_are_those_of_the_state_dict_tied_ones_once():
         assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items())
 
 
-def test_llama3_rope_at_its_bands():
-    """Wave lengths far below the original context are kept, far above it divided by the factor (arXiv 2407.21783, and by
-    transformers in test_checkpoint)."""
+def test_llama3_rope_in_each_band():
+    """Wavelengths far below the original context length are kept, and those far above it are scaled (arXiv 2407.21783).
+
+    test_checkpoint compares with transformers.
+    """
     from maxrl_fast.model.decoder import RopeScaling, rotary_table
 
     config = tiny_decoder(model_type="llama", head_dim=64, rope_theta=5e5).config
@@ -93,6 +95,6 @@ def test_an_unknown_family_is_refused():
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_weights_are_counted_without_memory(layers):
+def test_weights_are_counted_without_allocating_them(layers):
     model = tiny_decoder(num_hidden_layers=layers)
     assert Decoder.count(model.config) == sum(weight.numel() for weight in model.parameters())

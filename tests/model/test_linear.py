@@ -1,4 +1,4 @@
-"""Low-rank adapters: their outputs, the weights that are trained, the weights that are exported."""
+"""Low-rank adapters: their outputs, which weights are trained, and which are exported."""
 
 import copy
 
@@ -21,7 +21,7 @@ BATCH = one_batch(make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], 
 
 
 def adapted(targets=ALL, **changes):
-    """A decoder with adapters whose update is not zero."""
+    """Return a decoder with adapters whose update is not zero."""
     model = tiny_decoder(**changes)
     add_adapters(model, 3, 6.0, targets, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -31,7 +31,7 @@ def adapted(targets=ALL, **changes):
     return model
 
 
-def test_new_adapters_change_nothing_and_only_they_are_trained():
+def test_new_adapters_do_not_change_outputs_and_only_they_are_trained():
     model = tiny_decoder()
     logits = response_logits(model, BATCH, torch.float32)
     add_adapters(model, 3, 6.0, "q_proj, down_proj", seed=0)
@@ -46,7 +46,7 @@ def test_new_adapters_change_nothing_and_only_they_are_trained():
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}])
-def test_merged_weights_compute_what_the_adapters_do(tmp_path, changes):
+def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     model = adapted(**changes)
     plain = tiny_decoder(**changes)
     base = response_logits(plain, BATCH, torch.float32)
@@ -69,7 +69,7 @@ def test_merged_weights_compute_what_the_adapters_do(tmp_path, changes):
     torch.testing.assert_close(dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
 
 
-def test_gradients_of_adapters_are_those_of_the_merged_matrix():
+def test_adapter_gradients_follow_from_the_merged_matrix():
     """dA = s B^T dW and dB = s dW A^T."""
     model = adapted("q_proj")
     plain = tiny_decoder()

@@ -1,4 +1,4 @@
-"""Malicious checkpoints: each is refused quickly, with a message that names the file, without allocating what it declares."""
+"""Malicious checkpoints are refused quickly, with a message that names the file, and without the memory that they declare."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def save(directory, **options):
 
 
 def refusal(directory, load=load_checkpoint, seconds=5.0):
-    """Return the error message; it must come quickly, whatever the file declares."""
+    """Return the error message, which must come quickly whatever the file declares."""
     start = time.monotonic()
     with pytest.raises(InputError) as caught:
         load(directory)
@@ -55,7 +55,7 @@ def edit_config(directory, changes):
     "value", [10**15, 10**400, 2**31, 0, -1, True, 32.0, "32", float("nan"), float("inf"), [32], {"size": 32}, "9" * 10**6]
 )
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_that_cannot_be(directory, name, value):
+def test_impossible_sizes_are_refused(directory, name, value):
     edit_config(directory, {name: value})
     message = refusal(directory)
     assert "config.json: " in message
@@ -64,7 +64,7 @@ def test_sizes_that_cannot_be(directory, name, value):
 
 @pytest.mark.parametrize("name", sorted(set(SIZES) - {"max_position_embeddings"}))
 @pytest.mark.parametrize("value", [2**31 - 2, 10**9, 10**6, 20])
-def test_sizes_that_no_file_has(directory, name, value):
+def test_sizes_that_contradict_the_weights_are_refused(directory, name, value):
     """A huge number of layers or columns, with a file of two layers of size 32."""
     edit_config(directory, {name: value})
     assert str(directory) in refusal(directory)
@@ -98,7 +98,7 @@ def test_sizes_that_no_file_has(directory, name, value):
         {"use_sliding_window": {"deep": [10**400]}},
     ],
 )
-def test_values_of_the_wrong_kind(directory, changes):
+def test_invalid_values_are_refused(directory, changes):
     edit_config(directory, changes)
     assert "config.json" in refusal(directory)
 
@@ -118,13 +118,13 @@ def test_values_of_the_wrong_kind(directory, changes):
         b"{}",
     ],
 )
-def test_broken_json(directory, name, content):
+def test_broken_json_is_refused(directory, name, content):
     (directory / name).write_bytes(content)
     assert name in refusal(directory)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_a_file_too_large_is_not_read(directory, name):
+def test_files_that_are_too_large_are_not_read(directory, name):
     with open(directory / name, "wb") as file:
         file.truncate(10**12)  # sparse: it takes no disk space
     assert f"must have at most {JSON_BYTES} bytes, got 1000000000000" in refusal(directory)
@@ -133,7 +133,7 @@ def test_a_file_too_large_is_not_read(directory, name):
     assert name in refusal(directory)
 
 
-def exchange(directory, name, kind):
+def replace_file(directory, name, kind):
     path = directory / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -148,19 +148,19 @@ def exchange(directory, name, kind):
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "nowhere", "pipe behind a link"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
-def test_what_is_not_a_regular_file(directory, name, kind):
-    exchange(directory, name, kind)
+def test_files_that_are_not_regular_are_refused(directory, name, kind):
+    replace_file(directory, name, kind)
     if name == "tokenizer.json":
         if kind not in ("loop", "nowhere"):
             assert name in refusal(directory, load_tokenizer, seconds=30)
             assert name in refusal(directory, tokenizer_files)
     elif name.endswith("index.json") and kind in ("loop", "nowhere"):
-        load_checkpoint(directory)  # there is none
+        load_checkpoint(directory)  # no file: the checkpoint has no index
     else:
         assert name in refusal(directory)
 
 
-def test_links_are_followed_as_the_cache_of_hugging_face_needs(directory):
+def test_links_of_the_hugging_face_cache_are_followed(directory):
     blobs = directory.parent / "blobs"
     blobs.mkdir()
     for path in list(directory.iterdir()):
@@ -189,8 +189,8 @@ def changed(header, **fields):
     return header | {NORM: header[NORM] | fields}
 
 
-def doubled(header, shape):
-    """The header with its first tensor twice, the second time with a false size."""
+def with_duplicate(header, shape):
+    """Return the header with its first tensor twice, the second time with a wrong shape."""
     text = json.dumps(header)
     lie = json.dumps({NORM: {"dtype": "F32", "shape": shape, "data_offsets": header[NORM]["data_offsets"]}})
     return (text[:-1] + ", " + lie[1:]).encode()
@@ -207,7 +207,7 @@ def doubled(header, shape):
         lambda path, h, d: write(path, json.dumps(h).encode()[:-1], d),
         lambda path, h, d: write(path, b"[" * 10**5, d),
         lambda path, h, d: write(path, b"\xff" * 100, d),
-        lambda path, h, d: write(path, doubled(h, [2**40]), d),
+        lambda path, h, d: write(path, with_duplicate(h, [2**40]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[0, 2**62]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[len(d), len(d) + 128]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[128, 0]), d),
@@ -228,13 +228,13 @@ def doubled(header, shape):
         lambda path, h, d: path.write_bytes(b"\x08\0\0"),
     ],
 )
-def test_broken_headers_of_tensors(directory, damage):
+def test_broken_tensor_headers_are_refused(directory, damage):
     path = directory / "model.safetensors"
     damage(path, *header_of(path))
     assert "model.safetensors" in refusal(directory)
 
 
-def test_the_longest_names_are_cut(directory):
+def test_long_names_are_cut_in_messages(directory):
     path = directory / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"x" * 10**6: torch.ones(1), "a\nb": torch.ones(1)}, path)
@@ -253,7 +253,7 @@ def sharded(directory):
         *(None, 5, ["model-00001-of-00003.safetensors"], {}, "nothing.safetensors", "\ud800"),
     ],
 )
-def test_an_index_that_leads_elsewhere(tmp_path, file):
+def test_an_index_with_bad_file_names_is_refused(tmp_path, file):
     path, index = sharded(tmp_path / "sharded")
     (tmp_path / "model.safetensors").write_bytes(b"not to be opened")
     index["weight_map"][NORM] = file
@@ -263,7 +263,7 @@ def test_an_index_that_leads_elsewhere(tmp_path, file):
 
 
 @pytest.mark.parametrize("weight_map", [None, 5, [], ["a"], "text", {}])
-def test_an_index_that_is_none(tmp_path, weight_map):
+def test_an_index_without_a_valid_map_is_refused(tmp_path, weight_map):
     path, _ = sharded(tmp_path / "sharded")
     path.write_text(json.dumps({"weight_map": weight_map}))
     assert "index.json" in refusal(path.parent)
@@ -278,7 +278,7 @@ def test_an_index_that_is_none(tmp_path, weight_map):
         ("tokenizer_config.json", b'{"model_max_length": ' + b"9" * 10**5 + b"}"),
     ],
 )
-def test_broken_tokenizers(directory, name, content):
+def test_broken_tokenizers_are_refused(directory, name, content):
     (directory / name).write_bytes(content)
     assert str(directory) in refusal(directory, load_tokenizer, seconds=60)
 
@@ -297,7 +297,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-def test_what_is_declared_takes_no_memory(directory):
+def test_declared_sizes_are_not_allocated(directory):
     """The configuration declares a model of 8 TB that is not in the file; the process must not grow by 200 MB."""
     edit_config(directory, dict.fromkeys(("hidden_size", "intermediate_size"), 10**6) | {"vocab_size": 10**6})
     run = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
@@ -306,7 +306,7 @@ def test_what_is_declared_takes_no_memory(directory):
     assert int(megabytes) < 200
 
 
-def test_pages_of_a_sparse_file_are_not_read_for_a_header(directory):
+def test_reading_a_header_does_not_read_a_sparse_file(directory):
     """A sparse file of 4 TB has the length that its header declares; loading must not read its pages."""
     size = 10**12
     path = directory / "model.safetensors"
@@ -320,6 +320,6 @@ def test_pages_of_a_sparse_file_are_not_read_for_a_header(directory):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
-def test_the_checkpoint_that_was_damaged_loads(directory):
+def test_the_undamaged_checkpoint_loads(directory):
     assert read_config(directory / "config.json").hidden_size == 32
     load_checkpoint(directory)

@@ -12,7 +12,7 @@ from maxrl_fast.tasks.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
 from tests.test_train import read
 
 
-def walked(task, tokens):
+def simulated_steps(task, tokens):
     """Return the number of rewarded steps by simulating one step at a time."""
     steps = 0
     for state, token in enumerate(tokens):
@@ -23,7 +23,7 @@ def walked(task, tokens):
     return steps
 
 
-def test_rewards_are_those_of_a_walk():
+def test_rewards_equal_a_simulation():
     task, rng = ChainTask(12, seed=3), random.Random(0)
     responses = [task.actions[:n].tolist() for n in (12, 11, 1)]
     for _ in range(400):
@@ -31,12 +31,12 @@ def test_rewards_are_those_of_a_walk():
         responses.append((right + rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12)))[:12])
     prompts = task.prompts("train", 5, 1)
     rewards = task.score(prompts, Rollouts.given(responses))
-    assert torch.equal(rewards, torch.tensor([walked(task, response) / 12 for response in responses]))
+    assert torch.equal(rewards, torch.tensor([simulated_steps(task, response) / 12 for response in responses]))
     assert rewards[0] == 1
     assert rewards.unique().numel() > 8
 
 
-def test_the_habit_earns_much_and_never_all():
+def test_always_right_earns_a_small_reward():
     task = ChainTask(1000)
     assert (task.actions == RIGHT).float().mean() == pytest.approx(HABIT, abs=0.03)
     habit = task.score(task.prompts("train", 0, 1), Rollouts.given([[RIGHT] * 1000]))
@@ -45,7 +45,7 @@ def test_the_habit_earns_much_and_never_all():
     assert torch.equal(ChainTask(1000).actions, task.actions)
 
 
-def test_its_prompts_are_the_start():
+def test_every_prompt_is_one_bos_token():
     prompts = ChainTask(8).prompts("test", 4, 3)
     assert (prompts.tokens.tolist(), prompts.cu_seqlens.tolist(), prompts.ids.tolist()) == ([BOS] * 3, [0, 1, 2, 3], [4, 5, 6])
     with pytest.raises(InputError, match="chain_length must be at least 2, got 1"):

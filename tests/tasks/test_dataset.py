@@ -1,4 +1,4 @@
-"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines that must be rejected."""
+"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines, which must be refused."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def texts(task, split, start, count):
     return [task.decode(part.tolist()) for part in prompts.tokens.split(prompts.lengths.tolist())]
 
 
-def test_every_epoch_has_every_training_prompt_once_in_another_order(tmp_path, policy):
+def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
     task = task_of(written(tmp_path / "sums.jsonl", SUMS), policy)
     held_out = texts(task, "test", 0, task.num_test_prompts)
     size = 60 - len(held_out)
@@ -79,7 +79,7 @@ def test_every_epoch_has_every_training_prompt_once_in_another_order(tmp_path, p
     assert task.name == f"sums.jsonl: {size} prompts and {len(held_out)} held out"
 
 
-def test_the_split_is_by_content(tmp_path, policy):
+def test_equal_prompts_are_in_the_same_split(tmp_path, policy):
     task = task_of(written(tmp_path / "twice.jsonl", SUMS * 3), policy)
     train_texts, test_texts = (set(texts(task, split, 0, len(task._lines[split]))) for split in ("train", "test"))
     assert not train_texts & test_texts
@@ -87,7 +87,7 @@ def test_the_split_is_by_content(tmp_path, policy):
     assert (given.num_test_prompts, len(given._lines["train"])) == (2, 180)
 
 
-def test_chat_messages_go_through_the_template_and_columns_go_along(tmp_path, policy):
+def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     messages = [{"role": "user", "content": "1+1="}]
     path = written(tmp_path / "chat.jsonl", [{"question": messages, "answer": "2"}])
     task = task_of(path, policy, prompt_key="question", test_data=path)
@@ -98,7 +98,7 @@ def test_chat_messages_go_through_the_template_and_columns_go_along(tmp_path, po
     assert task.stop_ids == (task._text.tokenizer.eos_token_id,)
 
 
-def test_long_prompts_are_left_out_and_said(tmp_path, policy):
+def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     path = written(tmp_path / "long.jsonl", [{"prompt": "x" * n} for n in range(1, 41)])
     task = task_of(path, policy, max_prompt_tokens=30)
     assert task.prompt_length == 30
@@ -133,14 +133,14 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )
-def test_lines_of_ill_will_are_refused_by_their_number(tmp_path, line, message):
+def test_malicious_lines_are_refused_with_their_number(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
     with pytest.raises(InputError, match=message):
         read_lines(path, "prompt")
 
 
-def test_what_is_no_file_of_lines_is_refused(tmp_path):
+def test_other_kinds_of_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").write_text("\n\n")
     for path, message in (("pipe", "a pipe"), ("", "a folder"), ("nowhere", "readable JSON Lines"), ("empty", "got none")):
@@ -201,12 +201,12 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
         ("--max-new-tokens 4000", "positions"),
     ],
 )
-def test_what_does_not_fit_is_said(job, tmp_path, capsys, flags, message):
+def test_options_that_do_not_fit_are_refused(job, tmp_path, capsys, flags, message):
     assert train.main([*job, *flags.split(), "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_a_dataset_needs_is_named(tmp_path, capsys):
+def test_missing_options_are_named(tmp_path, capsys):
     for flags, message in (([], "needs --data FILE"), (["--data", "x.jsonl"], "needs --reward FILE:FUNCTION")):
         assert train.main(["--task", "dataset", *flags, "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err

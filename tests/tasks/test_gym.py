@@ -77,7 +77,7 @@ for name in sorted(set(DATASETS) - {"composite"}):
 
 
 @pytest.mark.slow
-def test_the_same_questions_whatever_pythons_hashes():
+def test_questions_do_not_depend_on_pythons_hash_seed():
     """Ranks, the trainer and its reward workers see the same questions, except for the data sets in HASHED."""
     command = [sys.executable, "-c", QUESTIONS]
     printed = [
@@ -89,7 +89,7 @@ def test_the_same_questions_whatever_pythons_hashes():
 
 
 @pytest.mark.slow
-def test_rewards_come_from_the_checker(policy):
+def test_rewards_come_from_the_verifier(policy):
     task = task_of("chain_sum", policy)
     prompts, solutions = task.demonstrations(0, 3)
     answers = [task.decode(part.tolist()) for part in solutions.tokens.split(solutions.lengths.tolist())]
@@ -103,7 +103,7 @@ def test_rewards_come_from_the_checker(policy):
     assert task.answer("so <answer> 12 </answer>.") == task.answer("\\boxed{12}") == task.answer(" 12\n") == "12"
 
 
-def test_questions_depend_on_seed_split_and_index_alone(policy):
+def test_questions_depend_only_on_seed_split_and_index(policy):
     task, again = (task_of("lcm", policy) for _ in range(2))
     ahead = [line["question"] for line in again.prompts("train", 3, 4).columns]
     assert [line["question"] for line in task.prompts("train", 0, 7).columns][3:] == ahead
@@ -114,7 +114,7 @@ def test_questions_depend_on_seed_split_and_index_alone(policy):
     assert far.ids.tolist() == [10**6, 10**6 + 1]
 
 
-def test_no_question_is_on_both_sides_of_the_split(policy):
+def test_no_question_is_in_both_splits(policy):
     task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')  # so few that questions repeat
     train_questions, test_questions = (
         {line["question"] for line in task.prompts(split, 0, 150).columns} for split in ("train", "test")
@@ -124,7 +124,7 @@ def test_no_question_is_on_both_sides_of_the_split(policy):
     assert not train_questions & test_questions
 
 
-def test_what_reasoning_gym_does_not_make_is_refused(policy):
+def test_data_sets_that_cannot_be_created_are_refused(policy):
     for name, options, message in (
         ("sums", {}, r"reasoning-gym cannot create 'sums' with --gym-config '\{\}': ValueError"),
         ("gcd", {"gym_config": '{"min_value": -1}'}, r"cannot create 'gcd' with --gym-config '.*': AssertionError"),
@@ -138,7 +138,7 @@ def test_what_reasoning_gym_does_not_make_is_refused(policy):
         short.prompts("train", 0, 1)
 
 
-def test_another_question_than_before_is_a_failure_not_a_reward(policy):
+def test_a_changed_question_is_a_failure(policy):
     task = task_of("lcm", policy)
     prompts = task.prompts("train", 0, 2)
     columns = ({**prompts.columns[0], "question": "What?"}, prompts.columns[1])

@@ -69,7 +69,7 @@ def test_answers_are_compared_as_mathematics(response, answer, reward):
     assert score("a prompt", response, answer, difficulty=3) == reward
 
 
-def test_right_answers_of_lines():
+def test_the_correct_answer_is_found_in_each_line():
     assert gsm8k_answer({"answer": "2 * 600\n#### 1,200"}, None) == "1200"
     assert gsm8k_answer({"gold": 72}, "gold") == "72"
     assert math_answer({"answer": "\\pi", "solution": "\\boxed{3}"}, None) == "\\pi"
@@ -93,7 +93,7 @@ def prompt_of(task, index=0):
     return task._text.tokenizer.decode(task.prompts("train", index, 1).tokens)
 
 
-def test_prompts_are_those_of_the_papers(tmp_path, policy):
+def test_prompts_equal_the_papers(tmp_path, policy):
     path = written(tmp_path / "gsm8k.jsonl", GSM8K)
     text = prompt_of(task_of("gsm8k", path, policy))
     assert text.startswith("<|im_start|>user\nTom has ")
@@ -109,7 +109,7 @@ def test_prompts_are_those_of_the_papers(tmp_path, policy):
     assert answers <= {str(1000 + n) for n in range(40)}
 
 
-def test_parquet_is_read_as_json_lines_are(tmp_path, policy):
+def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     """The rows have verl's format: chat messages, and the answer in a struct."""
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": f"{n}", "style": "rule"}}
@@ -134,14 +134,14 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, policy):
         ([{"prompt": "x" * (lines.LINE_BYTES + 1)}], "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,"),
     ],
 )
-def test_rows_of_ill_will_are_refused_by_their_number(tmp_path, rows, message):
+def test_malicious_rows_are_refused_with_their_number(tmp_path, rows, message):
     path = tmp_path / "bad.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(InputError, match=message):
         lines.read_lines(path, "prompt")
 
 
-def test_what_is_no_parquet_is_refused(tmp_path):
+def test_files_that_are_not_parquet_are_refused(tmp_path):
     path = tmp_path / "bad.parquet"
     for content in (b"", b"PAR1 and nothing more PAR1"):
         path.write_bytes(content)
@@ -149,7 +149,7 @@ def test_what_is_no_parquet_is_refused(tmp_path):
             lines.read_lines(path, "prompt")
 
 
-def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, policy):
+def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 2)
     answers = [line["answer"] for line in prompts.columns]
@@ -168,7 +168,7 @@ def test_answers_that_are_missing_or_too_long_are_wrong_and_counted(tmp_path, po
         scorer.close()
 
 
-def test_one_failure_among_many_responses_without_a_box_is_no_reason_to_stop(tmp_path, policy):
+def test_responses_without_a_box_count_as_scored(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 1)
     scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
@@ -196,8 +196,8 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
         scorer.close()
 
 
-def test_answers_of_a_step_are_its_own(tmp_path, policy):
-    """A step counts neither the answers of the evaluation before it nor greedy responses. An evaluation counts its own."""
+def test_each_step_counts_only_its_own_answers(tmp_path, policy):
+    """A step does not count the answers of the evaluation before it, nor greedy responses. An evaluation counts its own."""
     data = written(tmp_path / "gsm8k.jsonl", GSM8K)
     sizes = "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 --threads 1 --objective self"
     flags = [*sizes.split(), "--task", "gsm8k", "--data", str(data), "--model", str(policy), "--dtype", "float32"]
@@ -218,7 +218,7 @@ def test_answers_of_a_step_are_its_own(tmp_path, policy):
         assert all(record["answers_missing"] == 1 for record in records)  # the policy is untrained
 
 
-def test_a_file_that_unpacks_to_much_more_is_refused(tmp_path):
+def test_decompression_bombs_are_refused(tmp_path):
     table = pyarrow.table({"prompt": pyarrow.array(["x" * 900_000]).dictionary_encode().take(pyarrow.array([0] * 500))})
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
@@ -240,7 +240,7 @@ def test_a_task_that_is_a_function(tmp_path, policy, capsys, monkeypatch):
     assert "--task reward.py:score needs --data FILE or --hub NAME" in capsys.readouterr().err
 
 
-def test_what_is_no_task_is_refused(tmp_path, capsys):
+def test_invalid_task_options_are_refused(tmp_path, capsys):
     for flags, message in (
         ("--task gsm8", "gsm8k, math, gym:NAME or FILE.py:FUNCTION, got 'gsm8'; did you mean 'gsm8k'?"),
         ("--task gsm8k", "--task gsm8k needs --model DIR, whose tokenizer reads text"),
@@ -257,7 +257,7 @@ def test_what_is_no_task_is_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_what_the_hub_does_not_give_is_said(policy, monkeypatch):
+def test_an_unreachable_hub_is_reported(policy, monkeypatch):
     import datasets
 
     def unreachable(name, config, split):
@@ -270,7 +270,7 @@ def test_what_the_hub_does_not_give_is_said(policy, monkeypatch):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 
 
-def test_data_sets_of_the_hub(policy, monkeypatch):
+def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
     import datasets
 
     asked = []
@@ -285,16 +285,18 @@ def test_data_sets_of_the_hub(policy, monkeypatch):
     assert task.name == "openai/gsm8k:main: 30 prompts and 10 held out"
     own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
     assert asked[2:] == [("me/mine", None, "train")]
-    assert own.num_test_prompts < 10  # split off from the lines
+    assert own.num_test_prompts < 10  # held out from the training lines
 
 
-def test_rewards_and_columns_reach_all_of_a_group(tmp_path, policy):
+def test_each_response_is_scored_with_its_prompts_columns(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
     prompts = task.prompts("train", 0, 3)
     right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
     scorer = build_scorer(RewardOptions(), task)
     try:
-        responses = [right[g - (n == g)] for g in range(3) for n in range(3)]  # sample g of prompt g answers another one
+        responses = [
+            right[g - (n == g)] for g in range(3) for n in range(3)
+        ]  # sample g of prompt g is the answer to another prompt
         rewards = scorer.score(prompts, Rollouts.given(responses))
     finally:
         scorer.close()

@@ -1,4 +1,4 @@
-"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple judge."""
+"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple scorer."""
 
 import random
 from collections import deque
@@ -93,12 +93,12 @@ def test_no_test_maze_is_ever_trained_on(size):
 
 
 @pytest.mark.parametrize("size", [4, 3, 10, 33, -9])
-def test_bad_sizes(size):
+def test_bad_sizes_are_refused(size):
     with pytest.raises(InputError, match=f"odd number from 5 to 31, got {size}"):
         MazeTask(size)
 
 
-def slow_judge(is_open, tokens, strict):
+def slow_score(is_open, tokens, strict):
     if maze.DONE not in tokens:
         return 0
     moves = tokens[: tokens.index(maze.DONE)]
@@ -142,7 +142,7 @@ def mutations(path, rng):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("size", [5, 9, 17])
-def test_the_judge_equals_the_slow_one(size, strict):
+def test_scores_equal_the_slow_scorer(size, strict):
     task, rng = MazeTask(size), random.Random(0)
     prompts = task.prompts("train", 0, 8)
     answers, expected = [], []
@@ -150,7 +150,7 @@ def test_the_judge_equals_the_slow_one(size, strict):
         is_open = task.maze("train", i)
         tried = list(mutations(shortest_path(is_open), rng))
         answers += tried
-        expected += [slow_judge(is_open, answer, strict) for answer in tried]
+        expected += [slow_score(is_open, answer, strict) for answer in tried]
     rewards = judge(prompts, Rollouts.given(answers), size, strict)
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == expected

@@ -1,4 +1,4 @@
-"""The native engine: its log-probs against the full forward pass, its distribution, and its independence of the batch."""
+"""The native engine: log-probs against the full forward pass, the sampling distribution, and independence of the batch."""
 
 import math
 
@@ -19,7 +19,7 @@ from tests.models import response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)
-# Worked out with Python's own integers.
+# The expected keys and bits, computed with Python's integers.
 KEYS, BITS = [-3072355124115617029, 4574412018458654984], [2083381, 13143039]
 IN_CPP = [pytest.param(True, id="C++"), pytest.param(False, id="PyTorch")]
 
@@ -34,7 +34,7 @@ def generate(model, num_samples=6, temperature=1.3, limit=24, seed=4, step=2, pr
     return make_engine(model, **options).generate(prompts, num_samples, sampling, seed=seed, step=step)
 
 
-# The logits reach 5.7, where bfloat16 numbers are .03 apart; both ways may be off by one or two of those.
+# The logits reach 5.7, where bfloat16 numbers are .03 apart. Each side can be off by one or two of these steps.
 @pytest.mark.parametrize(
     ("in_cpp", "dtype", "tolerance"),
     [(True, torch.float32, 2e-5), (False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (False, torch.bfloat16, 0.1)],
@@ -52,7 +52,7 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses the operators whose value or shape the host must wait for on a GPU."""
+    """Refuse operators that would make the host wait for a value or a shape on a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::")
@@ -62,7 +62,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
-def test_a_burst_never_waits_for_the_device(sampling, monkeypatch):
+def test_decoding_steps_never_wait_for_the_device(sampling, monkeypatch):
     steps, bursts = Grid.steps, []
 
     def watched(grid, *arguments):
@@ -78,7 +78,7 @@ def test_a_burst_never_waits_for_the_device(sampling, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_layers_draw_the_same():
+def test_compiled_layers_draw_the_same_tokens():
     model = tiny_decoder()
     expected, rollouts = generate(model, in_cpp=False), generate(model, in_cpp=False, compiled=True)
     assert torch.equal(rollouts.tokens, expected.tokens)
@@ -91,7 +91,7 @@ def test_compiled_layers_draw_the_same():
     [
         {"model_type": "qwen3"},
         {"model_type": "llama", "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "tie_word_embeddings": False},
-        # No size is a multiple of a vector; one key/value head, shared by more query heads than a tile has rows.
+        # No size is a multiple of a SIMD vector. One key/value head serves more query heads than a tile has rows.
         {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6},
         {"vocab_size": 37, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 20},
     ],
@@ -139,7 +139,7 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-def test_the_samples_of_a_prompt_are_bitwise_the_same_in_every_batch():
+def test_samples_are_bitwise_independent_of_the_batch():
     model = tiny_decoder()
     whole = generate(model)
     one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(model).decoder.cache_bytes(24)
@@ -162,7 +162,7 @@ def test_the_samples_of_a_prompt_are_bitwise_the_same_in_every_batch():
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
-def test_in_pytorch_the_batch_changes_samples_only_by_rounding():
+def test_in_pytorch_the_batch_changes_only_rounding():
     model = tiny_decoder()
     whole = generate(model, in_cpp=False)
     budget = 2 * (3 * make_engine(model, in_cpp=False).decoder.cache_bytes(24) + 8 * 256)
@@ -214,7 +214,7 @@ def test_bad_requests_are_refused(prompts, changes, message, in_cpp):
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-def test_weights_that_are_not_finite_are_reported(in_cpp):
+def test_nonfinite_weights_are_reported(in_cpp):
     model = tiny_decoder()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = math.nan
@@ -235,14 +235,14 @@ def test_load_weights_replaces_the_weights(in_cpp):
     assert torch.equal(after.logprobs, expected.logprobs)
 
 
-def test_a_cpu_decodes_in_cpp_whatever_dtype_training_has():
+def test_a_cpu_decodes_in_cpp_for_every_training_dtype():
     engine = NativeEngine(tiny_decoder(), torch.bfloat16)
     assert engine.describe().startswith("native (C++, float32")
     assert engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0).logprobs.isfinite().all()
 
 
 def reference_distribution(logits, sampling):
-    """The definition of the sampling options, one token at a time."""
+    """Return the distribution by the definition of the sampling options, token by token."""
     weights = [math.exp((z - max(logits)) / sampling.temperature) for z in logits]
     kept = sorted(range(len(weights)), key=lambda t: (-weights[t], t))
     if sampling.top_k:
@@ -282,7 +282,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
         torch.cat([prompts.tokens, torch.tensor([common])]), prompts.cu_seqlens + torch.tensor([0, 1]), prompts.ids
     )
     for prompt, column, rows in ((prompts, 0, tokens[:, 0] >= 0), (longer, 1, tokens[:, 0] == common)):
-        one = generate(model, 1, limit=1, prompts=prompt)  # only to make a batch of
+        one = generate(model, 1, limit=1, prompts=prompt)  # one_batch needs a rollout
         logits = response_logits(model, one_batch(prompt, one), torch.float32)[0]
         expected = torch.tensor(reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64)
         observed = tokens[rows, column]
@@ -291,7 +291,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
 
 
 def chi_square(observed, expected):
-    """The chi-square statistic of tokens, divided by its 1 - 1e-4 quantile; tokens expected less than 5 times are one class."""
+    """Return the chi-square statistic divided by its 1 - 1e-4 quantile. Tokens expected less than 5 times are one class."""
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5
@@ -299,7 +299,7 @@ def chi_square(observed, expected):
     statistic += (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[~common].sum().clamp_min(1)
     freedom = int(common.sum())
     assert freedom > 2
-    # Wilson and Hilferty's approximation of the chi-square distribution's quantile.
+    # Wilson and Hilferty's approximation of the quantile of the chi-square distribution.
     return float(statistic / (freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3))
 
 

@@ -25,7 +25,7 @@ STOPS = (3, 17)
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that this version of vLLM is installed, or none."""
+    """Pretend that the given version of vLLM is installed, or no version."""
 
     def pretend(version):
         spec = None if version is None else importlib.machinery.ModuleSpec("vllm", None)
@@ -36,7 +36,7 @@ def installed(monkeypatch):
     return pretend
 
 
-def test_a_missing_vllm_gets_the_command_that_installs_it(installed, tmp_path, capsys):
+def test_a_missing_vllm_is_reported_with_the_install_command(installed, tmp_path, capsys):
     installed(None)
     with pytest.raises(InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
         check_installed()
@@ -53,7 +53,7 @@ def test_other_versions_are_refused(installed, version):
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post1", "0.33.0+cpu"])
-def test_the_range_is_taken(installed, version):
+def test_supported_versions_are_accepted(installed, version):
     installed(version)
     assert check_installed() == version
 
@@ -71,7 +71,7 @@ def engine():
 
 
 def own_logprobs(model, rollouts, sampling):
-    """The log-probs under the distribution sampled from, by the training model's forward pass."""
+    """Return log-probs under the sampling distribution, from the forward pass of the training model."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
     if sampling.filters_tokens:
@@ -91,7 +91,7 @@ def own_logprobs(model, rollouts, sampling):
         Sampling(1.2, 24, (), min_p=0.1),
     ],
 )
-def test_logprobs_are_the_native_engines_for_the_same_tokens(engine, sampling):
+def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
     model = tiny_decoder()
     engine.load_weights(model)
     rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
@@ -109,7 +109,7 @@ def test_logprobs_are_the_native_engines_for_the_same_tokens(engine, sampling):
 
 
 @pytest.mark.vllm
-def test_greedy_responses_are_the_native_engines(engine):
+def test_greedy_responses_equal_the_native_engines(engine):
     model = tiny_decoder(1)
     engine.load_weights(model)
     sampling = Sampling(0.0, 24, STOPS)
@@ -121,7 +121,7 @@ def test_greedy_responses_are_the_native_engines(engine):
 
 
 @pytest.mark.vllm
-def test_weights_really_change(engine):
+def test_load_weights_replaces_the_weights(engine):
     sampling = Sampling(1.0, 24, STOPS)
     for seed in (1, 2, 1, 0):
         model = tiny_decoder(seed)
@@ -134,7 +134,7 @@ def test_weights_really_change(engine):
 
 @pytest.mark.vllm
 def test_tokens_follow_the_distribution(engine):
-    """Frequencies of 4,000 first tokens within five standard deviations of the policy's."""
+    """The frequencies of 4,000 first tokens are within five standard deviations of the policy's probabilities."""
     model = tiny_decoder(1)
     engine.load_weights(model)
     tokens = engine.generate(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), seed=3, step=1).tokens
@@ -156,7 +156,7 @@ def test_bad_requests_are_refused(engine):
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families(family):
-    """In their own process, because a process can have only one engine."""
+    """Each family runs in its own process, because a process can have only one engine."""
     code = f"""
 import torch
 from maxrl_fast.rollout import Sampling
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small_is_refused(tmp_path):
 
 @pytest.mark.vllm
 def test_the_default_job_trains(tmp_path):
-    """A small run from the command line: rewards are found, weights change, and nothing but the trainer prints."""
+    """A small run from the command line earns rewards and changes weights, and only the trainer prints."""
     flags = ["--rollout", "vllm", "--steps", "3", "--sft-steps", "40", "--eval-prompts", "16", "--eval-samples", "4"]
     flags += ["--prompts", "8", "--maze-size", "5", "--kv-cache-gb", "0.2", "--out", str(tmp_path / "run")]
     flags += ["--dtype", "float32"]  # the tolerances below are for float32

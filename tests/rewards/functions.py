@@ -28,7 +28,7 @@ def lasting(seconds):
 
 
 def act(action, x=0.0, **arguments):
-    """Call one of the functions below, so that one pool can test them all; without an action return x."""
+    """Call one of the functions below, so that one pool can test them all. Without an action, return x."""
     return globals()[action](**arguments) if action else x
 
 
@@ -128,7 +128,7 @@ def leave_child_and_exit(path, leave_group):
 
 
 def leave_orphan(path):
-    """Leave a daemon: its parent ends at once, and it leads its own session."""
+    """Leave a daemon, whose parent ends at once and which leads its own session."""
     middle = os.fork()
     if middle == 0:
         leave_child(path, leave_group=True)
@@ -138,7 +138,7 @@ def leave_orphan(path):
 
 
 def leave_children(number):
-    """Leave zombies: children that have ended and were not waited for."""
+    """Leave zombies, i.e. children that have ended and were not waited for."""
     for _ in range(number):
         if os.fork() == 0:
             os._exit(0)
@@ -228,7 +228,7 @@ def sockets():
 
 
 def answer_twice():
-    """Send an answer to the next call too."""
+    """Also send an answer to the next call."""
     for connection in sockets():
         connection.sendall(b'{"call": 2, "reward": 7.0}\n')
     return 1.0
@@ -278,7 +278,7 @@ def change_surroundings(path):
 
 
 def damage():
-    """Break the worker, which then cannot exit normally: it would wait for a thread."""
+    """Break the worker, which then cannot exit normally because it would wait for a thread."""
     os.chdir = None
     threading.Thread(target=time.sleep, args=(1000,)).start()
     return 1.0

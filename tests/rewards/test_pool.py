@@ -1,4 +1,4 @@
-"""The reward pool with real processes and misbehaving functions."""
+"""The reward pool, with real processes and misbehaving functions."""
 
 import ast
 import math
@@ -90,13 +90,13 @@ def own_children():
     return [child for child in children(os.getpid()) if is_alive(child)]
 
 
-def test_the_order_is_that_of_the_calls():
+def test_rewards_are_in_the_order_of_the_calls():
     seconds = [0.3, 0.01, 0.2, 0.0, 0.1, 0.02, 0.15, 0.03]
     with pool("lasting", workers=3) as three:
         assert three.score([{"seconds": s} for s in seconds]).rewards == seconds
 
 
-def test_calls_run_at_the_same_time_in_processes_apart():
+def test_calls_run_in_parallel_in_separate_processes():
     with pool("pid", workers=3) as three:
         scores = three.score([{}] * 300)
         assert set(scores.rewards) == set(pids(three))
@@ -108,7 +108,7 @@ def test_limits_are_in_force(patient):
     assert succeeds(patient, "limits") == 1.0
 
 
-def test_a_function_of_a_package(tmp_path):
+def test_a_function_in_a_package(tmp_path):
     """The worker finds the module as the trainer would."""
     with RewardPool("tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB) as one:
         assert one.score([{"x": 3}]).rewards == [3.0]
@@ -134,7 +134,7 @@ def test_an_endless_call_times_out(hasty, action):
 
 
 @pytest.mark.slow
-def test_endless_calls_take_their_limits_together():
+def test_endless_calls_time_out_in_parallel():
     start = time.monotonic()
     with pool("act", time_limit=0.5) as two:
         scores = two.score([{"action": "ignore_signals"}] * 8)
@@ -144,7 +144,7 @@ def test_endless_calls_take_their_limits_together():
 
 
 @pytest.mark.slow
-def test_the_others_go_on_while_one_hangs():
+def test_other_workers_continue_while_one_hangs():
     """The other worker makes all other calls before the time limit."""
     with pool("act", time_limit=3.0) as two:
         before = pids(two)
@@ -170,7 +170,7 @@ def test_memory_is_limited(patient, action):
     assert pids(patient) != before
 
 
-def test_memory_counts_beyond_what_the_imports_took(tmp_path):
+def test_the_memory_limit_excludes_memory_of_imports(tmp_path):
     (tmp_path / "large.py").write_text("data = bytearray(200_000_000)\ndef f(size): return sum(map(len, [bytearray(size)]))")
     with pool("f", file=tmp_path / "large.py", memory_limit=100_000_000) as two:
         scores = two.score([{"size": 50_000_000}, {"size": 150_000_000}])
@@ -191,7 +191,7 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("action", CRASHES)
-def test_a_crash_is_that_of_its_call(patient, action):
+def test_a_crash_is_reported_for_its_call(patient, action):
     failure = fails(patient, action)
     assert failure.kind == "crash"
     assert CRASHES[action] in failure.message
@@ -206,7 +206,7 @@ def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_forged_reward_is_no_number():
+def test_a_forged_nan_reward_is_a_crash():
     with pool("act", workers=1, time_limit=10) as one:
         scores = one.score([{"action": "answer_nan"}])
     assert scores.rewards == [0.0]
@@ -215,9 +215,9 @@ def test_a_forged_reward_is_no_number():
 
 @pytest.mark.slow
 def test_processor_time_is_limited(hasty):
-    """With a long limit of wall time, two busy threads reach the limit of processor time first."""
+    """The wall-time limit is long, so two busy threads reach the limit of processor time first."""
     with pool("act", workers=1, time_limit=1.0) as one:
-        one._time_limit = 60.0  # in the trainer; the worker keeps its own of 1 s
+        one._time_limit = 60.0  # only in the trainer; the worker's limit stays 1 s
         failure = fails(one, "burn", threads=2)
     assert failure.kind == "crash"
     assert "SIGXCPU" in failure.message
@@ -231,7 +231,7 @@ def test_a_forked_child_does_not_answer(patient, action):
     assert pids(patient) == before
 
 
-def test_processes_left_behind_are_few(patient):
+def test_processes_left_behind_do_not_accumulate(patient):
     """Processes left behind by many calls do not accumulate."""
     worker = succeeds(patient, "leave_children", number=10)
     assert succeeds(patient, "pid") == worker
@@ -249,7 +249,7 @@ def test_children_end_with_a_call_that_times_out(hasty, tmp_path, leave_group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leave_group", [False, True])
-def test_children_end_with_a_crash_that_they_hide(tmp_path, leave_group):
+def test_children_that_keep_the_connection_end_with_a_crash(tmp_path, leave_group):
     """A child keeps the connection open after the worker has died."""
     path = tmp_path / "child"
     with pool("act", workers=1, time_limit=1.0) as one:
@@ -267,7 +267,7 @@ def test_children_end_with_the_pool(tmp_path, action):
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
-def test_it_gives_up_when_too_many_fail():
+def test_scoring_stops_when_too_many_calls_fail():
     beats = []
     with pool("act", workers=2, time_limit=0.3) as two:
         scores = two.score([{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60], 3, lambda: beats.append(1))
@@ -279,7 +279,7 @@ def test_it_gives_up_when_too_many_fail():
     assert scores.num_left > 50
 
 
-def test_prints_go_nowhere(patient, capfd):
+def test_prints_of_functions_are_discarded(patient, capfd):
     assert succeeds(patient, "print_much") == 1.0
     assert capfd.readouterr() == ("", "")
 
@@ -332,7 +332,7 @@ def line_of(text):
     return FUNCTIONS.read_text().splitlines().index(text) + 1
 
 
-def test_an_exception_says_where(patient):
+def test_an_exception_names_its_line(patient):
     failure = fails(patient, "raise_error")
     line = line_of('    raise ValueError("no good")')
     assert (failure.kind, failure.message) == ("exception", f"ValueError: no good (functions.py, line {line})")
@@ -349,7 +349,7 @@ def test_an_exception_says_where(patient):
         ("no_such_action", "KeyError: 'no_such_action'"),
     ],
 )
-def test_exceptions_cost_their_call_alone(patient, action, message):
+def test_an_exception_fails_only_its_call(patient, action, message):
     before = pids(patient)
     failure = fails(patient, action)
     assert failure.kind == "exception"
@@ -365,12 +365,12 @@ def test_wrong_arguments_are_an_exception(patient):
     assert "missing 1 required positional argument: 'action'" in scores.failures[0].message
 
 
-def test_a_file_has_an_end(patient, tmp_path):
+def test_file_sizes_are_limited(patient, tmp_path):
     assert fails(patient, "write_file", path=str(tmp_path / "file"), size=2 * GB).kind == "exception"
     assert succeeds(patient, "write_file", path=str(tmp_path / "file"), size=GB // 2) == 1.0
 
 
-def test_one_call_leaves_nothing_to_the_next(patient, tmp_path):
+def test_a_call_does_not_affect_the_next(patient, tmp_path):
     here = os.getcwd()
     before = pids(patient)
     (tmp_path / "gone").mkdir()
@@ -380,14 +380,14 @@ def test_one_call_leaves_nothing_to_the_next(patient, tmp_path):
     assert fails(patient, "segfault").kind == "crash"
 
 
-def test_an_alarm_does_not_ring_in_the_next_call(patient):
+def test_an_alarm_does_not_go_off_in_the_next_call(patient):
     scores = patient.score([{"action": "set_alarm"}, {"action": "lasting", "seconds": 0.5}])
     assert scores.failures == []
     assert scores.rewards == [1.0, 0.5]
 
 
-def test_what_makes_a_worker_unfit_is_not_put_on_the_next_call(patient):
-    for _ in range(5):  # it may die before, during or after the sending of the next call
+def test_a_broken_worker_does_not_fail_the_next_call(patient):
+    for _ in range(5):  # the worker can die before, while or after the next call is sent
         before = pids(patient)
         assert succeeds(patient, "damage") == 1.0
         assert pids(patient) != before
@@ -401,19 +401,19 @@ def test_large_requests(patient):
     assert time.monotonic() - start < 30
 
 
-def test_what_json_cannot_say_is_refused(patient):
+def test_arguments_that_are_not_json_are_refused(patient):
     with pytest.raises(TypeError):
         patient.score([{"action": "", "x": object()}])
     assert succeeds(patient, "") == 0.0
 
 
-def test_a_worker_that_dies_between_calls_costs_nothing(hasty):
+def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
     for pid in pids(hasty):
         os.kill(pid, signal.SIGKILL)
     assert succeeds(hasty, "") == 0.0
 
 
-def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
+def test_workers_ignore_signals_to_the_whole_job(hasty):
     while not all(worker.is_ready for worker in hasty._workers):  # the signals would kill a worker that is still starting
         assert succeeds(hasty, "") == 0.0
     before = pids(hasty)
@@ -424,8 +424,8 @@ def test_signals_to_a_whole_job_leave_the_workers_to_the_trainer(hasty):
     assert pids(hasty) == before
 
 
-def test_a_worker_that_dies_before_it_reads_its_call_costs_nothing(tmp_path):
-    """Stopped workers cannot read, so each dies with the call unread in its socket. The call is made exactly once."""
+def test_a_call_that_was_not_read_is_made_again(tmp_path):
+    """Stopped workers cannot read, so each dies with the call unread in its socket. The function is called exactly once."""
     path = tmp_path / "calls"
     with pool("append_line", workers=2) as two:
         for number, pid in enumerate(pids(two), 1):
@@ -473,7 +473,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_file_that_cannot_be_loaded(tmp_path, text):
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
     (tmp_path / "bad.py").write_text(text)
     before = own_children()
     with pytest.raises(InputError) as error:
@@ -495,7 +495,7 @@ def test_a_file_that_cannot_be_loaded(tmp_path, text):
         ("functions.py:", 'got "functions.py:"'),
     ],
 )
-def test_a_name_that_leads_nowhere(function, message):
+def test_an_unknown_function_is_refused(function, message):
     with pytest.raises(InputError) as error:
         RewardPool(function, workers=2, time_limit=1, memory_limit=GB)
     assert message in str(error.value)
@@ -512,12 +512,12 @@ def test_loading_has_a_limit(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}])
-def test_limits_must_make_sense(wrong):
+def test_invalid_limits_are_refused(wrong):
     with pytest.raises(InputError, match="must be positive and finite"):
         pool("echo", **wrong)
 
 
-def test_workers_that_cannot_start_any_more(tmp_path):
+def test_workers_that_cannot_restart_are_an_error(tmp_path):
     path = tmp_path / "once.py"
     path.write_text("import os\ndef f(x): return x if x else os._exit(3)")
     with pool("f", file=path) as two:
@@ -547,7 +547,7 @@ def test_stacks_are_shown(capfd):
 
 @pytest.fixture
 def interruptible():
-    """Handle SIGINT as Python does by default: a background process may have been started with it ignored."""
+    """Handle SIGINT as Python does by default. A background process may have been started with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -572,7 +572,7 @@ def test_an_interrupt_leaves_no_process():
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_workers():
-    """Ctrl-C goes to the foreground process group, and workers are in another one."""
+    """Ctrl-C goes to the foreground process group, and workers are in another group."""
     with pool("pid", workers=1) as one:
         (pid,) = pids(one)
         assert os.getpgid(pid) == pid != os.getpgrp()
@@ -622,8 +622,8 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 
 
 @pytest.mark.slow
-def test_a_loop_in_c_ends_with_the_trainer_when_its_time_is_used(tmp_path):
-    """The loop holds the interpreter lock, so no thread and no signal handler can end it; the processor time limit does."""
+def test_a_loop_in_c_ends_at_the_processor_time_limit(tmp_path):
+    """The loop holds the interpreter lock, so threads and signal handlers cannot end it. The processor time limit does."""
     start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._time_limit = 60.0")
     trainer = subprocess.Popen(
         [sys.executable, "-c", start + "pool.score([{'action': 'backtrack'}])", FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
@@ -662,7 +662,7 @@ def test_ten_thousand_calls_leak_nothing():
         assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_a_worker_starts_without_heavy_modules():
+def test_workers_do_not_import_heavy_modules():
     code = "import sys, maxrl_fast.rewards.worker; print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "\n"

@@ -1,4 +1,4 @@
-"""Reward functions in the trainer: failed rewards are excluded from their group, counted by kind, and can stop a run."""
+"""Reward functions in the trainer. Failed rewards are left out of their group, counted by kind, and can stop a run."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
     assert "up is not allowed" in sentence
 
 
-def test_the_task_scores_where_no_function_is_given():
+def test_the_task_scores_without_a_function():
     task = MazeTask(5)
     prompts, solutions = task.demonstrations(0, 4)
     scorer = Scorer(task, None)
@@ -134,7 +134,7 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     assert read(out / "eval.jsonl")[0]["reward_errors"] > 0
 
 
-def test_failed_rewards_learn_nothing_from_entropy_either(rewards, tmp_path):
+def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
     out = tmp_path / "run"
     flags = [*FLAGS, "--reward", f"{rewards}:by_length", "--objective", "rloo", "--entropy-coef", "0.1", "--out", str(out)]
     assert train.main([*base(), *flags]) == 0
@@ -161,18 +161,18 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monke
     assert seen[-1].tolist() == list(range(4, 16))
 
 
-def test_a_task_whose_rewards_are_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
+def test_nonfinite_rewards_of_a_task_stop_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: torch.full((len(rollouts.lengths),), float("inf")))
     assert train.main([*base(), "--objective", "rloo", "--out", str(tmp_path / "run")]) == 1
     assert "step 1: the reward of rollout 0 of prompt 320 is inf; the last good checkpoint" in capsys.readouterr().err
 
 
-def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, capsys):
+def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
-    # It stops after the third failure of 24 calls.
+    # The run stops after the third failure of 24 calls.
     assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     assert error.endswith("then continue with --resume.\n")
@@ -190,14 +190,14 @@ def test_too_many_failures_stop_the_run_and_cost_no_step(rewards, tmp_path, caps
         ("score", 'a reward function must be "path/to/file.py:name"'),
     ],
 )
-def test_a_function_that_is_not_there_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
+def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
     out = tmp_path / "run"
     assert train.main([*base(), "--objective", "rloo", "--reward", reward.format(rewards), "--out", str(out)]) == 2
     assert sentence in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_a_function_that_cannot_be_started_again_stops_the_run(rewards, tmp_path, capsys):
+def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
     rewards.write_text(
         REWARDS + "\nif os.path.exists(__file__ + '.started'):\n    raise RuntimeError('once only')\n"
         "open(__file__ + '.started', 'w')\n"

@@ -1,4 +1,4 @@
-"""The CUDA group advantages against the CPU's, and what a GPU adds: streams, graphs, no waiting."""
+"""The CUDA group advantages against the CPU kernels, on side streams, in CUDA graphs, and without synchronization."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def arguments(name, layout):
 
 
 def layouts(shape, name, generator):
-    """Yield layouts of the same rollouts: rows, rows with some left out, runs of uneven length, any order."""
+    """Yield layouts of the same rollouts: even groups, groups with invalid rollouts, uneven groups, and shuffled rollouts."""
     total = shape[0] * shape[1]
     lengths = torch.randint(0, 50, (total,), generator=generator) if "lengths" in KERNEL_ROWS[name].inputs else None
     cuts = torch.randint(0, total + 1, (7,), generator=generator).sort().values
@@ -33,7 +33,7 @@ def layouts(shape, name, generator):
     yield shape, rows
     yield shape, {**rows, "valid": valid.view(shape)}
     if total > 2 * 4096:
-        return  # a run may be longer than a GPU ranks
+        return  # a group may have more rollouts than the GPU kernel can sort
     yield (total,), {**flat, "offsets": offsets}
     yield (total,), {**flat, "offsets": offsets, "order": order, "valid": valid}
 
@@ -50,7 +50,7 @@ def test_equals_the_cpu_kernel(name, dtype):
             r = rewards.view(viewed)
             expected = OP(r, *arguments(name, layout), 0)
             on_gpu = {key: tensor.cuda() for key, tensor in layout.items()}
-            longest = int(layout["offsets"].diff().max()) if "offsets" in layout else 0  # small tables are made faster
+            longest = int(layout["offsets"].diff().max()) if "offsets" in layout else 0  # a smaller bound makes smaller tables
             actual = OP(r.cuda(), *arguments(name, on_gpu), longest)
             assert actual.dtype == expected.dtype
             largest = expected.double().abs().max()
@@ -74,7 +74,7 @@ def test_a_group_does_not_depend_on_its_batch():
             assert torch.equal(ops.group_advantage(rewards[:, order], name, **size), rows[:, order])
 
 
-def test_side_stream_graph_and_no_waiting():
+def test_side_stream_graph_and_no_synchronization():
     generator = torch.Generator().manual_seed(2)
     rewards = torch.randn(64, 16, generator=generator)
     ids = torch.randint(0, 40, (1024,), generator=generator)
@@ -96,7 +96,7 @@ def test_side_stream_graph_and_no_waiting():
         ops.group_advantage(rewards, "unlikeliness", logprobs=rewards),
         ops.group_advantage(rewards, "reinforce_pp"),
     )
-    step()  # the tables are made now
+    step()  # builds the tables
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -114,13 +114,13 @@ def test_side_stream_graph_and_no_waiting():
     for result in (on_side, captured):
         for a, b in zip(result, expected, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=1e-6)
-    r.neg_()  # a replay of the graph reads the values of that moment
+    r.neg_()  # a replay of the graph reads the current values
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)
 
 
-def test_what_cannot_be_computed_becomes_nan_or_is_refused():
+def test_bad_values_become_nan_or_are_refused():
     rewards = torch.zeros(3, 40, device="cuda")
     rewards[1, 7] = torch.inf
     for name, size in (("rloo", {}), ("maxpo", {"k": 2}), ("reinforce_raw", {}), ("passk_training", {"k": 2})):
@@ -132,13 +132,13 @@ def test_what_cannot_be_computed_becomes_nan_or_is_refused():
     a = ops.maxpo_advantage(rewards, 2, valid=valid)
     assert a[1, :20].isnan().all()
     assert (a[1, 20:] == 0).all()
-    valid[1, 7] = False  # the reward that cannot be is left out
+    valid[1, 7] = False  # the infinite reward is left out
     assert ops.maxpo_advantage(rewards, 2, valid=valid).isfinite().all()
     offsets = torch.tensor([0, 30, 120], device="cuda")
     a = ops.maxpo_advantage(torch.rand(120, device="cuda"), 2, offsets=offsets, max_group_size=50)
     assert a[:30].isfinite().all()
     assert a[30:].isnan().all()
     a = ops.rloo_advantage(torch.rand(120, device="cuda"), offsets=torch.tensor([0, -5, 900], device="cuda"))
-    assert a.shape == (120,)  # nonsense, but inside the array
+    assert a.shape == (120,)  # the values are meaningless, but no access is out of bounds
     with pytest.raises(ValueError, match="groups of at most 4096 rollouts, got 5000"):
         ops.maxrl_advantage(torch.zeros(1, 5000, device="cuda"))

@@ -1,4 +1,4 @@
-"""Attention on a GPU: torch's FlashAttention, and flash-attn where installed, with the merge, against float64."""
+"""Attention on a GPU against float64: torch's FlashAttention, flash-attn where installed, and the merge."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attenti
 
 pytestmark = pytest.mark.gpu
 
-# Lengths of the first part's sequences, of the responses, and which sequence each answers.
+# The lengths of the prompts, the lengths of the responses, and the prompt of each response.
 CASES = {
     "uneven groups": ([70, 50, 50], [30, 1, 60, 2, 190], [0, 0, 1, 1, 2]),
     "empty responses": ([31, 40], [0, 5, 0, 1], [0, 0, 1, 1]),
@@ -35,7 +35,7 @@ def run(case, q, k, v, grad):
 @pytest.mark.parametrize("heads", [(4, 4, 64), (6, 2, 128), (14, 2, 64)])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_as_near_as_rounding_allows(case, kernel, heads, dtype, monkeypatch):
+def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     total = sum(CASES[case][0]) + sum(CASES[case][1])
     shapes = [
@@ -55,6 +55,6 @@ def test_outputs_and_gradients_are_as_near_as_rounding_allows(case, kernel, head
         assert 0 < error < 2 * spacing
 
 
-def test_float32_runs_the_reference():
+def test_float32_uses_the_reference():
     assert flash.kernel_for(torch.device("cuda"), torch.float32, 64) is flash.PADDED_REFERENCE
     assert flash.kernel_for(torch.device("cuda"), torch.bfloat16, 64) in KERNELS

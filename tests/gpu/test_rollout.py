@@ -22,13 +22,13 @@ SAMPLINGS = [Sampling(1.3, 40, (3, 17)), Sampling(1.0, 40, (3,), top_k=12, top_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_equals_float64(shape, dtype):
-    """Attend to the prompts by FlashAttention, and to the other tokens by the kernel."""
+    """FlashAttention attends to the prompts, and the kernel to the other tokens."""
     expected, *caches = attention(shape, torch.float64, torch.device("cpu"), in_kernel=False)
     if dtype == torch.float32:
         expected, *caches = attention(shape, dtype, torch.device("cpu"), in_kernel=False)
     actual, *written = attention(shape, dtype, GPU, in_kernel=True)
     for a, b in zip(written, caches, strict=True):
-        assert torch.equal(a.cpu(), b.to(dtype))  # float16 has not all small numbers of bfloat16
+        assert torch.equal(a.cpu(), b.to(dtype))  # float16 cannot represent all small numbers of bfloat16
     error = (actual.cpu().double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
     assert error.max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -44,7 +44,7 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
     model = tiny_decoder(head_dim=16).to(GPU)
     engine = NativeEngine(model, dtype)
     prompts = PROMPTS.to(GPU)
-    for step in range(3):  # the first call finds the kernels, the later ones replay what it captured
+    for step in range(3):  # the first call captures the CUDA graphs, and later calls replay them
         rollouts = engine.generate(prompts, 16, SAMPLINGS[0], seed=4, step=step)
         logits = response_logits(model, one_batch(prompts, rollouts), dtype)
         expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
@@ -53,7 +53,7 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("options", [{}, {"max_batch": 12}, {"max_batch": 7}])
-def test_graphs_draw_what_the_cpu_draws(sampling, options):
+def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
     model = tiny_decoder()
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32, **options)

@@ -1,4 +1,4 @@
-"""The CUDA token kernels against the CPU's and float64, and what a GPU adds: streams, graphs, no waiting, large sizes."""
+"""The CUDA token kernels against CPU and float64, on side streams, in CUDA graphs, unsynchronized, and with large sizes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 LENGTHS = torch.tensor([3, 0, 1, 9, 4, 0, 6])
 T = int(LENGTHS.sum())
-# Normwise, of a row.
+# The relative error of a row in the Euclidean norm.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-11}
 
 
@@ -56,7 +56,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("vocab", [1, 2, 127, 32000, 50257, 151936, 262144])
-def test_loss_gradient_and_metrics_are_the_cpu_kernels(vocab, dtype):
+def test_loss_gradient_and_metrics_equal_the_cpu_kernels(vocab, dtype):
     logits, batch = example(vocab, dtype)
     for options in OPTIONS:
         loss, gradient, metrics = gradient_of(logits, batch, **options)
@@ -101,7 +101,7 @@ def test_logprobs_entropy_and_their_gradient(dtype):
         assert_rows_close(results[1][2], results[0][2], 2 * TOLERANCE[dtype])
 
 
-def test_what_is_masked_may_be_anything_and_what_cannot_be_is_nan():
+def test_masked_values_may_be_anything_and_bad_targets_give_nan():
     logits, batch = example(500, torch.float32)
     _, clean, _ = gradient_of(logits, batch)
     masked = ~batch["mask"]
@@ -190,7 +190,7 @@ def test_on_a_side_stream_and_in_a_graph():
     assert captured.item() != pytest.approx(expected)
 
 
-def test_nothing_waits_for_the_device():
+def test_no_operator_waits_for_the_device():
     logits, batch = example(5000, torch.bfloat16)
     batch, z = on_gpu(batch), logits.to(DEVICE).requires_grad_()
     torch.cuda.synchronize()

@@ -23,9 +23,9 @@ def order(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_float64(shape, dtype):
+def test_attention_equals_float64(shape, dtype):
     expected, *caches = attention(shape, dtype, CPU, in_kernel=False)
-    if dtype == torch.bfloat16:  # with the same inputs
+    if dtype == torch.bfloat16:  # the reference gets the same inputs
         expected, *_ = attention(shape, torch.float64, CPU, in_kernel=False)
     with emulated_gpu():
         actual, *written = attention(shape, dtype, CPU, in_kernel=True)
@@ -35,7 +35,7 @@ def test_equals_float64(shape, dtype):
     assert error.max() < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_which_sizes_it_takes():
+def test_supported_sizes():
     def fits(heads, kv_heads, head_dim, dtype):
         config = DecoderConfig(50, heads * head_dim, 64, 2, heads, kv_heads, head_dim, 64)
         with emulated_gpu():
@@ -56,7 +56,7 @@ def test_sampling(vocab, temperature):
     check_sampling(vocab, temperature, CPU, emulated_gpu)
 
 
-def test_a_logit_that_is_no_number_shows_in_the_logprobs():
+def test_a_nonfinite_logit_reaches_the_logprobs():
     logits, *state = sampling_state(300, CPU)
     logits[7, 40], logits[8, 0], logits[9, 3] = torch.nan, torch.inf, -torch.inf
     state[4][:] = False
@@ -67,7 +67,7 @@ def test_a_logit_that_is_no_number_shows_in_the_logprobs():
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch": 7}])
-def test_a_rollout_with_it_draws_what_the_cpu_draws(options):
+def test_a_rollout_draws_the_same_tokens_as_the_cpu(options):
     model, sampling = tiny_decoder(), Sampling(1.3, 12, (3, 17))
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
     with emulated_gpu():

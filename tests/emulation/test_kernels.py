@@ -1,6 +1,6 @@
 """The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in tests/gpu.
 
-Every test runs with the threads of a block in order and in reverse, and most on a GPU with clusters and on one without.
+Every test runs the threads of a block in ascending and in descending order. Most run on a GPU with and without clusters.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def test_token_loss(vocab, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 40961])
 def test_rows_at_any_address(vocab, dtype):
-    """Rows at any address, in place and not: the padding between rows is not written."""
+    """Rows may start at any address, in place or not, and the padding between rows is not written."""
     logits, batch = example(vocab, dtype)
     _, expected, _ = gradient_of(logits, batch, **OPTIONS[2])
     for offset in (0, 1, 5):
@@ -128,7 +128,7 @@ def test_a_bad_target_makes_the_loss_nan():
     assert gradient[4].isnan().all()
 
 
-# Every row in float32; in the other dtypes one row for each of the kernel's formulas, since the rows differ in numbers alone.
+# All rows run in float32, and one row per formula of the kernel in other dtypes, since rows of a formula share its code.
 FORMULAS = {(row.value, row.baseline, row.scale): name for name, row in KERNEL_ROWS.items()}
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 
@@ -154,7 +154,7 @@ def test_group_advantage(name, dtype):
             assert error <= tolerance * expected.double().abs().max(), (shape, list(layout))
 
 
-def test_rewards_that_cannot_be_become_nan():
+def test_nonfinite_rewards_give_nan():
     rewards = torch.zeros(3, 40)
     rewards[1, 7] = torch.inf
     for name in ("rloo", "maxpo", "reinforce_raw", "passk_training"):

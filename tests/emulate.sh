@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tests/emulate.sh PYTHON: compiles the CUDA kernels for the CPU (tests/emulation) and runs the tests marked emulated. Needs no CUDA
-# and no GPU.
+# tests/emulate.sh PYTHON compiles the CUDA kernels for the CPU (tests/emulation) and runs the tests marked emulated. It needs
+# neither CUDA nor a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tests/build_tree.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/sanitize.sh PYTHON: compiles the extension with AddressSanitizer and UBSan and runs the tests that reach it. The first fault
+# tests/sanitize.sh PYTHON compiles the extension with AddressSanitizer and UBSan and runs the tests that reach it. The first error
 # ends the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,10 +12,10 @@ for library in libasan.so libubsan.so libstdc++.so; do
   test -e "$file" || { echo "$compiler has no $library" >&2; exit 1; }
   LD_PRELOAD="${LD_PRELOAD:-} $file"
 done
-# Python and PyTorch leak by design. PyTorch itself refuses sizes that no machine has.
+# Python and PyTorch leak by design. Allocations that are too large must return NULL, because PyTorch reports them itself.
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 
-# Check that this extension is loaded, and that a read behind the end of a tensor stops it.
+# Check that this extension is loaded, and that a read past the end of a tensor stops it.
 status=0
 LD_PRELOAD="$LD_PRELOAD" "$python" - >"$build/proof" 2>&1 <<'PY' || status=$?
 import sys
@@ -35,10 +35,10 @@ _C.log_ratio_reward_cpu(dtype="float32", sequences=sequences, **where, num_threa
 PY
 if [ $status -eq 0 ] || ! grep -q "^loaded $tree" "$build/proof" || ! grep -q "heap-buffer-overflow" "$build/proof"; then
   cat "$build/proof"
-  echo "a read behind the end of a tensor was not seen: the sanitizer does not work" >&2
+  echo "a read past the end of a tensor was not detected: the sanitizer does not work" >&2
   exit 1
 fi
 echo "the sanitizer works in $tree"
 
-# --capture=sys: a report goes to the terminal instead of being lost with the process. The fuzz tests run half of their examples.
+# With --capture=sys, a report reaches the terminal instead of being lost with the process. The fuzz tests run half their examples.
 MAXRL_FAST_FUZZ=0.5 LD_PRELOAD="$LD_PRELOAD" "$python" -m pytest -q --capture=sys -p no:cacheprovider tests/ops tests/rollout/test_native.py

@@ -10,7 +10,7 @@ from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attenti
 
 pytestmark = pytest.mark.gpu
 
-# The lengths of the prompts, the lengths of the responses, and the prompt of each response.
+# The lengths of the sequences, the lengths of the responses, and the sequence that each response answers.
 CASES = {
     "uneven groups": ([70, 50, 50], [30, 1, 60, 2, 190], [0, 0, 1, 1, 2]),
     "empty responses": ([31, 40], [0, 5, 0, 1], [0, 0, 1, 1]),

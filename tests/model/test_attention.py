@@ -13,7 +13,7 @@ from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_
 from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
 
 CPU = torch.device("cpu")
-# The lengths of the prompts, the lengths of the responses, and the prompt of each response.
+# The lengths of the sequences, the lengths of the responses, and the sequence that each response answers.
 CASES = {
     "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
     "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),

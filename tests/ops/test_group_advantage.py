@@ -439,7 +439,7 @@ def test_shapes_dtypes_threads_and_batches(name):
         torch.testing.assert_close(other.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_gradients_do_not_flow():
+def test_advantages_have_no_gradient():
     assert not ops.rloo_advantage(torch.tensor([0.0, 1.0], requires_grad=True)).requires_grad
 
 
@@ -572,7 +572,7 @@ def test_compiled_as_one_graph():
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_presets_of_other_libraries(n):
+def test_grpo_presets_equal_other_libraries(n):
     generator = torch.Generator().manual_seed(n)
     rewards = (torch.rand(20, n, generator=generator) < 0.5).float() + torch.rand(20, n, generator=generator).round()
     # verl gathers each prompt's scores by id, in a Python loop; TRL views them as [G, N].

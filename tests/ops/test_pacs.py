@@ -79,7 +79,7 @@ def test_the_first_on_policy_step_is_rloo():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_equal_proxies_and_equal_labels_have_exactly_no_gradient(score):
+def test_equal_proxies_and_equal_labels_have_exactly_zero_gradient(score):
     """Only naive has a gradient, since it has no group. The derivative of the standard deviation at 0 is not NaN."""
     for value in (0.0, 0.1, -7.3):
         for n in (2, 3, 7):

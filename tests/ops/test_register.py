@@ -129,7 +129,7 @@ def test_invalid_rows_are_refused(changes, message):
     assert "bad" not in KERNEL_ROWS
 
 
-def test_names():
+def test_bad_and_existing_names_are_refused():
     for name in ("two words", "", 3):
         with pytest.raises(ValueError, match="must be a Python identifier"):
             ops.register_estimator(name, centred)

@@ -114,7 +114,7 @@ def test_a_function_in_a_package(tmp_path):
         assert one.score([{"x": 3}]).rewards == [3.0]
 
 
-def test_a_file_may_import_its_neighbours_and_hides_no_module(tmp_path):
+def test_a_file_can_import_its_neighbours_without_hiding_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("HALF = 0.5")
     (tmp_path / "json.py").write_text("from neighbour import HALF\ndef f(x): return x * HALF")
     with pool("f", file=tmp_path / "json.py") as two:
@@ -232,7 +232,6 @@ def test_a_forked_child_does_not_answer(patient, action):
 
 
 def test_processes_left_behind_do_not_accumulate(patient):
-    """Processes left behind by many calls do not accumulate."""
     worker = succeeds(patient, "leave_children", number=10)
     assert succeeds(patient, "pid") == worker
     worker = succeeds(patient, "leave_children", number=40)
@@ -501,7 +500,7 @@ def test_an_unknown_function_is_refused(function, message):
     assert message in str(error.value)
 
 
-def test_loading_has_a_limit(tmp_path):
+def test_loading_time_is_limited(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
     before = own_children()
     start = time.monotonic()

@@ -43,7 +43,7 @@ def policy(tmp_path_factory):
         ("\\boxed{\\", ""),
     ],
 )
-def test_the_last_box_counts(text, content):
+def test_the_last_box_is_the_answer(text, content):
     assert boxed(text) == content
 
 
@@ -65,7 +65,7 @@ def test_the_last_box_counts(text, content):
         ("\\boxed{nonsense \\frac}", "72", 0.0),
     ],
 )
-def test_answers_are_compared_as_mathematics(response, answer, reward):
+def test_mathematically_equal_answers_are_correct(response, answer, reward):
     assert score("a prompt", response, answer, difficulty=3) == reward
 
 
@@ -226,7 +226,7 @@ def test_decompression_bombs_are_refused(tmp_path):
         lines.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
-def test_a_task_that_is_a_function(tmp_path, policy, capsys, monkeypatch):
+def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
     (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response)) + 0.25\n")
     written(tmp_path / "data.jsonl", [{"prompt": f"{n}", "answer": "1"} for n in range(40)])
     monkeypatch.chdir(tmp_path)

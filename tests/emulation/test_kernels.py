@@ -128,7 +128,7 @@ def test_a_bad_target_makes_the_loss_nan():
     assert gradient[4].isnan().all()
 
 
-# All rows run in float32, and one row per formula of the kernel in other dtypes, since rows of a formula share its code.
+# All rows run in float32. Rows with the same formula differ only in numbers, so one of them runs in the other dtypes.
 FORMULAS = {(row.value, row.baseline, row.scale): name for name, row in KERNEL_ROWS.items()}
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from maxrl_fast import evaluate as command
 from maxrl_fast.build import build_policy
 from maxrl_fast.config.checks import check
@@ -36,6 +38,7 @@ def test_the_papers_settings():
     assert [options[name] for name in ("eval_prompts", "eval_samples")] == [256, 256]
 
 
+@pytest.mark.slow
 def test_every_phase_runs_at_a_tiny_size(tmp_path):
     """Warm start and two steps, resuming, evaluation, and another objective from the same warm start."""
     first, other = tmp_path / "first", tmp_path / "other"

@@ -97,6 +97,7 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 
 
 @pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
+@pytest.mark.slow
 def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys, objective):
     """Rollouts whose reward failed have zero advantage, and the others' advantages are computed without them."""
     task, seen, update = MazeTask(5), [], Learner.update
@@ -167,6 +168,7 @@ def test_nonfinite_rewards_of_a_task_stop_the_run(tmp_path, monkeypatch, capsys)
     assert "step 1: the reward of rollout 0 of prompt 320 is inf; the last good checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]

@@ -52,6 +52,7 @@ def test_every_prompt_is_one_bos_token():
         ChainTask(1)
 
 
+@pytest.mark.slow
 def test_it_is_learned(tmp_path):
     flags = "--task chain --chain-length 8 --objective maxpo --k 4 --steps 40 --prompts 8 --rollouts 16 --hidden-size 32"
     sizes = "--intermediate-size 64 --layers 2 --heads 4 --kv-heads 4 --lr 3e-3 --warmup-steps 5 --eval-prompts 4 --threads 1"

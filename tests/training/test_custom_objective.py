@@ -54,6 +54,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_custom_objective_equals_the_estimator_that_it_calls(file, tmp_path):
     for name, objective in (("own", f"{file}:maxpo"), ("theirs", "maxpo")):
         assert train.main([*base(), "--objective", objective, "--k", "2", "--out", str(tmp_path / name)]) == 0
@@ -69,6 +70,7 @@ def test_a_custom_objective_equals_the_estimator_that_it_calls(file, tmp_path):
     assert train.main(["--resume", str(tmp_path / "own")]) == 0
 
 
+@pytest.mark.slow
 def test_a_custom_objective_gets_the_inputs_that_it_names(file, tmp_path, monkeypatch):
     seen, update = [], Learner.update
 
@@ -120,6 +122,7 @@ def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
         check(parse(["--objective", f"{file}:raw", "--dynamic-sampling", "2"]))
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path):
     flags = ["--objective", f"{EXAMPLE}:short_and_right", "--steps", "2", "--out", str(tmp_path / "run")]
     assert train.main([*base(), *flags]) == 0

@@ -1,7 +1,6 @@
 """Builds maxrl_fast._C by handing CMakeLists.txt to CMake; sources, flags and architectures live there."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +19,10 @@ class CMakeBuild(build_ext):
         build = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"  # kept: the next build compiles what has changed
         configure = [
             "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",
+            "-UCMAKE_MAKE_PROGRAM",  # the ninja of an isolated build is gone by the next
             "-UCMAKE_CUDA_*",  # a kept folder remembers a compiler that was missing, and one architecture instead of all
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",  # that of an earlier build may be gone
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMAXRL_FAST_CUDA={os.environ.get('MAXRL_FAST_CUDA', 'AUTO')}",
         ]  # fmt: skip

@@ -350,10 +350,12 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     assert (out / "curves.png").exists()
 
 
-def test_help_groups_the_options(capsys):
+def test_help_groups_the_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         train.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for words in ("objective options", "rollout options", "--maze-size", "--token-budget", "evaluation options"):
         assert words in text
+    assert "second backward pass; 0: none." in text  # one line, unlike in the source

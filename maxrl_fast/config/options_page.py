@@ -1,6 +1,5 @@
 """The page of all options in Markdown: `python -m maxrl_fast.config.options_page > docs/options.md`."""
 
-import ast
 import dataclasses
 import inspect
 import re
@@ -12,6 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from maxrl_fast.config import options
+from maxrl_fast.config.parse import field_docstrings
 
 _HEAD = """# Options
 
@@ -40,11 +40,10 @@ class Option:
 
 def groups() -> Iterator[tuple[str, str, list[Option]]]:
     """Name, purpose and options of every group, in the order of --help."""
-    helps = _field_docstrings()
     for group in dataclasses.fields(options.Config):
         cls = type(getattr(options.Config(), group.name))
-        hints = get_type_hints(cls, include_extras=True)
-        rows = [_option(option, hints[option.name], helps[cls.__name__, option.name]) for option in dataclasses.fields(cls)]
+        hints, helps = get_type_hints(cls, include_extras=True), field_docstrings(cls)
+        rows = [_option(option, hints[option.name], helps[option.name]) for option in dataclasses.fields(cls)]
         yield group.name.replace("_", " "), inspect.cleandoc(cls.__doc__ or ""), rows
 
 
@@ -54,17 +53,6 @@ def page() -> str:
     for name, purpose, rows in groups():
         parts.append(f"## {name.capitalize()} options\n\n{_escaped(purpose)}\n\n{_table(rows)}")
     return "\n".join(parts)
-
-
-def _field_docstrings() -> dict[tuple[str, str], str]:
-    """The text under each field, by class and field: Python does not keep it, so it is read from the source."""
-    helps = {}
-    for node in ast.parse(inspect.getsource(options)).body:
-        if isinstance(node, ast.ClassDef):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                    helps[node.name, field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return helps
 
 
 def _option(option: "dataclasses.Field[Any]", hint: Any, help_text: str) -> Option:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
 
 from maxrl_fast.config.changes import OF_ONE_START
@@ -107,8 +108,11 @@ def _without(kind: type, hidden: frozenset[str]) -> type:
 
     def suppressed(group: type) -> type:
         hints = get_type_hints(group, include_extras=True)
-        own = [option for option in dataclasses.fields(group) if option.name in hidden]
-        fields = [(option.name, Annotated[hints[option.name], tyro.conf.Suppress], option.default) for option in own]
+        helps = field_docstrings(group)
+        fields = []
+        for option in dataclasses.fields(group):
+            hint: Any = Annotated[hints[option.name], tyro.conf.arg(help=helps[option.name])]
+            fields.append((option.name, Annotated[hint, tyro.conf.Suppress] if option.name in hidden else hint, option.default))
         own_help = {"__doc__": group.__doc__}
         return dataclasses.make_dataclass(group.__name__, fields, bases=(group,), frozen=True, namespace=own_help)
 
@@ -119,6 +123,12 @@ def _without(kind: type, hidden: frozenset[str]) -> type:
             shown = suppressed(group)  # type: ignore[arg-type]
             groups.append((field.name, shown, dataclasses.field(default_factory=shown)))
     return dataclasses.make_dataclass(kind.__name__, groups, bases=(kind,), frozen=True, namespace={"__doc__": kind.__doc__})
+
+
+def field_docstrings(group: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass as one line: tyro alone would keep the source's line breaks."""
+    fields = docstring_parser.parse_from_object(group).params
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def _converted(options: Any, kind: type[AnyOptions]) -> AnyOptions:

@@ -26,6 +26,7 @@ class Options:
     while a run is still in progress.
 
     Examples: python -m maxrl_fast.report runs/maxpo-20261121-192256
+
     python -m maxrl_fast.report runs/maxpo runs/grpo evaluations/maxpo --out compared.html
     """
 

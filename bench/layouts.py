@@ -36,7 +36,7 @@ class Case:
 def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominator: float) -> None:
     """Add up the gradients in the padded layout, for prompts of equal length."""
     model, prompts, rollouts = case.model, case.prompts, case.rollouts
-    num_rollouts, prompt_length = len(rollouts.lengths) // len(prompts), int(prompts.lengths[0])
+    num_rollouts, prompt_length = len(rollouts) // len(prompts), int(prompts.lengths[0])
     device = rollouts.tokens.device
     responses = rollouts.padded_tokens(0)  # [S, L]
     sequences = torch.cat([prompts.tokens.view(len(prompts), -1).repeat_interleave(num_rollouts, 0), responses], 1)
@@ -95,7 +95,7 @@ class LayoutUpdates:
         self.case, self.dtype = case, dtype
         rollouts = case.rollouts
         generator = torch.Generator().manual_seed(0)
-        self.advantages = torch.randn(len(rollouts.lengths), generator=generator).to(rollouts.tokens.device)
+        self.advantages = torch.randn(len(rollouts), generator=generator).to(rollouts.tokens.device)
         self.denominator = float(len(rollouts.tokens))
         self.optimizer = make_optimizer(case.model, beta2=0.99, weight_decay=0.01)
         for group in self.optimizer.param_groups:
@@ -115,7 +115,7 @@ class LayoutUpdates:
         elif layout == "repeated":
             # `split` counts a prompt once, but a repeated micro-batch has one copy of it per response.
             prompt = int(self.case.prompts.lengths[0])
-            per_response = prompt + len(self.case.rollouts.tokens) / len(self.case.rollouts.lengths)
+            per_response = prompt + len(self.case.rollouts.tokens) / len(self.case.rollouts)
             self._packed(self.repeated, int(budget // per_response * (per_response - prompt)) + prompt)
         else:
             padded_passes(self.case, self.advantages, self.dtype, self.denominator)

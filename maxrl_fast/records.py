@@ -101,6 +101,10 @@ class Rollouts:
     truncated: Tensor  # [S] bool: ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, training policy / sampling policy
 
+    def __len__(self) -> int:
+        """S, without reading or launching anything on the device."""
+        return self.cu_seqlens.numel() - 1
+
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
         """Return responses that no policy sampled, such as demonstrations: log-probs are 0, and none is truncated."""
@@ -167,9 +171,9 @@ class Samples:
     @property
     def num_rollouts(self) -> int:
         """N."""
-        return len(self.rollouts.lengths) // len(self.prompts)
+        return len(self.rollouts) // len(self.prompts)
 
     @property
     def sequences(self) -> Tensor:
         """0 to S - 1, int64 [S]."""
-        return torch.arange(len(self.rollouts.lengths), device=self.rollouts.tokens.device)
+        return torch.arange(len(self.rollouts), device=self.rollouts.tokens.device)

@@ -16,7 +16,7 @@ def one_batch(
     prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0
 ) -> MicroBatch:
     """Pack all rollouts into one micro-batch. With merge_cost 0, rollouts share their prompt wherever they can."""
-    num_sequences = len(rollouts.lengths)
+    num_sequences = len(rollouts)
     advantages = torch.ones(num_sequences) if advantages is None else advantages
     return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
 

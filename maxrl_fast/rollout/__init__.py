@@ -122,5 +122,5 @@ def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
     broken = (~rollouts.logprobs.isfinite()).nonzero()
     if len(broken):
         sequence = int(torch.searchsorted(rollouts.cu_seqlens, broken[0], right=True)) - 1
-        prompt = int(prompts.ids[sequence // (len(rollouts.lengths) // len(prompts))])
+        prompt = int(prompts.ids[sequence // (len(rollouts) // len(prompts))])
         raise NonFiniteError(f"step {step}: the log-probs sampled for prompt {prompt} are not finite")

@@ -105,7 +105,7 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
     device = rollouts.tokens.device
     # [G, size * size]
     cells = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)[:, :, :size].flatten(1)
-    is_open = (cells != WALL).repeat_interleave(len(rollouts.lengths) // len(prompts), 0)  # [S, size * size]
+    is_open = (cells != WALL).repeat_interleave(len(rollouts) // len(prompts), 0)  # [S, size * size]
 
     tokens = rollouts.padded_tokens(PAD)  # [S, L]
     is_done = tokens == DONE

@@ -174,7 +174,7 @@ class Learner:
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
         """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
-        none = torch.zeros(len(samples.rollouts.lengths), device=samples.rollouts.tokens.device)
+        none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
         return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self._merge_cost)
 
     def _passes(self, packer: Packer, sequences: Tensor) -> Iterator[tuple[MicroBatch, bool, bool]]:

@@ -69,7 +69,7 @@ class Packer:
     @property
     def num_rollouts(self) -> int:
         """N."""
-        return len(self.rollouts.lengths) // len(self.prompts)
+        return len(self.rollouts) // len(self.prompts)
 
     @cached_property
     def _cu_seqlens(self) -> tuple[Tensor, Tensor]:
@@ -149,10 +149,11 @@ class Packer:
         Each prompt counts once, although `pack` repeats some: they add at most the fraction merge_cost of the tokens.
         """
         prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
+        num_rollouts = self.num_rollouts
         parts: list[list[int]] = []
         tokens, group = 0, -1
         for sequence in sequences.tolist():
-            prompt = sequence // self.num_rollouts
+            prompt = sequence // num_rollouts
             cost = max(lengths[sequence] - 1, 0)
             tokens += cost + (prompt_lengths[prompt] if prompt != group else 0)
             if not parts or tokens > token_budget:

@@ -1,7 +1,10 @@
 """Packing: which position predicts which target, which responses share their prompt, and which rank gets which groups."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast.records import Rollouts
 from maxrl_fast.training.packing import Packer, merge_cost
@@ -132,3 +135,28 @@ def test_ranks_get_whole_groups_and_similar_numbers_of_tokens(num_ranks):
     assert sum(len(g) for g in groups) == len(set().union(*groups))  # no group on two ranks
     loads = [20 * len(g) + int(rollouts.lengths[share].sum()) for g, share in zip(groups, shares, strict=True)]
     assert max(loads) <= 1.1 * sum(loads) / num_ranks
+
+
+class Counting(TorchDispatchMode):
+    """Count the operators of PyTorch that run: on a GPU each but a view is a launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_batch_of_more_responses_needs_no_more_operators():
+    counts = []
+    for num_rollouts in (2, 64):
+        packer = Packer(PROMPTS, Rollouts.given([[1, 2, 3]] * 2 * num_rollouts), torch.ones(2 * num_rollouts), 0.34)
+        with Counting() as counting:
+            everything = torch.arange(2 * num_rollouts)
+            (part,) = packer.split(everything, 10**6)
+            packer.pack(part)
+        counts.append(counting.operators)
+    assert sum(counts[0].values()) > 20
+    assert counts[0] == counts[1]

@@ -25,6 +25,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMAXRL_FAST_CUDA={os.environ.get('MAXRL_FAST_CUDA', 'AUTO')}",
+            f"-DMAXRL_FAST_STRICT={os.environ.get('MAXRL_FAST_STRICT', 'OFF')}",
         ]  # fmt: skip
         subprocess.check_call(configure)
         subprocess.check_call(["cmake", "--build", build])

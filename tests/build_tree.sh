@@ -10,6 +10,6 @@ build_tree() {
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$tree/maxrl_fast"
   cmake --build "$build/cmake"
   find "$tree" -type f ! -path "$tree/maxrl_fast/_C*.so" -delete
-  tar --exclude='*.so' --exclude=__pycache__ -cf - maxrl_fast tests examples pyproject.toml | tar -xf - -C "$tree"
+  tar --exclude='*.so' --exclude=__pycache__ -cf - csrc maxrl_fast tests examples pyproject.toml | tar -xf - -C "$tree"
   cd "$tree"  # its package comes before the installed one
 }

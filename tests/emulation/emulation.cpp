@@ -1,4 +1,7 @@
 // The fibers, the barriers and the device behind include/cuda_runtime.h.
+//
+// With MAXRL_RACES defined, ThreadSanitizer takes every fiber for a thread (test_races.py). What orders the memory accesses of
+// two fibers is then a barrier, or an atomic between two fences; an exchange within a warp does not, nor does it on a GPU.
 #include <ucontext.h>
 
 #include <chrono>
@@ -15,11 +18,20 @@
 #include "cuda_pipeline_primitives.h"
 #include "cuda_runtime.h"
 
+#ifdef MAXRL_RACES
+#include <sanitizer/tsan_interface.h>
+constexpr bool kFindsRaces = true;
+#else
+constexpr bool kFindsRaces = false;
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+#endif
+
 namespace {
 
 constexpr size_t kMaxShared = 227 << 10, kFence = 4 << 10, kDefaultShared = 48 << 10;  // bytes per block of a Hopper GPU
 constexpr unsigned char kPattern = 0xa5;
-constexpr size_t kStack = 64 << 10;
+constexpr size_t kStack = kFindsRaces ? 128 << 10 : 64 << 10;
 constexpr auto kPatience = std::chrono::seconds(60);
 
 }  // namespace
@@ -42,6 +54,57 @@ namespace {
   std::abort();
 }
 
+// Where a fiber, or the scheduler of a block, goes on. `leave` returns when another one leaves for `from`; `start` leaves for a
+// new fiber that calls `function`.
+#ifdef MAXRL_RACES
+struct Place {
+  ucontext_t state;
+  void* fiber = nullptr;  // ThreadSanitizer's
+};
+std::mutex of_fibers;
+std::vector<void*> fibers;  // of the present launch: without its fiber, ThreadSanitizer forgets what a thread has done
+void leave(Place& from, Place& to) {
+  from.fiber = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(to.fiber, __tsan_switch_to_fiber_no_sync);
+  swapcontext(&from.state, &to.state);
+}
+void start(Place& from, Place& to, unsigned char* stack, void (*function)()) {
+  getcontext(&to.state);
+  to.state.uc_stack.ss_sp = stack;
+  to.state.uc_stack.ss_size = kStack;
+  to.state.uc_link = nullptr;
+  makecontext(&to.state, function, 0);
+  to.fiber = __tsan_create_fiber(0);
+  {
+    const std::lock_guard lock(of_fibers);
+    fibers.push_back(to.fiber);
+  }
+  leave(from, to);
+}
+void end_launch() {
+  for (void* fiber : fibers) __tsan_destroy_fiber(fiber);
+  fibers.clear();
+}
+#else  // faster than swapcontext, which asks the kernel for the signal mask each time
+struct Place {
+  jmp_buf state;
+};
+void leave(Place& from, Place& to) {
+  if (_setjmp(from.state) == 0) _longjmp(to.state, 1);
+}
+void start(Place& from, Place&, unsigned char* stack, void (*function)()) {
+  if (_setjmp(from.state) != 0) return;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack;
+  context.uc_stack.ss_size = kStack;
+  context.uc_link = nullptr;
+  makecontext(&context, function, 0);
+  setcontext(&context);
+}
+void end_launch() {}
+#endif
+
 struct Copy {
   void* to;
   const void* from;
@@ -51,15 +114,18 @@ struct Copy {
 struct Fiber {
   dim3 thread;
   std::vector<std::vector<Copy>> copies{1};  // groups, the oldest first; the last one is open
-  jmp_buf state;
+  Place place;
   std::unique_ptr<unsigned char[]> stack = std::make_unique<unsigned char[]>(kStack);
   bool is_started = false, is_done = false;
+  bool has_fenced = false;  // so that its next atomics tell others what it wrote before
+  std::vector<void*> has_changed;  // the atomics since its last fence, which tell it what others wrote
 };
 
 // Those who meet, and how often all have met.
 struct Meeting {
   unsigned size = 0, came = 0;
   uint64_t number = 0;
+  char orders[2] = {};  // for ThreadSanitizer, by turns: some may come again before others have left
 };
 
 struct Warp {
@@ -83,47 +149,42 @@ struct Block {
   std::vector<Warp> warps;
   Meeting all;
   Fiber* running = nullptr;
-  jmp_buf scheduler;
+  Place scheduler;
   uint64_t steps = 0;  // of any fiber that were not waits
 };
 thread_local Block* here;
 thread_local const std::function<void()>* work;
+char end_of_launch;  // for ThreadSanitizer: orders all fibers before what the host does next
 
-void yield() {
-  if (_setjmp(here->running->state) == 0) _longjmp(here->scheduler, 1);
-}
-
-void wait_for(Meeting& meeting) {
+void wait_for(Meeting& meeting, bool orders_memory) {
   const uint64_t number = meeting.number;
+  char* order = &meeting.orders[number % 2];
   ++here->steps;
+  if (orders_memory) __tsan_release(order);
   if (++meeting.came == meeting.size) {
     meeting.came = 0;
     ++meeting.number;
-    return;
   }
-  while (meeting.number == number) yield();
+  while (meeting.number == number) leave(here->running->place, here->scheduler);
+  if (orders_memory) __tsan_acquire(order);
 }
 
 void enter() {
   (*work)();
+  __tsan_release(&end_of_launch);
   here->running->is_done = true;
   ++here->steps;
-  _longjmp(here->scheduler, 1);
+  leave(here->running->place, here->scheduler);
 }
 
 void resume(Fiber& fiber) {
   here->running = &fiber;
   threadIdx = fiber.thread;
-  if (_setjmp(here->scheduler) != 0) return;
-  if (fiber.is_started) _longjmp(fiber.state, 1);
+  if (fiber.is_started)
+    leave(here->scheduler, fiber.place);
+  else
+    start(here->scheduler, fiber.place, fiber.stack.get(), enter);
   fiber.is_started = true;
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = fiber.stack.get();
-  context.uc_stack.ss_size = kStack;
-  context.uc_link = nullptr;
-  makecontext(&context, enter, 0);
-  setcontext(&context);
 }
 
 void run_block(Block& block, size_t shared_bytes) {
@@ -136,6 +197,8 @@ void run_block(Block& block, size_t shared_bytes) {
     block.fibers[t].thread = dim3(t);
     block.fibers[t].is_started = block.fibers[t].is_done = false;
     block.fibers[t].copies.assign(1, {});
+    block.fibers[t].has_fenced = false;
+    block.fibers[t].has_changed.clear();
   }
   const char* order = std::getenv("MAXRL_EMULATED_ORDER");
   const bool is_reverse = order && std::strcmp(order, "reverse") == 0;
@@ -153,19 +216,45 @@ void run_block(Block& block, size_t shared_bytes) {
     if (maxrl::cuda::storage[shared_bytes + i] != kPattern) stop("a write behind the shared memory of a block");
 }
 
-// All blocks of one rank in their clusters.
-void run_rank(unsigned rank, ClusterBarrier& cluster, size_t shared_bytes, const std::function<void()>& kernel) {
-  Block block{};
-  block.rank = rank;
-  block.cluster = &cluster;
-  block.fibers = std::vector<Fiber>(blockDim.x);
-  cluster.memory[rank] = maxrl::cuda::storage;
-  here = &block;
+// All blocks of one rank in some clusters, whose first blocks are `begin` to `end`.
+void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& cluster, size_t shared_bytes,
+              const std::function<void()>& kernel) {
+  auto block = std::make_unique<Block>();
+  block->rank = rank;
+  block->cluster = &cluster;
+  block->fibers = std::vector<Fiber>(blockDim.x);
+  here = block.get();
   work = &kernel;
-  for (unsigned first = 0; first < gridDim.x; first += cluster_size) {
+  for (unsigned first = begin; first < end; first += cluster_size) {
     blockIdx = dim3(first + rank);
-    run_block(block, shared_bytes);
+    run_block(*block, shared_bytes);
   }
+  if (kFindsRaces) block.release();  // the stacks of unordered fibers must not get the same memory
+}
+
+void run_clusters(unsigned begin, unsigned end, size_t shared_bytes, const std::function<void()>& kernel) {
+  auto made = std::make_unique<ClusterBarrier>();
+  ClusterBarrier& cluster = *made;
+  cluster.memory.resize(cluster_size);
+  std::vector<std::thread> ranks;
+  for (unsigned rank = 0; rank < cluster_size; ++rank)
+    ranks.emplace_back([&, rank] {
+      {
+        std::unique_lock lock(cluster.mutex);  // wait until all have started
+        cluster.memory[rank] = maxrl::cuda::storage;
+        if (++cluster.came == cluster_size) {
+          cluster.came = 0;
+          ++cluster.number;
+          cluster.changed.notify_all();
+        } else {
+          const uint64_t number = cluster.number;
+          cluster.changed.wait(lock, [&] { return cluster.number != number; });
+        }
+      }
+      run_rank(rank, begin, end, cluster, shared_bytes, kernel);
+    });
+  for (auto& rank : ranks) rank.join();
+  if (kFindsRaces) made.release();
 }
 
 std::map<const void*, size_t> allowed_shared;
@@ -174,18 +263,40 @@ std::map<const void*, size_t> allowed_shared;
 
 unsigned cluster_rank() { return here->rank; }
 
-void sync_block() { wait_for(here->all); }
+void sync_block() { wait_for(here->all, true); }
+
+void sync_warp() { wait_for(here->warps[threadIdx.x / kWarp].given, true); }
 
 uint64_t exchange(uint64_t value, int from_lane) {
   Warp& warp = here->warps[threadIdx.x / kWarp];
   warp.values[lane()] = value;
-  wait_for(warp.given);
+  wait_for(warp.given, false);
   const uint64_t result = warp.values[from_lane];
-  wait_for(warp.taken);
+  wait_for(warp.taken, false);
   return result;
 }
 
-void copy_later(void* to, const void* from, size_t bytes) { here->running->copies.back().push_back({to, from, bytes}); }
+void fence() {
+  Fiber& fiber = *here->running;
+  for (void* atomic : fiber.has_changed) __tsan_acquire(atomic);
+  fiber.has_changed.clear();
+  fiber.has_fenced = true;
+}
+
+unsigned long long add_atomically(unsigned long long* to, unsigned long long value) {
+  Fiber& fiber = *here->running;
+  if (fiber.has_fenced) __tsan_release(to);
+  fiber.has_changed.push_back(to);
+  return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+}
+
+void copy(void* to, const void* from, size_t bytes) {
+  const char* when = std::getenv("MAXRL_EMULATED_COPIES");
+  if (when && std::strcmp(when, "early") == 0)
+    std::memcpy(to, from, bytes);
+  else
+    here->running->copies.back().push_back({to, from, bytes});
+}
 
 void commit_copies() { here->running->copies.emplace_back(); }
 
@@ -225,26 +336,11 @@ void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes,
   gridDim = grid;
   blockDim = block;
   cluster_size = blocks_of_cluster;
-  ClusterBarrier cluster;
-  cluster.memory.resize(cluster_size);
-  std::vector<std::thread> ranks;
-  for (unsigned rank = 0; rank < cluster_size; ++rank)
-    ranks.emplace_back([&, rank] {
-      cluster.memory[rank] = maxrl::cuda::storage;
-      {
-        std::unique_lock lock(cluster.mutex);  // wait until all have started
-        if (++cluster.came == cluster_size) {
-          cluster.came = 0;
-          ++cluster.number;
-          cluster.changed.notify_all();
-        } else {
-          const uint64_t number = cluster.number;
-          cluster.changed.wait(lock, [&] { return cluster.number != number; });
-        }
-      }
-      run_rank(rank, cluster, shared_bytes, kernel);
-    });
-  for (auto& rank : ranks) rank.join();
+  // To find races, every cluster gets threads of its own, in whose shared memory no other block has written.
+  const unsigned at_once = kFindsRaces ? cluster_size : grid.x;
+  for (unsigned begin = 0; begin < grid.x; begin += at_once) run_clusters(begin, begin + at_once, shared_bytes, kernel);
+  __tsan_acquire(&end_of_launch);
+  end_launch();
 }
 
 cudaError_t allow_shared(const void* kernel, int bytes) {
@@ -278,6 +374,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");  // 8: a GPU without clusters
   if (attribute == cudaDevAttrComputeCapabilityMajor) *value = major ? std::atoi(major) : 9;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = static_cast<int>(kMaxShared);
-  if (attribute == cudaDevAttrMultiProcessorCount) *value = 6;  // few, so that blocks take several rows
+  if (attribute == cudaDevAttrMultiProcessorCount) *value = kFindsRaces ? 1 : 6;  // few, so that blocks take several rows
   return cudaSuccess;
 }

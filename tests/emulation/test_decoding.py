@@ -19,6 +19,7 @@ pytestmark = pytest.mark.emulated
 @pytest.fixture(params=["in order", "reverse"], autouse=True)
 def order(request, monkeypatch):
     monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+    monkeypatch.setenv("MAXRL_EMULATED_COPIES", "early" if request.param == "reverse" else "late")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

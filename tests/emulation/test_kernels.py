@@ -1,6 +1,7 @@
 """The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in tests/gpu.
 
-Every test runs the threads of a block in ascending and in descending order. Most run on a GPU with and without clusters.
+Every test runs the threads of a block in ascending order, with asynchronous copies that happen late, and in descending order,
+with copies that happen early. Most run on a GPU with and without clusters.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ def emulated_gpu() -> Iterator[None]:
 @pytest.fixture(params=["in order", "reverse"], autouse=True)
 def order(request, monkeypatch):
     monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+    monkeypatch.setenv("MAXRL_EMULATED_COPIES", "early" if request.param == "reverse" else "late")
 
 
 @pytest.fixture(params=[9, 8], ids=["clusters", "no clusters"])

@@ -1,0 +1,185 @@
+// `races PART` launches the CUDA kernels of one part, compiled for the CPU, so that ThreadSanitizer sees their memory accesses
+// (test_races.py). Sizes are the smallest ones that reach every barrier. Results are compared elsewhere.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using namespace maxrl;
+
+std::mt19937 generator(0);
+
+double normal() {
+  static std::normal_distribution<double> distribution;
+  return distribution(generator);
+}
+
+// `size` normal numbers, at an address that is a multiple of 16 bytes plus `shift` elements.
+template <typename Element>
+struct Numbers {
+  std::vector<unsigned char> memory;
+  Element* data;
+
+  explicit Numbers(int64_t size, int64_t shift = 0) : memory((size + shift) * sizeof(Element) + 16) {
+    const uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16;
+    data = reinterpret_cast<Element*>(aligned) + shift;
+    for (int64_t i = 0; i < size; ++i) data[i] = from_double<Element>(2.0 * normal());
+  }
+};
+
+std::vector<int64_t> integers(int64_t size, int64_t end) {
+  std::vector<int64_t> values(size);
+  for (int64_t& value : values) value = static_cast<int64_t>(generator() % end);
+  return values;
+}
+
+struct Flags {  // std::vector<bool> has no array
+  std::vector<char> values;
+  explicit Flags(int64_t size, bool value = false) : values(size, value) {}
+  bool* data() { return reinterpret_cast<bool*>(values.data()); }
+};
+
+template <typename Element>
+void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t shift) {
+  const int64_t stride = vocab_size + 3;
+  Numbers<Element> logits(num_tokens * stride, shift), gradient(num_tokens * stride, shift);
+  const std::vector<int64_t> targets = integers(num_tokens, vocab_size), cu_seqlens{0, num_tokens / 2, num_tokens};
+  const std::vector<float> advantages{1.0f, -2.0f}, old(num_tokens, -3.0f), ref(num_tokens, -3.1f);
+  Flags mask(num_tokens, true);
+  mask.values[1] = false;
+  const double denominator = static_cast<double>(num_tokens);
+  TokenLossInputs<float> in{};
+  in.rows = {num_tokens, vocab_size, targets.data(), nullptr, 0.7};
+  in.num_sequences = 2;
+  in.cu_seqlens = cu_seqlens.data();
+  in.advantages = advantages.data();
+  in.old_logprobs = old.data();
+  in.ref_logprobs = ref.data();
+  in.mask = mask.data();
+  in.denominator = &denominator;
+  const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
+  std::vector<double> workspace(cuda::loss_workspace());
+  cuda::token_loss<Element, float>({logits.data, stride}, in, terms, {in_place ? logits.data : gradient.data, stride},
+                                   workspace.data(), nullptr);
+}
+
+void token_logprobs() {
+  const int64_t num_tokens = 4, vocab_size = 5003;
+  Numbers<float> logits(num_tokens * vocab_size);
+  const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
+  std::vector<float> logprobs(num_tokens), entropy(num_tokens), grads{1.0f, 0.0f, 0.5f, -1.0f};
+  const TokenRows<float> rows{num_tokens, vocab_size, targets.data(), nullptr, 1.0};
+  cuda::token_logprobs<float, float>({logits.data, vocab_size}, rows, logprobs.data(), entropy.data(), nullptr);
+  cuda::token_logprobs_backward<float, float>({logits.data, vocab_size}, rows, grads.data(), grads.data(),
+                                              {logits.data, vocab_size}, nullptr);
+  const double factor = 2.0;
+  cuda::scale<float, float>({logits.data, vocab_size}, num_tokens, vocab_size, &factor, nullptr);
+}
+
+void decode_attention() {
+  const int64_t rows = 5, limit = 40;
+  const int heads = 8, kv_heads = 2, head_dim = 64;
+  const int64_t queries = rows * heads * head_dim, keys = rows * kv_heads * head_dim;
+  Numbers<BFloat16> q(queries), k(keys), v(keys), k_cache(keys * limit), v_cache(keys * limit), prompt(queries), out(queries);
+  const std::vector<int64_t> lengths{1, 40, 17, 2, 33};
+  const std::vector<float> prompt_lse(rows * heads, 1.0f);
+  cuda::decode_attention(
+      DecodeAttention<BFloat16>{rows, limit, heads, kv_heads, head_dim, q.data, k.data, v.data, k_cache.data, v_cache.data,
+                                lengths.data(), prompt.data, prompt_lse.data(), heads, 1, out.data},
+      nullptr);
+}
+
+void decode_sample() {
+  const int64_t rows = 4, limit = 9;
+  for (const int64_t vocab_size : {32, 1500})
+    for (const double temperature : {0.0, 0.7}) {
+      const Numbers<float> logits(rows * vocab_size);
+      const std::vector<int64_t> keys = integers(rows, 1 << 30);
+      std::vector<int64_t> last(rows), length(rows, 2), tokens(rows * limit);
+      std::vector<float> logprobs(rows * limit);
+      Flags stops(vocab_size), done(rows);
+      done.values[2] = true;
+      cuda::decode_sample({rows, vocab_size, limit, logits.data, temperature, keys.data(), stops.data(), last.data(),
+                           length.data(), done.data(), tokens.data(), logprobs.data()},
+                          nullptr);
+    }
+}
+
+void group_advantage() {
+  const std::vector<Formula> formulas{
+      {Value::kReward, Baseline::kMean, Scale::kStd, 1e-6, 1, 1.0, 0.0},
+      {Value::kRank, Baseline::kMean, Scale::kOne, 0.0, 0, 1.0, 0.0},
+      {Value::kOrder, Baseline::kLengthMean, Scale::kSize, 0.0, 0, 1.0, 0.0},
+      {Value::kBinary, Baseline::kZero, Scale::kOne, 0.0, 0, 1.0, 0.0},
+  };
+  for (const Formula& formula : formulas)
+    for (const int64_t size : {5, 40, 300}) {
+      const int64_t num_groups = 3, total = num_groups * size;
+      const bool is_binary = formula.value == Value::kBinary;
+      std::vector<float> rewards(total), advantages(total);
+      for (float& reward : rewards) reward = static_cast<float>(generator() % (is_binary ? 2 : 7));
+      const std::vector<int64_t> lengths(total, 5);
+      const Numbers<double> table(2 * size + 2);
+      const Groups groups{num_groups, size, total, nullptr, nullptr, nullptr};
+      cuda::group_advantage<float, float>(rewards.data(), groups, lengths.data(), {table.data, nullptr, size}, formula,
+                                          advantages.data(), nullptr);
+    }
+}
+
+void pacs() {
+  const int64_t num_groups = 20, size = 40, total = num_groups * size;
+  const Numbers<float> proxies(total);
+  std::vector<float> labels(total), cross_entropy(total), gradient(total);
+  for (float& label : labels) label = static_cast<float>(generator() % 2);
+  const double denominator = static_cast<double>(total);
+  std::vector<double> workspace(cuda::pacs_workspace());
+  cuda::pacs_loss<float>({num_groups,
+                          size,
+                          nullptr,
+                          proxies.data,
+                          labels.data(),
+                          &denominator,
+                          {Score::kGrpo, true},
+                          cross_entropy.data(),
+                          gradient.data()},
+                         workspace.data(), nullptr);
+
+  const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
+  const Numbers<float> logprobs(700), ref(700), grads(3);
+  std::vector<float> sums(3), grad_logprobs(700);
+  const LogRatio<float> ratios{700, 3, cu_seqlens.data(), nullptr, 0.5};
+  cuda::log_ratio_reward<float>(ratios, logprobs.data, ref.data, sums.data(), nullptr);
+  cuda::log_ratio_reward_backward<float>(ratios, grads.data, grad_logprobs.data(), nullptr);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string part = argc == 2 ? argv[1] : "";
+  if (part == "token_loss") {
+    token_loss<float>(5, 300, false, 0);
+    token_loss<BFloat16>(5, 3001, true, 1);
+  } else if (part == "token_loss_in_clusters") {
+    token_loss<BFloat16>(3, 90001, true, 0);
+  } else if (part == "token_logprobs") {
+    token_logprobs();
+  } else if (part == "decode_attention") {
+    decode_attention();
+  } else if (part == "decode_sample") {
+    decode_sample();
+  } else if (part == "group_advantage") {
+    group_advantage();
+  } else if (part == "pacs") {
+    pacs();
+  } else {
+    std::fprintf(stderr, "usage: races PART, got '%s'\n", part.c_str());
+    return 2;
+  }
+}

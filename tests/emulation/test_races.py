@@ -1,0 +1,119 @@
+"""The CUDA kernels on an emulated GPU under ThreadSanitizer: no race in them, and every race that is planted is found.
+
+The emulator (emulation.cpp) makes every CUDA thread a fiber that ThreadSanitizer takes for a thread, so that only barriers and
+fences order memory. races.cpp launches the kernels.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.emulated
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+FLAGS = ["-std=c++17", "-O1", "-g", "-w", "-DMAXRL_FAST_CUDA", "-DMAXRL_RACES", "-U_FORTIFY_SOURCE", f"-I{HERE / 'include'}"]
+LIMIT = 300  # seconds for a compiler or a run
+PARTS = {  # of races.cpp: the file with its kernels
+    "token_loss": "token_loss",
+    "token_loss_in_clusters": "token_loss",
+    "token_logprobs": "token_logprobs",
+    "decode_attention": "decode_attention",
+    "decode_sample": "decode_sample",
+    "group_advantage": "group_advantage",
+    "pacs": "pacs",
+}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A barrier or a fence that is taken out: the first one in `file` after the text `after`."""
+
+    part: str
+    file: str
+    after: str
+    what: str = "__syncthreads();"
+
+
+PLANTED = [
+    Planted("decode_sample", "reduce.cuh", "value = combine(value, __shfl_xor_sync"),
+    Planted("decode_sample", "reduce.cuh", "if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;"),
+    Planted("decode_sample", "reduce.cuh", "const Value before_in_warp"),
+    Planted("decode_sample", "reduce.cuh", "if (lane == kWarp - 1)"),
+    Planted("pacs", "reduce.cuh", "rows[block * size + i] = sums[i];", "__threadfence();"),
+    Planted("pacs", "reduce.cuh", "is_last = atomicAdd", "__threadfence();"),
+    Planted("pacs", "reduce.cuh", "is_last = atomicAdd"),
+    Planted("pacs", "pacs.cu", "if (lane == 0) of_warps[warp][i] = sums[i];"),
+    Planted("token_loss", "softmax_rows.cuh", "must_read = work.plan(state, t);"),
+    Planted("token_loss", "softmax_rows.cuh", "for (int c = first + thread; c < last; c += kRowThreads) write(c, zeros);"),
+    Planted("token_loss", "softmax_rows.cuh", "of_warps[threadIdx.x / kWarp] = part;"),
+    Planted("token_loss", "softmax_rows.cuh", "resolve(work, state, in, t, at_target, &of_block, resolved);", "sync();"),
+    Planted("token_loss_in_clusters", "softmax_rows.cuh", "combine(mine, in, t, of_warps, &of_block);", "sync();"),
+    Planted("decode_attention", "decode_attention.cu", "to[i] = attended.values[r][i];"),
+    Planted("group_advantage", "group_advantage.cu", "stride > 0; stride /= 2) {"),
+    Planted("group_advantage", "group_advantage.cu", "indices[high] = index;"),
+    Planted("group_advantage", "group_advantage.cu", "int place = begin < end"),
+]
+
+
+def compiled(source: Path, csrc: Path, to: Path, *flags: str) -> Path:
+    """Compile a C++ or CUDA file for the CPU; return the object file."""
+    command = [os.environ.get("CXX", "c++"), *FLAGS, *flags, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(to)]
+    subprocess.run(command, check=True, timeout=LIMIT)
+    return to
+
+
+def linked(objects: list[Path], to: Path) -> Path:
+    subprocess.run([os.environ.get("CXX", "c++"), "-fsanitize=thread", *map(str, objects), "-o", str(to)], check=True)
+    return to
+
+
+def run(program: Path, part: str, copies: str = "late") -> subprocess.CompletedProcess[str]:
+    """Run a part; its standard error has the report of the first data race, if there is one."""
+    command = [str(program), part]
+    if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True, check=False).returncode == 0:
+        command = ["setarch", "-R", *command]  # older ThreadSanitizers need memory at their own addresses
+    settings = {"TSAN_OPTIONS": "halt_on_error=1", "MAXRL_EMULATED_COPIES": copies}
+    return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=LIMIT)
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory):
+    """The object files of the kernels, by name, and of the program that launches them."""
+    folder = tmp_path_factory.mktemp("races")
+    made = {
+        name: compiled(CSRC / f"cuda/{name}.cu", CSRC, folder / f"{name}.o", "-fsanitize=thread") for name in PARTS.values()
+    }
+    made["races"] = compiled(HERE / "races.cpp", CSRC, folder / "races.o", "-fsanitize=thread")
+    made["emulation"] = compiled(HERE / "emulation.cpp", CSRC, folder / "emulation.o")  # not one of the threads that it runs
+    return made
+
+
+@pytest.fixture(scope="session")
+def program(objects, tmp_path_factory):
+    return linked(list(objects.values()), tmp_path_factory.mktemp("races") / "races")
+
+
+@pytest.mark.parametrize("copies", ["late", "early"])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_kernels_have_no_race(program, part, copies):
+    ended = run(program, part, copies)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: f"{planted.file}-{planted.after}-{planted.what}")
+def test_a_missing_barrier_is_found(objects, planted, tmp_path):
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    file = tmp_path / "csrc/cuda" / planted.file
+    before, after, rest = file.read_text().partition(planted.after)
+    assert after, f"{planted.file} has no {planted.after!r}"
+    assert planted.what in rest
+    file.write_text(before + after + rest.replace(planted.what, "", 1))
+    name = PARTS[planted.part]
+    changed = compiled(tmp_path / f"csrc/cuda/{name}.cu", tmp_path / "csrc", tmp_path / f"{name}.o", "-fsanitize=thread")
+    program = linked([*(objects | {name: changed}).values()], tmp_path / "races")
+    assert "ThreadSanitizer: data race" in run(program, planted.part).stderr

@@ -2,6 +2,7 @@
 # inputs changes, and then builds only what has changed.
 #   PYTHON           the interpreter that .venv is made from (python3)
 #   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: where there is a CUDA compiler)
+#   GPU_PYTHON       the Python of the machine for which gpu-wheels fetches wheels (3.12)
 #   WORKERS          how many tests run side by side (one more than there are cores, because some tests only wait; at most 8)
 
 PYTHON ?= python3
@@ -15,10 +16,12 @@ VLLM_STAMP := $(VLLM)/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu clean
+.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,8 +62,13 @@ sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: tests, memory check and benchmarks; bench/README.md (8 minutes)
-	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
+	CUDAARCHS=$${CUDAARCHS:-native} MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m bench.gpu
+
+gpu-wheels:  ## fetch what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (3 MB)
+	rm -rf build/gpu-wheels
+	$(PYTHON) -m pip download -q --disable-pip-version-check -d build/gpu-wheels --no-deps --only-binary=:all: \
+	  --python-version $(GPU_PYTHON) -c constraints.txt $(GPU_WHEELS)
 
 sanitize-gpu:  ## needs compute-sanitizer and a GPU: all GPU tests under memcheck (make gpu: the smallest)
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace

@@ -6,7 +6,9 @@ log. One JSON document has the machine, the versions and every figure; it is wri
 table of figures, aims, floors and peers; the aims are for an H200.
 
 Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME.json and
-gpu_NAME.log. Nothing is installed or downloaded: a peer that is not installed is left out.
+gpu_NAME.log. Nothing is installed or downloaded: a peer that is not installed is left out, and so is a step that needs a
+missing package. On a machine that can install nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come
+before the installed packages; `make gpu-wheels` fetches them.
 
 Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on wrong input; 130 and 143
 after Ctrl-C and SIGTERM, which end the step's processes. A figure that misses its aim is not a failure.
@@ -22,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,8 @@ from maxrl_fast.files.durable import write_json
 from maxrl_fast.hardware import memory_bytes, versions
 
 VARIABLE = "MAXRL_FAST_GPU_RESULTS"
-NEEDED = ("numpy", "safetensors", "tyro", "rich", "tensorboard", "matplotlib", "pytest")
+WHEELS = "MAXRL_FAST_WHEELS"
+NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy", "vllm", "flash-attn")
 
 
@@ -83,6 +87,25 @@ def check(device: torch.device) -> None:
     absent = [package for package in NEEDED if missing(package)]
     if absent:
         raise InputError(f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}")
+
+
+def use_wheels() -> None:
+    """Put the packages of the wheels in MAXRL_FAST_WHEELS before the installed ones, here and in the steps' processes."""
+    folder = os.environ.get(WHEELS)
+    if not folder:
+        return
+    wheels = sorted(Path(folder).glob("*.whl"))
+    if not wheels:
+        raise InputError(f"{WHEELS} must be a folder of wheels, got {folder}, which has none")
+    unpacked = ROOT / "build/wheels"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for wheel in wheels:
+        try:
+            zipfile.ZipFile(wheel).extractall(unpacked)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise InputError(f"the wheel {wheel} of {WHEELS} cannot be unpacked: {error}") from error
+    sys.path.insert(0, str(unpacked))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(unpacked), os.environ.get("PYTHONPATH")]))
 
 
 def results_folder(is_dry: bool) -> Path:
@@ -158,6 +181,7 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device(options.device)
     try:
+        use_wheels()
         check(device)
         if not 0 < options.stretch <= 1000:
             raise InputError(f"--stretch must be above 0 and at most 1000, got {options.stretch:g}")

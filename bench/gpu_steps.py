@@ -27,9 +27,10 @@ def bench(name: str, module: str, arguments: str, seconds: float, absent: str = 
     return Step(name, [sys.executable, "-m", f"bench.{module}", *arguments.split()], seconds, absent=absent)
 
 
-def missing(package: str) -> str:
-    """Return why a package cannot be used; "" where it is installed."""
-    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
+def missing(*packages: str) -> str:
+    """Return why a step that needs these packages cannot run; "" where all are installed."""
+    absent = [package for package in packages if not importlib.util.find_spec(package)]
+    return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed" if absent else ""
 
 
 def compute_sanitizer() -> str | None:
@@ -63,6 +64,7 @@ def sanitizer(seconds: float, absent: str = "") -> Step:
 def gpu_steps() -> list[Step]:
     """Return the steps on a GPU: correctness first, then the ceilings and the figures that have an aim, and peers last."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
+    no_options = missing("tyro", "docstring_parser")  # the trainer's options need them
     return [
         marked_gpu(85),
         sanitizer(35),
@@ -70,9 +72,9 @@ def gpu_steps() -> list[Step]:
         bench("launches", "launches", "--device cuda", 15),
         bench("token_loss", "token_loss", "--device cuda", 75),
         bench("rollout", "rollout", "--device cuda --peers", 45),
-        bench("whole_step", "train_step", "--device cuda --cases step17 --rounds 5", 75),
-        bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 25),
-        bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 30),
+        bench("whole_step", "train_step", "--device cuda --cases step17 --rounds 5", 75, no_options),
+        bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 25, no_options),
+        bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 30, no_options),
         bench("advantages", "advantages", "--device cuda --rounds 5", 15),
         bench(
             *("rollout_peer", "rollout", "--device cuda --cases maze17x32 --peers transformers --rounds 1", 25),

@@ -39,6 +39,7 @@ def token_loss(x: Any) -> Iterator[Row]:
         share, times = case["of_copy_bandwidth"]["ours"], case["milliseconds"]
         beside = f"copy {times['copy']:.2f} ms, ours {times['ours']:.2f}, eager {times['eager']:.1f}"
         yield Row(f"loss, {size}", f"{share:.0%} of a copy", ">= 85%", share >= 0.85, beside)
+        yield from host_time(case)
         if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
             yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
         peak = case["peak_bytes_per_element"]["ours, in place"]
@@ -47,7 +48,7 @@ def token_loss(x: Any) -> Iterator[Row]:
     for name, case in x["linear"].items():
         size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
         useful, product = case["useful_tflops"], case["matrix_product_tflops"]
-        beside = f"GEMM {product:.1f}, eager {useful['eager']:.1f}"
+        beside = f"GEMM {product:.1f}" + (f", eager {useful['eager']:.1f}" if "eager" in useful else "")
         yield Row(f"linear, {size}", f"{useful['ours']:.1f} TFLOP/s", ">= 650", useful["ours"] >= 650, beside)
         peak, chunk = case["peak_mib"]["ours"], case["chunk_mib"]
         if peak is not None:
@@ -58,8 +59,13 @@ def token_loss(x: Any) -> Iterator[Row]:
                 f"{own:,.0f} MiB",
                 aim,
                 own <= 1.05 * chunk,
-                f"eager {case['peak_mib']['eager']:,.0f}",
+                f"eager {case['peak_mib']['eager']:,.0f}" if "eager" in case["peak_mib"] else "",
             )
+
+
+def host_time(case: Any) -> Iterator[Row]:
+    if (host := case.get("host_microseconds")) is not None:
+        yield Row("  time on the host", f"{host:.0f} us", "<= 40 us", host <= 40)
 
 
 def rollout(x: Any) -> Iterator[Row]:

@@ -2,11 +2,13 @@
 
 import argparse
 import ctypes
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_device, versions
 from maxrl_fast.training.stopwatch import Lap, Stopwatch
+
+COLD_BYTES = 256 << 20  # more than any second-level cache
+HEAD_START_CYCLES = 20_000_000  # of a GPU's clock: about 10 ms in which the host queues calls
+CALLS_A_ROUND = 10
 
 
 def argument_parser(
@@ -84,6 +90,12 @@ def describe(machine: Mapping[str, Any]) -> str:
     )
 
 
+def keep(result: Mapping[str, Any]) -> None:
+    """Print all figures so far as a JSON document, except to a terminal: what follows may fail or exceed its time limit."""
+    if not sys.stdout.isatty():
+        print(json.dumps(result), flush=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if device.type == "cuda":
@@ -126,6 +138,64 @@ def milliseconds(
             synchronize(device)
             if repeat:
                 times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_milliseconds(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+    *,
+    is_hot: bool = False,
+) -> dict[str, float]:
+    """Return the median time that the device takes for a call of each function; on a CPU this is `milliseconds`.
+
+    A GPU gets all calls of a round at once, behind a wait that gives the host time to queue them, and events around each call,
+    so that the host's time for a launch is not in the figures.
+
+    Args:
+        before: is called before each call, and is not timed.
+        is_hot: whether a call finds in the second-level cache what an untimed call of the same function has left there;
+            otherwise what `before` has left is overwritten.
+    """
+    if device.type != "cuda":
+        return milliseconds(functions, rounds, device, before)
+    other = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(rounds + 1):
+        marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        for name, function in functions.items():
+            for _ in range(CALLS_A_ROUND):
+                before()
+                if is_hot:
+                    function()
+                else:
+                    other.zero_()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                function()
+                end.record()
+                marks.append((name, start, end))
+        torch.cuda.synchronize()
+        if repeat:
+            for name, start, end in marks:
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def host_microseconds(functions: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return the median time until a call of each function returns to the host, while the device is idle; 50 calls each."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for name, function in functions.items():
+        for repeat in range(53):
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            if repeat >= 3:  # the first calls build tables and start threads
+                times[name].append((time.perf_counter() - start) * 1e6)
+    synchronize(device)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -201,6 +271,44 @@ def status_bytes(field: str) -> int:
     """Return a size from this process's /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+@dataclass
+class Sides:
+    """The figures of several implementations of one thing, each timed in turn with ours.
+
+    Args:
+        name: of ours.
+        timed: returns the milliseconds of a call of each function, as `milliseconds` does.
+        before: called before a call whose memory is measured.
+    """
+
+    name: str
+    ours: Callable[[], object]
+    timed: Callable[[Mapping[str, Callable[[], object]]], dict[str, float]]
+    device: torch.device
+    before: Callable[[], object] = lambda: None
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)  # of the time to ours, when both were timed in turn
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # the error of each that failed
+
+    def add(self, functions: Mapping[str, Callable[[], object]]) -> None:
+        """Time functions in turn with ours, and measure their memory."""
+        times = self.timed({self.name: self.ours, **functions})
+        for name, function in functions.items():
+            self.before()
+            self.milliseconds[name], self.ratio[name] = times[name], times[name] / times[self.name]
+            self.peak_bytes[name] = peak_bytes(function, self.device)
+
+    def try_each(self, makers: Mapping[str, Callable[[], Callable[[], object]]]) -> Iterator[None]:
+        """Make and add the functions of others, one at a time; where one fails, keep its error and go on."""
+        for name, make in makers.items():
+            try:
+                self.add({name: make()})
+            except Exception as error:  # a compiler's, a peer's, or out of memory
+                self.failed[name] = f"{type(error).__name__}: {error}"[:300]
+            yield
 
 
 def gemm_throughput(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -1,15 +1,17 @@
 """`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM, where these are installed.
 
-Each engine samples the same number of responses to the same prompts with the same weights, all up to the length limit, in turn,
-in one process. Cases:
+Each engine samples the same number of responses to the same prompts with the same weights, all up to the length limit, in turn
+with the native one, in one process. Cases:
 
     maze7        the MaxRL paper's policy (3.9M parameters), 8 mazes of 7x7, 16 samples each
     maze17       the same policy, 2 mazes of 17x17, 64 samples each
     default      the default job's policy (0.6M parameters), 32 mazes of 9x9, 16 samples each
     maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples each
 
-The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured GEMM throughput. The last
-line is one JSON document. vLLM needs its own environment: `make test-vllm` makes .venv-vllm.
+The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured GEMM throughput. The native
+engine comes first, and another one that fails is reported. The last line is one JSON document; off a terminal one with all
+figures so far follows each engine.
+vLLM needs its own environment: `make test-vllm` makes .venv-vllm.
 """
 
 import importlib.metadata
@@ -17,14 +19,24 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.measure import argument_parser, describe, gemm_throughput, machine, milliseconds, peak_bytes, prepare, run_command
+from bench.measure import (
+    Sides,
+    argument_parser,
+    describe,
+    gemm_throughput,
+    keep,
+    machine,
+    milliseconds,
+    prepare,
+    run_command,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import resolve_dtype
 from maxrl_fast.model.checkpoint import save_checkpoint
@@ -102,70 +114,86 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
     return generate
 
 
-def count_tokens(engine: Engine, prompts: Prompts, num_samples: int, sampling: Sampling) -> int:
-    """Sample once; return the number of tokens."""
-    return len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
-
-
-def engines_for(model: Decoder, sides: list[str], dtype: torch.dtype, max_batch: int) -> dict[str, Engine]:
-    """Return the rollout engines of a case by name, the native one first."""
-    device = model.lm_head.weight.device
-    engines: dict[str, Engine] = {"native": NativeEngine(model, dtype)}
-    if device.type == "cpu":
-        engines["native, PyTorch"] = NativeEngine(model, dtype, in_cpp=False)
-    else:
-        engines["native, compiled"] = NativeEngine(model, dtype, compiled=True)
-    if "vllm" in sides:
-        from maxrl_fast.rollout.vllm import VllmEngine
-
-        engines["vllm"] = VllmEngine(model, dtype, max_batch=max_batch)
-    return engines
-
-
-def measure(name: str, sides: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the figures of a case, of the native engine and of the peers `sides`."""
+def measure(name: str, peers: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Give the figures of a case: of the native engine, then again with each of its other forms and of the peers."""
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
     task = MazeTask(maze_size, 0)
     model = policy(task, *sizes).to(device)
     prompts = task.prompts("train", 0, num_prompts).to(device)
     limit = task.max_new_tokens
     sampling = Sampling(1.0, limit, ())
-    engines = engines_for(model, sides, dtype, num_prompts * num_samples)
-    calls: dict[str, Callable[[], int]] = {
-        side: partial(count_tokens, engine, prompts, num_samples, sampling) for side, engine in engines.items()
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        if "transformers" in sides:
-            calls["transformers"] = hf_generate(model.to(dtype), task, prompts, num_samples, limit, folder)
-        tokens = num_prompts * num_samples * limit
-        for side, call in calls.items():
-            if (got := call()) != tokens:
-                raise RuntimeError(f"{side} sampled {got} tokens instead of {tokens}")
-        times = milliseconds(calls, rounds, device)
-        memory = {side: peak_bytes(call, device) for side, call in calls.items()}
-    throughput = max(gemm_throughput(1024, 512, dtype, device), gemm_throughput(512, 256, dtype, device))
-    load = milliseconds({"load": lambda: engines["native"].load_weights(model)}, rounds, device)["load"]
+    tokens = num_prompts * num_samples * limit
+    steps: dict[str, dict[str, float]] = {}  # by engine, what its last call said of prefill and decoding
 
-    def figures(side: str, time: float) -> dict[str, Any]:
-        peak = memory[side]
+    def sampler(side: str, make: Callable[[], Engine]) -> Callable[[], int]:
+        """Return a call of an engine, which returns the number of tokens."""
+        engine = make()
+
+        def sample() -> int:
+            count = len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
+            steps[side] = decoding(engine)
+            return count
+
+        return sample
+
+    def checked(side: str, make: Callable[[], Callable[[], int]]) -> Callable[[], int]:
+        call = make()
+        if (got := call()) != tokens:
+            raise RuntimeError(f"{side} sampled {got} tokens instead of {tokens}")
+        return call
+
+    engine = NativeEngine(model, dtype)
+    native = checked("native", lambda: sampler("native", lambda: engine))
+    sides = Sides("native", native, lambda x: milliseconds(x, rounds, device), device)
+    sides.add({"native": native})
+    throughput = max(gemm_throughput(1024, 512, dtype, device), gemm_throughput(512, 256, dtype, device))
+    load = milliseconds({"load": lambda: engine.load_weights(model)}, rounds, device)["load"]
+
+    def figures() -> dict[str, Any]:
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "prompts": num_prompts,
+            "samples": num_samples,
+            "prompt_tokens": len(prompts.tokens),
+            "tokens": tokens,
+            "matrix_gflops": throughput * 1e-9,
+            "floor_milliseconds": operations(model, prompts, num_samples, limit) / throughput * 1e3,
+            "load_weights_milliseconds": load,
+            "sides": {side: of_side(side, time) for side, time in sides.milliseconds.items()},
+            "failed": sides.failed,
+        }
+
+    def of_side(side: str, time: float) -> dict[str, Any]:
+        peak = sides.peak_bytes[side]
         return {
             "milliseconds": time,
             "tokens_per_second": tokens / time * 1e3,
-            "times_native": time / times["native"],
+            "times_native": sides.ratio[side],
             "peak_mib": None if peak is None else peak / 2**20,
-        } | (decoding(engines[side]) if side in engines else {})
+        } | steps.get(side, {})
 
-    return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "prompts": num_prompts,
-        "samples": num_samples,
-        "prompt_tokens": len(prompts.tokens),
-        "tokens": tokens,
-        "matrix_gflops": throughput * 1e-9,
-        "floor_milliseconds": operations(model, prompts, num_samples, limit) / throughput * 1e3,
-        "load_weights_milliseconds": load,
-        "sides": {side: figures(side, time) for side, time in times.items()},
-    }
+    yield figures()
+    with tempfile.TemporaryDirectory() as folder:
+        engines = other_engines(model, dtype, peers, len(prompts) * num_samples)
+        makers: dict[str, Callable[[], Callable[[], int]]] = {n: partial(sampler, n, make) for n, make in engines.items()}
+        if "transformers" in peers:
+            makers["transformers"] = lambda: hf_generate(model.to(dtype), task, prompts, num_samples, limit, folder)
+        for _ in sides.try_each({side: partial(checked, side, make) for side, make in makers.items()}):
+            yield figures()
+
+
+def other_engines(model: Decoder, dtype: torch.dtype, peers: list[str], max_batch: int) -> dict[str, Callable[[], Engine]]:
+    """Return what makes the other forms of the native engine, and vLLM's engine if it is one of the peers."""
+    engines: dict[str, Callable[[], Engine]] = {}
+    if model.lm_head.weight.device.type == "cpu":
+        engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
+    else:
+        engines["native, compiled"] = lambda: NativeEngine(model, dtype, compiled=True)
+    if "vllm" in peers:
+        from maxrl_fast.rollout.vllm import VllmEngine
+
+        engines["vllm"] = lambda: VllmEngine(model, dtype, max_batch=max_batch)
+    return engines
 
 
 def decoding(engine: Engine) -> dict[str, float]:
@@ -189,6 +217,8 @@ def report(name: str, case: dict[str, Any]) -> None:
         f"to the engine {case['load_weights_milliseconds']:.1f} ms"
     )
     print(f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}")
+    for side, error in case["failed"].items():
+        print(f"  failed: {side}: {error}")
     for side, x in case["sides"].items():
         prefill, step = (f"{x[k]:,.2f}" if k in x else "" for k in ("prefill_milliseconds", "milliseconds_per_step"))
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
@@ -224,9 +254,11 @@ def main() -> int:
     print(describe(about))
     result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
     for name in options.cases or USUAL[device.type]:
-        result["cases"][name] = measure(name, options.peers, options.rounds, device, dtype)
+        for case in measure(name, options.peers, options.rounds, device, dtype):
+            result["cases"][name] = case
+            keep(result)
         report(name, result["cases"][name])
-        print(json.dumps(result), flush=True)  # already now: the next case may take longer than the limit
+    print(json.dumps(result))
     return 0
 
 

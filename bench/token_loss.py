@@ -1,19 +1,31 @@
 """`python -m bench.token_loss`: the token losses, forward and backward, beside other implementations and beside a copy.
 
-All are timed in turn, in one process, after their gradients were compared. The floor is one read and one write of the logits at
-the measured bandwidth of a copy of as many bytes. Peers are eager PyTorch, torch.compile, and, where installed, TRL's
-selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. The last line is one JSON document.
+All run in one process, each timed in turn with ours, after their gradients were compared. The floor is one read and one write
+of the logits at the measured bandwidth of a copy of as many bytes. Peers are eager PyTorch, torch.compile, and, where
+installed, TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. Ours come first, and another one that
+fails is reported. The last line is one JSON document; off a terminal one with all figures so far follows each implementation.
 """
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.measure import argument_parser, describe, machine, milliseconds, peak_bytes, prepare, run_command
+from bench.measure import (
+    Sides,
+    argument_parser,
+    describe,
+    host_microseconds,
+    keep,
+    kernel_milliseconds,
+    machine,
+    prepare,
+    run_command,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
 
@@ -167,56 +179,65 @@ def measure_logits(
     rounds: int,
     compiled: Callable[..., Tensor] | None,
     device: torch.device,
-) -> dict[str, Any]:
-    """Return the figures of all implementations on logits of one dtype."""
+) -> Iterator[dict[str, Any]]:
+    """Give the figures on logits of one dtype: of ours and of eager PyTorch, then again with each other implementation."""
     case = Case(dtype, num_tokens, vocab_size, device)
     source, target = case.source, torch.zeros_like(case.source)
     peers, absent = installed_peers(case)
-    comparable: dict[str, Callable[[], Tensor]] = {
+    native: dict[str, Callable[[], Tensor]] = {
         "ours": case.ours,
+        "ours, in place": lambda: case.ours(in_place=True),
         "ours, token_logprobs": case.of_logprobs,
         "eager": lambda: case.by(eager_ppo),
     }
-    if compiled is not None:
-        comparable["torch.compile"] = lambda: case.by(compiled)
-    comparable |= {name: peer for name, peer in peers.items() if not name.startswith("liger")}  # it takes one advantage for all
+    others = ({} if compiled is None else {"torch.compile": lambda: case.by(compiled)}) | peers
     expected = case.by(eager_ppo).clone()
-    sides = comparable | {"ours, in place": lambda: case.ours(in_place=True)}
-    differences = check_agreement(expected, sides, dtype, case.refill)
-    del expected
-    # The largest allocations come last: an implementation pays for the memory that the one before it returned.
-    functions: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(source),
-        "ours, in place": lambda: case.ours(in_place=True),
-        "ours, no gradient": lambda: token_logprobs(source, case.targets),
-        "ours, gspo": lambda: case.ours(loss="gspo"),
-        "ours, with entropy and KL": lambda: case.ours(entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old),
-        **comparable,
-        **peers,
-    }
-    times = milliseconds(functions, rounds, device, case.refill)
-    moved = 2 * source.numel() * source.element_size()
-    memory = {}
-    for name, function in functions.items():
-        case.refill()
-        memory[name] = peak_bytes(function, device)
-    return {
-        "tokens": num_tokens,
-        "vocabulary": vocab_size,
-        "milliseconds": times,
-        "copy_gb_per_second": moved / times["copy"] / 1e6,
-        "of_copy_bandwidth": {name: times["copy"] / t for name, t in times.items() if name != "copy"},
-        "times_ours": {name: t / times["ours"] for name, t in times.items()},
-        "peak_bytes_per_element": {name: None if peak is None else peak / source.numel() for name, peak in memory.items()},
-        "gradient_relative_difference": differences,
-        "not_installed": absent,
-    }
+    differences = check_agreement(expected, native, dtype, case.refill)
+    sides = Sides("ours", case.ours, lambda x: kernel_milliseconds(x, rounds, device, case.refill), device, case.refill)
+    sides.add(
+        {
+            "copy": lambda: target.copy_(source),
+            "ours, no gradient": lambda: token_logprobs(source, case.targets),
+            "ours, gspo": lambda: case.ours(loss="gspo"),
+            "ours, with entropy and KL": lambda: case.ours(entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old),
+            **native,
+        }
+    )
+    case.refill()
+    host = host_microseconds({"ours": case.ours}, device)["ours"] if device.type == "cuda" else None
+
+    def figures() -> dict[str, Any]:
+        times, moved = sides.milliseconds, 2 * source.numel() * source.element_size()
+        return {
+            "tokens": num_tokens,
+            "vocabulary": vocab_size,
+            "milliseconds": times,
+            "host_microseconds": host,
+            "copy_gb_per_second": moved / times["copy"] / 1e6,
+            "of_copy_bandwidth": {name: times["copy"] / t for name, t in times.items() if name != "copy"},
+            "times_ours": sides.ratio,
+            "peak_bytes_per_element": {
+                n: None if peak is None else peak / source.numel() for n, peak in sides.peak_bytes.items()
+            },
+            "gradient_relative_difference": differences,
+            "not_installed": absent,
+            "failed": sides.failed,
+        }
+
+    def checked(name: str) -> Callable[[], Tensor]:
+        if not name.startswith("liger"):  # which takes one advantage for all
+            differences.update(check_agreement(expected, {name: others[name]}, dtype, case.refill))
+        return others[name]
+
+    yield figures()
+    for _ in sides.try_each({name: partial(checked, name) for name in others}):
+        yield figures()
 
 
 def measure_linear(
     dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
-) -> dict[str, Any]:
-    """Return the figures of the loss from hidden states and the output matrix."""
+) -> Iterator[dict[str, Any]]:
+    """Give the figures of the loss from hidden states and the output matrix: of ours, then again with each other one."""
     case = Case(dtype, num_tokens, vocab_size, device)
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
@@ -231,38 +252,49 @@ def measure_linear(
         loss = eager_ppo(hidden @ weight.T, case.targets, case.per_token, case.old)
         return torch.autograd.grad(loss, (hidden, weight))
 
-    functions: dict[str, Callable[[], object]] = {"ours": ours, "eager": eager}
+    makers: dict[str, Callable[[], Callable[[], object]]] = {"eager": lambda: eager}
     absent = []
     try:
         from cut_cross_entropy import linear_cross_entropy
 
         if device.type != "cuda":
             raise ImportError("it needs a GPU")
-        functions["cut-cross-entropy, no policy gradient"] = lambda: torch.autograd.grad(
-            linear_cross_entropy(hidden, weight, case.targets), (hidden, weight)
-        )
+
+        def by_cut_cross_entropy() -> object:
+            return torch.autograd.grad(linear_cross_entropy(hidden, weight, case.targets), (hidden, weight))
+
+        makers["cut-cross-entropy, no policy gradient"] = lambda: by_cut_cross_entropy
     except ImportError as error:
         absent.append(f"cut-cross-entropy ({error})")
-    times = milliseconds(functions, rounds, device)
-    work = 6 * num_tokens * hidden_size * vocab_size
-    memory = {name: peak_bytes(function, device) for name, function in functions.items()}
+    sides = Sides("ours", ours, lambda x: kernel_milliseconds(x, rounds, device), device)
+    sides.add({"ours": ours})
+    host = host_microseconds({"ours": ours}, device)["ours"] if device.type == "cuda" else None
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
-    gemm = milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
+    gemm = kernel_milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
     rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
-    return {
-        "tokens": num_tokens,
-        "vocabulary": vocab_size,
-        "hidden_size": hidden_size,
-        "milliseconds": times,
-        "useful_tflops": {name: work / t / 1e9 for name, t in times.items()},
-        "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / gemm / 1e9,
-        "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in memory.items()},
-        # The least memory: the gradients, the output matrix's in float32 and rounded, and one chunk of logits.
-        "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
-        "chunk_mib": 1024 if device.type == "cuda" else 32,
-        "times_ours": {name: t / times["ours"] for name, t in times.items()},
-        "not_installed": absent,
-    }
+
+    def figures() -> dict[str, Any]:
+        work = 6 * num_tokens * hidden_size * vocab_size
+        return {
+            "tokens": num_tokens,
+            "vocabulary": vocab_size,
+            "hidden_size": hidden_size,
+            "milliseconds": sides.milliseconds,
+            "host_microseconds": host,
+            "useful_tflops": {name: work / t / 1e9 for name, t in sides.milliseconds.items()},
+            "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / gemm / 1e9,
+            "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in sides.peak_bytes.items()},
+            # The least memory: the gradients, the output matrix's in float32 and rounded, and one chunk of logits.
+            "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
+            "chunk_mib": 1024 if device.type == "cuda" else 32,
+            "times_ours": sides.ratio,
+            "not_installed": absent,
+            "failed": sides.failed,
+        }
+
+    yield figures()
+    for _ in sides.try_each(makers):
+        yield figures()
 
 
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
@@ -273,7 +305,7 @@ def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
     proxies = torch.randn(1024 * 16, device=device, requires_grad=True)
     ref = torch.randn_like(logp)
     grad_rewards = torch.randn_like(proxies)
-    return milliseconds(
+    return kernel_milliseconds(
         {
             "log_ratio_reward": lambda: torch.autograd.grad(log_ratio_reward(logp, ref, cu_seqlens), logp, grad_rewards),
             "pacs_loss": lambda: torch.autograd.grad(pacs_loss(proxies, labels, 16)[0], proxies),
@@ -297,6 +329,8 @@ def report(result: dict[str, Any]) -> None:
                 f"{case['times_ours'][name]:9.2f}{'' if peak is None else f'{peak:.1f}':>20}"
             )
         print(f"  not installed: {'; '.join(case['not_installed']) or 'nothing'}")
+        for name, error in case["failed"].items():
+            print(f"  failed: {name}: {error}")
     for dtype, case in result["linear"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
         print(f"\nfrom hidden states, {size}, {dtype}: GEMM throughput {case['matrix_product_tflops']:.3f} TFLOP/s")
@@ -335,16 +369,20 @@ def main() -> int:
     names = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
     # Without bfloat16 instructions a CPU takes minutes for one matrix multiplication: there only --dtypes asks for it.
     fast = names if on_gpu or options.dtypes else ["float32"]
-    result = {
-        "benchmark": "token_loss",
-        "machine": machine(device),
-        "logits": {name: measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device) for name in names},
-        "other_vocabularies": {
-            f"{names[0]} {v}": measure_logits(DTYPES[names[0]], tokens, v, rounds, None, device) for v in others
-        },
-        "linear": {name: measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device) for name in fast},
-        "pacs": measure_pacs(rounds, device),
-    }
+    result: dict[str, Any] = {"benchmark": "token_loss", "machine": machine(device)}
+    result |= {"logits": {}, "linear": {}, "other_vocabularies": {}, "pacs": measure_pacs(rounds, device)}
+    growing = [
+        *(("logits", name, measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device)) for name in names),
+        *(("linear", name, measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device)) for name in fast),
+        *(
+            ("other_vocabularies", f"{names[0]} {v}", measure_logits(DTYPES[names[0]], tokens, v, rounds, None, device))
+            for v in others
+        ),
+    ]
+    for section, name, cases in growing:
+        for case in cases:
+            result[section][name] = case
+            keep(result)
     report(result)
     print(json.dumps(result))
     return 0

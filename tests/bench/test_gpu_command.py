@@ -1,10 +1,12 @@
 """The command `make gpu`, tested without a GPU: its table, time limits, results and refusals."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from bench import gpu
 from bench.gpu_run import last_document, run_step
 from bench.gpu_steps import LIMIT_SECONDS, Step, dry_steps, gpu_steps
 from bench.gpu_table import SECTIONS, lines, rows
+from bench.measure import Sides, milliseconds
 
 ROOT = Path(__file__).parents[2]
 GPU = {"device": "cuda", "dtype": "torch.bfloat16"}
@@ -88,6 +91,41 @@ def test_steps_fit_into_eight_minutes_and_every_figure_has_a_section():
     assert sum(step.seconds for step in steps) < LIMIT_SECONDS
     assert [step.name for step in steps] == [step.name for step in dry_steps()]
     assert {step.name for step in steps if step.has_figures} == set(SECTIONS)
+
+
+def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name))
+    absent = {step.name: step.absent for step in gpu_steps() if step.has_figures and step.absent}
+    assert absent.keys() == {"whole_step", "qwen_0.5b", "qwen_1.5b", "trl"}
+    assert absent["whole_step"] == "tyro is not installed"
+
+
+def test_carried_wheels_come_before_installed_packages(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried_package.py", "VALUE = 7")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    gpu.use_wheels()
+    assert sys.path[0] == str(tmp_path / "build/wheels")
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
+    command = [sys.executable, "-c", "import carried_package; print(carried_package.VALUE)"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "7\n"
+
+
+def test_a_side_that_fails_does_not_cost_the_others_their_figures():
+    def fail():
+        raise RuntimeError("CUDA out of memory")
+
+    device = torch.device("cpu")
+    sides = Sides("ours", lambda: None, lambda functions: milliseconds(functions, 1, device), device)
+    sides.add({"ours": sides.ours})
+    for _ in sides.try_each({"bad": lambda: fail, "unmade": fail, "good": lambda: lambda: None}):
+        pass
+    assert sides.milliseconds.keys() == sides.ratio.keys() == {"ours", "good"}
+    assert sides.failed == dict.fromkeys(("bad", "unmade"), "RuntimeError: CUDA out of memory")
 
 
 def is_running(pid):
@@ -181,5 +219,10 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     assert code == 2
     assert gpu.VARIABLE in error
     monkeypatch.setenv(gpu.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
+    code, error = refusal(monkeypatch, capsys, "--device", "cpu")
+    assert code == 2
+    assert "must be a folder of wheels" in error
+    monkeypatch.delenv(gpu.WHEELS)
     (tmp_path / "gpu_dry_run.json").write_text("[]")
     assert refusal(monkeypatch, capsys, "--device", "cpu", "--only", "ceilings")[0] == 2

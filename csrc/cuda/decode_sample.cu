@@ -29,10 +29,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   const bool is_greedy = in.temperature == 0.0;
   const float rate = is_greedy ? kLog2E : static_cast<float>(kLog2E / in.temperature);
   float total = 0.0f;
-  int likeliest = kNone;
+  int likeliest = kNone, last = -1;  // last: of a weight above 0
   for (int i = thread; i < size; i += num_threads) {
-    total += exponential2((logits[i] - top) * rate);
+    const float e = exponential2((logits[i] - top) * rate);
+    total += e;
     if (logits[i] == top) likeliest = least(likeliest, i);
+    if (e > 0.0f) last = i;
   }
   total = block_reduce(total, of_warps, Add());
 
@@ -52,7 +54,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
       if (token != kNone) break;
     }
   }
-  if (token >= size) token = size - 1;  // rounding, or NaN
+  if (token == kNone && !is_greedy)  // by rounding, the sum in the vocabulary's order can stay below u total
+    token = block_reduce(last, of_warps_index, [](int a, int b) { return a > b ? a : b; });
+  if (token < 0 || token >= size) token = size - 1;  // NaN
   if (thread != 0) return;
 
   const int64_t at = min(in.length[row], in.limit - 1), place = row * in.limit + at;

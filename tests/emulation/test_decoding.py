@@ -8,6 +8,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.random import uniforms
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
 from tests.emulation.test_kernels import CPU, emulated_gpu
 from tests.gpu.test_rollout import PROMPTS
@@ -65,6 +66,20 @@ def test_a_nonfinite_logit_reaches_the_logprobs():
         sample_and_append(logits, Sampling(1.0, 9, ()), *state)
     bad = (~state[-1].isfinite()).any(1).nonzero()[:, 0]
     assert bad.tolist() == [7, 8]
+
+
+def test_rounding_never_draws_a_token_of_probability_0():
+    """In float32 the sum over the vocabulary in order can stay below u total, where u is nearly 1."""
+    keys = torch.arange(1 << 22)
+    u = uniforms(keys, torch.zeros_like(keys))
+    assert u.max() > 1 - 1e-6
+    logits, _, stops, last, length, done, *written = sampling_state(5000, CPU)
+    logits[:, 4000:] = -torch.inf
+    length[:], done[:] = 0, False
+    with emulated_gpu():
+        sample_and_append(logits, Sampling(1.0, 9, ()), keys[u.argmax()].expand(60).clone(), stops, last, length, done, *written)
+    assert (last < 4000).all()
+    assert last.float().mean() > 3900
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch": 7}])

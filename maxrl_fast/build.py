@@ -64,6 +64,7 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         "prompt_suffix": options.prompt_suffix,
         "plain_prompts": options.plain_prompts,
         "max_prompt_tokens": options.max_prompt_tokens,
+        "allow_special_tokens": options.allow_special_tokens,
     }
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)

@@ -81,6 +81,8 @@ class TaskOptions:
     """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat template."""
     max_prompt_tokens: int = 1024
     """Longer prompts are left out."""
+    allow_special_tokens: bool = False
+    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise they are refused."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
         "gym_config": is_gym,
         **dict.fromkeys(("data", "test_data", "hub", "prompt_key"), spec is not None),
         "answer_key": spec is not None and spec.gold is not None,
-        **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens"), reads_text),
+        **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"), reads_text),
         "reward": not is_file(task),  # there the task is the reward
         "reward_threshold": task != "maze" or has_function,
         **dict.fromkeys(

@@ -14,16 +14,19 @@ MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 
 
 def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN becomes null."""
+    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN becomes null.
+
+    The texts show special tokens, so that a wrong chat template and stray control tokens can be seen.
+    """
     prompts, rollouts = samples.prompts, samples.rollouts
-    texts = [task.decode(tokens.tolist()) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+    texts = [task.decode(tokens.tolist(), with_special=True) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
     responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
     outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), strict=True)
     for s, (tokens, length, reward, is_truncated) in enumerate(outcomes):
         yield {
             "id": int(prompts.ids[s // samples.num_rollouts]),
             "prompt": texts[s // samples.num_rollouts],
-            "response": task.decode(tokens.tolist()),
+            "response": task.decode(tokens.tolist(), with_special=True),
             "reward": reward if math.isfinite(reward) else None,  # JSON has no NaN
             "truncated": is_truncated,
             "tokens": length,

@@ -35,20 +35,20 @@ class SampleTally:
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
         self.ids += prompts.ids.tolist()
-        records = list(sample_records(self._task, samples, rewards))
         if self._write:
-            for record in records:
+            for record in sample_records(self._task, samples, rewards):
                 self._write(json.dumps(record) + "\n")
-        tokens, right = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), is_correct(rewards).tolist()
-        for start in range(0, len(records), num_samples):
+        tokens = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
+        responses, right = [self._task.decode(part) for part in tokens], is_correct(rewards).tolist()
+        for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)
             numbers = {"": -1}  # by answer, counted from 0; -1: no answer
-            answers = [self._task.answer(records[s]["response"]) for s in own]
+            answers = [self._task.answer(responses[s]) for s in own]
             self._answers.append([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
             correct = [s for s in own if right[s]]
-            texts = [records[s]["response"] for s in correct]
+            texts = [responses[s] for s in correct]
             is_enough = len(correct) >= 2
-            self.diversities.append(self._diversity([tokens[s].tolist() for s in correct], texts) if is_enough else None)
+            self.diversities.append(self._diversity([tokens[s] for s in correct], texts) if is_enough else None)
 
     @property
     def rewards(self) -> Tensor:  # [P, n], NaN where scoring failed

@@ -5,6 +5,7 @@ Nothing is pickled, and no code of a checkpoint is executed.
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,8 @@ def load_checkpoint(directory: Path) -> Decoder:
     Raises:
         InputError: naming the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
-    path = directory / "config.json"
-    config = read_config(path)
-    where = {name: path for name, path in _find_tensors(directory).items() if not name.endswith(".rotary_emb.inv_freq")}
+    config = read_config(directory / "config.json")
+    where = _find_tensors(directory)
     files = _check_tensors(directory, config, where)
     try:
         model = Decoder.empty(config)
@@ -129,6 +129,20 @@ def load_checkpoint(directory: Path) -> Decoder:
             except (OSError, SafetensorError) as error:
                 raise InputError(f"cannot read {name} from {where[name]}: {error}") from error
     return model
+
+
+def read_checked_config(directory: Path) -> DecoderConfig:
+    """Return the configuration of a checkpoint directory, checked against the tensors there, without their contents.
+
+    Readers that trust config.json, such as transformers, would build lists for as many layers as it declares.
+
+    Raises:
+        InputError: as `load_checkpoint`. A directory without weights is not refused: a run that resumes has its own.
+    """
+    config = read_config(directory / "config.json")
+    if os.path.lexists(_tensor_list(directory)):
+        _check_tensors(directory, config, _find_tensors(directory))
+    return config
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path]) -> dict[Path, Any]:
@@ -182,10 +196,10 @@ def _open(path: Path) -> Any:
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
-    """Return the file of every tensor, from the headers of the files and not only from the index."""
+    """Return the file of every weight, from the headers of the files and not only from the index."""
     path = _tensor_list(directory)
     if path.name == WEIGHTS:
-        return dict.fromkeys(_open(path).keys(), path)
+        return dict.fromkeys(filter(_is_weight, _open(path).keys()), path)
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not all(_is_file_name(x) for x in listed.values()):
         raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
@@ -193,7 +207,11 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     for name, file in listed.items():
         if where.get(name) != directory / file:
             raise InputError(f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has")
-    return where
+    return {name: path for name, path in where.items() if _is_weight(name)}
+
+
+def _is_weight(name: str) -> bool:
+    return not name.endswith(".rotary_emb.inv_freq")  # a constant that old checkpoints store
 
 
 def _is_file_name(name: object) -> bool:

@@ -1,6 +1,11 @@
-"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one is loaded."""
+"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one is loaded.
 
+A chat template is a program of whoever made the checkpoint. A run calls `encode_prompt` in another process: prompt_process.py.
+"""
+
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +18,52 @@ FILES = (
 )
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
+def import_tokenizers() -> Any:
+    """Return transformers.AutoTokenizer.
 
     Raises:
-        InputError: if transformers is not installed, or it cannot read a tokenizer from the directory.
+        InputError: if transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise InputError(f"{directory} needs transformers for its tokenizer: pip install 'maxrl_fast[hf]' ({error})") from error
+        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
+    return AutoTokenizer
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
+
+    Loading can take forever: transformers reads config.json too, and builds lists as long as it says. `PromptEncoder` loads the
+    tokenizer within limits first.
+
+    Raises:
+        InputError: if transformers is not installed, or it cannot read a tokenizer from the directory.
+    """
+    auto_tokenizer = import_tokenizers()
     _check_files(directory)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # parsers of these files raise anything
         raise InputError(f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}") from error
+
+
+def template_file(directory: Path) -> Path:
+    """Return the file with the chat template of a tokenizer's directory."""
+    names = [name for name in ("chat_template.jinja", "chat_template.json") if (directory / name).exists()]
+    return directory / (names[0] if names else "tokenizer_config.json")
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+    """Return the token ids of a prompt: text, or messages that the chat template writes.
+
+    Raises:
+        InputError: as `encode_chat`.
+    """
+    if not isinstance(prompt, str):
+        return encode_chat(tokenizer, prompt)
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    return ids
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -40,10 +76,57 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
         raise InputError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # errors of jinja and of the template itself
-        raise InputError(f"the chat template of {tokenizer.name_or_path} rejects {messages!r:.200}: {error}") from error
+    except Exception as error:  # errors of jinja and of the template itself; MemoryError has no text
+        file, cause = template_file(Path(tokenizer.name_or_path)), str(error) or type(error).__name__
+        raise InputError(f"the chat template in {file} rejects {messages!r:.200}: {cause}") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them itself
     return ids
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, which begin and end messages and texts. In a prompt's own text they are forged.
+
+    An added token is a control token if it is marked special, is written like one (<|...|>), or is in the chat template, which
+    writes it around messages: ChatML's tokens are often added without the mark. Honest prompts have white space, which some
+    tokenizers add in runs, words such as the names of roles, punctuation, and <think>, which only divides a message: these are
+    none.
+    """
+
+    def __init__(self, tokenizer: Any):
+        template = tokenizer.chat_template or ""
+        source = template if isinstance(template, str) else "".join(map(str, template.values()))  # several, by name
+        added = tokenizer.added_tokens_decoder
+        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        special |= {i: token.content for i, token in added.items() if token.special}
+        written = {i: token.content for i, token in added.items() if _is_control(token.content, source)}
+        self._texts = {i: text for i, text in (written | special).items() if text.strip()}
+        self._ids = self._texts.keys() - {tokenizer.unk_token_id}  # the id of all text that the tokenizer does not know
+        self._pattern = re.compile("|".join(map(re.escape, self._texts.values())) or "(?!)")  # (?!) is in no text
+        self._tokenizer = tokenizer
+        self._find = lru_cache(64)(self._search)  # roles and system messages repeat
+
+    def refuse(self, prompt: str | Sequence[dict[str, str]]) -> None:
+        """Raise InputError if a prompt has a control token in its own text: in a value of one of its messages."""
+        for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
+            if token := self._find(text):
+                raise InputError(
+                    f"a prompt must not have the special token {token!r} of the tokenizer in its text, got {prompt!r:.200}; "
+                    "--allow-special-tokens encodes it as that token"
+                )
+
+    def _search(self, text: str) -> str | None:
+        """Return a control token that a text has. A tokenizer that normalizes may read one in capitals or full-width forms."""
+        if match := self._pattern.search(text):
+            return match[0]
+        forged = self._ids.intersection(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._texts[min(forged)] if forged else None
+
+
+def _is_control(token: str, template: str) -> bool:
+    """Return whether an added token is a control token even if it is not marked special."""
+    if token in ("<think>", "</think>") or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):  # a word, or no letters
+        return False
+    return token in template or re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", token, re.DOTALL) is not None  # U+FF5C: DeepSeek's bar
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:

@@ -33,8 +33,8 @@ class Task(Protocol):
     def answer(self, response: str) -> str:
         """Return the answer in a response, "" if it has none. Majority voting compares answers as text."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return a prompt or a response as text."""
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return a prompt or a response as text: as rewards and answers read it, or as samples show it, with special tokens."""
 
     def tokenizer_files(self) -> dict[str, Any]:
         """Return JSON contents by file name, for checkpoints that `transformers` can load."""

@@ -80,8 +80,8 @@ class ChainTask:
         """Return the actions as text."""
         return response.strip()
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return the words of these tokens."""
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return the words of these tokens, special ones too."""
         return decode_words(WORDS, tokens)
 
     def tokenizer_files(self) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
-from maxrl_fast.tasks.lines import read_hub, read_lines
+from maxrl_fast.tasks.lines import Line, read_hub, read_lines
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 
-Line = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class DatasetTask:
@@ -36,6 +36,7 @@ class DatasetTask:
         prompt_suffix: text added to prompts that are text; default: `spec.suffix`.
         plain_prompts: do not apply the chat template to prompts that are text.
         max_prompt_tokens: longer prompts are dropped.
+        allow_special_tokens: encode control tokens in the text of a prompt as such; otherwise its line is refused.
 
     Raises:
         InputError: if a file cannot be read, a line is invalid, or no prompt is short enough.
@@ -58,20 +59,22 @@ class DatasetTask:
         prompt_suffix: str | None = None,
         plain_prompts: bool = False,
         max_prompt_tokens: int = 1024,
+        allow_special_tokens: bool = False,
     ):
         self._seed, self._spec = seed, spec
-        self._text = TextCodec(model, max_prompt_tokens, plain_prompts)
+        self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
         self._suffix = spec.suffix if prompt_suffix is None else prompt_suffix
         self.vocab_size, self.stop_ids, self.max_new_tokens = self._text.vocab_size, self._text.stop_ids, spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
         self._key = prompt_key or spec.prompt_key
         source, lines, test = _read(spec, self._key, data, test_data, hub)
         if not test:
-            is_held_out = [zlib.crc32(json.dumps(line[self._key]).encode()) % TEST_SHARE == 0 for line in lines]
+            is_held_out = [zlib.crc32(json.dumps(line[self._key]).encode()) % TEST_SHARE == 0 for _, line in lines]
             test = [line for line, is_test in zip(lines, is_held_out, strict=True) if is_test]
             lines = [line for line, is_test in zip(lines, is_held_out, strict=True) if not is_test]
-        lines, test = ([self._columns(line, answer_key) for line in part] for part in (lines, test))
-        self.fingerprint = hashlib.sha256(json.dumps([lines, test]).encode()).hexdigest()
+        lines, test = ([(place, self._columns(line, answer_key)) for place, line in part] for part in (lines, test))
+        contents = [[line for _, line in part] for part in (lines, test)]
+        self.fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
         self._order = lru_cache(2)(self._shuffle)
         limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
@@ -87,7 +90,7 @@ class DatasetTask:
             f", {num_long} longer than {limit} tokens left out" if num_long else ""
         )
 
-    def _columns(self, line: Line, answer_key: str | None) -> Line:
+    def _columns(self, line: Fields, answer_key: str | None) -> Fields:
         """Return a line with its "prompt" as it is asked and its correct "answer", as the reward function gets it."""
         prompt = line[self._key]
         if isinstance(prompt, str) and self._spec.is_question:
@@ -97,10 +100,10 @@ class DatasetTask:
         columns = {**line, "prompt": prompt}
         return columns if self._spec.gold is None else columns | {"answer": self._spec.gold(line, answer_key)}
 
-    def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Line]]:
+    def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
         """Return the token ids and lines of the prompts that are not too long."""
-        encoded = [(self._text.encode(line["prompt"]), line) for line in lines]
-        return [(tokens, line) for tokens, line in encoded if tokens is not None]
+        encoded = self._text.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
+        return [(tokens, line) for tokens, (_, line) in zip(encoded, lines, strict=True) if tokens is not None]
 
     def _shuffle(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {epoch}".encode()))
@@ -127,9 +130,9 @@ class DatasetTask:
         """Return the answer in a response, such as the content of its last box; "" if it has none."""
         return self._spec.answer(response)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return text without special tokens."""
-        return self._text.decode(tokens)
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return text, without special tokens unless they are asked for."""
+        return self._text.decode(tokens, with_special)
 
     def tokenizer_files(self) -> dict[str, Any]:
         """Return the tokenizer files of the checkpoint that the run started from."""

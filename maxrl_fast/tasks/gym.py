@@ -37,6 +37,7 @@ class GymTask:
         prompt_suffix: text added to every question.
         plain_prompts: do not apply the chat template.
         max_prompt_tokens: longer questions are skipped.
+        allow_special_tokens: encode control tokens in a question as such; otherwise such a question is refused.
 
     Raises:
         InputError: if reasoning-gym is missing, or rejects the name or the options.
@@ -57,6 +58,7 @@ class GymTask:
         prompt_suffix: str | None = None,
         plain_prompts: bool = False,
         max_prompt_tokens: int = 1024,
+        allow_special_tokens: bool = False,
     ):
         try:
             from maxrl_fast.rewards import gym_score as gym
@@ -77,7 +79,7 @@ class GymTask:
             raise InputError(f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}") from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
-        self._text = TextCodec(model, max_prompt_tokens, plain_prompts)
+        self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
         self._suffix = prompt_suffix or ""
         self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
         version = importlib.metadata.version("reasoning-gym")
@@ -94,7 +96,8 @@ class GymTask:
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
             if is_test == (split == "test"):
                 prompt = self._text.prompt(question + self._suffix)
-                if (tokens := self._text.encode(prompt)) is not None:
+                [tokens] = self._text.encode([prompt], [f"{self.name}, question {i}"])
+                if tokens is not None:
                     origin = {"name": self._dataset, "config": self._config, "seed": seed, "index": i % self._size}
                     return tokens, {"prompt": prompt, "question": question, **origin}
         raise InputError(
@@ -125,9 +128,9 @@ class GymTask:
         """Return the content of the last answer tags or the last box, or the whole response if it has neither."""
         return self._gym.answer(response)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return text without special tokens."""
-        return self._text.decode(tokens)
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return text, without special tokens unless they are asked for."""
+        return self._text.decode(tokens, with_special)
 
     def tokenizer_files(self) -> dict[str, Any]:
         """Return the tokenizer files of the checkpoint that the run started from."""

@@ -1,5 +1,6 @@
 """Read prompts from JSON Lines, Parquet or the Hugging Face hub. The data is untrusted: an error names the invalid line."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +15,11 @@ UNPACKED_BYTES, UNPACKED_RATIO = 1 << 26, 100
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[dict[str, Any]]:
-    """Return the JSON object of each line of a file, or of each row if its name ends in .parquet.
+Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
+
+
+def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
+    """Return the JSON object of each line of a file, or of each row if its name ends in .parquet, with its place.
 
     Each object has a prompt: text, or chat messages {"role": ..., "content": ...}.
 
@@ -29,7 +33,7 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[dict
     read = _read_parquet if path.suffix == ".parquet" else _read_json_lines
     try:
         check_regular(path)
-        lines = [_checked(fields, location, prompt_key) for location, fields in read(path)]
+        lines = [(location, _checked(fields, location, prompt_key)) for location, fields in read(path)]
     except OSError as error:
         raise InputError(f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}") from error
     if not lines:
@@ -37,8 +41,8 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[dict
     return lines
 
 
-def read_hub(name: str, split: str, prompt_key: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG. No code of the data set is run.
+def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
+    """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their places. None of its code is run.
 
     Raises:
         InputError: as `read_lines`, and if `datasets` is missing or the hub cannot be reached.
@@ -55,7 +59,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[dict[str, Any]]:
     except Exception as error:  # errors of the network, the hub, or the parsers of its files
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local copy") from error
-    return [_checked(row, f"{name}, {split} row {i}", prompt_key) for i, row in enumerate(rows, start=1)]
+    places = (f"{name}, {split} row {i}" for i in itertools.count(1))
+    return [(place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)]
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -180,8 +180,8 @@ class MazeTask:
         """Return rewards [S] float32, 0 or 1."""
         return judge(prompts, rollouts, self.size, self.strict)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return the words of these tokens."""
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return the words of these tokens, special ones too."""
         return decode_words(WORDS, tokens)
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:

@@ -8,11 +8,10 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import read_json
-from maxrl_fast.model.checkpoint import read_config
-from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
+from maxrl_fast.model.checkpoint import read_checked_config
+from maxrl_fast.model.prompt_process import Message, Prompt, PromptEncoder
+from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.records import Prompts, pack
-
-Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
 class TextCodec:
@@ -22,48 +21,46 @@ class TextCodec:
         model: the checkpoint directory with the tokenizer.
         max_prompt_tokens: the longest prompt; `encode` returns None for longer ones.
         is_plain: do not apply the chat template to prompts that are text.
+        allow_special: encode control tokens in the text of a prompt as such; otherwise they are refused.
 
     Raises:
         InputError: if the tokenizer cannot be read or does not fit the policy, or the directory names no stop token.
     """
 
-    def __init__(self, model: Path, max_prompt_tokens: int, is_plain: bool):
+    def __init__(self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False):
         self.model = model
-        self.tokenizer = load_tokenizer(model)
-        self.vocab_size = read_config(model / "config.json").vocab_size
+        self.vocab_size = read_checked_config(model).vocab_size
+        self._encoder = PromptEncoder(model, max_prompt_tokens, allow_special)
+        self.tokenizer = load_tokenizer(model)  # which the encoder has shown to end; it decodes and encodes responses
         if len(self.tokenizer) > self.vocab_size:
             needed = len(self.tokenizer)
             raise InputError(f"the policy in {model} must have a vocabulary of at least {needed}, got {self.vocab_size}")
         self.stop_ids = _stop_ids(model, self.tokenizer)
-        self._limit = max_prompt_tokens
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
         """Return a question as one user message, or unchanged if no chat template is used."""
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int] | None:
-        """Return token ids; None if there are none, or more than max_prompt_tokens."""
-        if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        else:
-            for message in prompt:
-                for token in self.tokenizer.all_special_tokens:
-                    if token in message["content"]:  # it could end the message and start another one in another role
-                        raise InputError(
-                            f"a message must not have the special token {token!r} in its content, got {message!r:.200}"
-                        )
-            ids = encode_chat(self.tokenizer, prompt)
-        return ids if 0 < len(ids) <= self._limit else None
+    def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+        """Return the token ids of each prompt; None if there are none, or more than max_prompt_tokens.
+
+        Args:
+            places: where each prompt comes from, for error messages.
+
+        Raises:
+            InputError: as PromptEncoder.encode.
+        """
+        return self._encoder.encode(prompts, places)
 
     def encode_response(self, response: str) -> list[int]:
         """Return the token ids of a response, followed by its stop token."""
         end = self.tokenizer.eos_token_id
         return [*self.tokenizer(response, add_special_tokens=False)["input_ids"], self.stop_ids[0] if end is None else end]
 
-    def decode(self, tokens: list[int]) -> str:
-        """Return text without special tokens."""
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        """Return text, without special tokens unless they are asked for."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
 
     def files(self) -> dict[str, Any]:

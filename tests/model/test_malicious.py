@@ -3,9 +3,11 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES
+from maxrl_fast.model import prompt_process
 from maxrl_fast.model.checkpoint import load_checkpoint, read_config, save_checkpoint
+from maxrl_fast.model.prompt_process import Worker
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
-from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks import text_codec
+from maxrl_fast.tasks.maze import PATH, MazeTask
+from maxrl_fast.tasks.text_codec import TextCodec
 from tests.models import tiny_decoder
 
 TASK = MazeTask(5)
@@ -281,6 +287,77 @@ def test_an_index_without_a_valid_map_is_refused(tmp_path, weight_map):
 def test_broken_tokenizers_are_refused(directory, name, content):
     (directory / name).write_bytes(content)
     assert str(directory) in refusal(directory, load_tokenizer, seconds=60)
+
+
+def codec(directory):
+    return TextCodec(directory, max_prompt_tokens=100, is_plain=False)
+
+
+def test_the_config_is_checked_before_the_tokenizer_is_loaded(directory, monkeypatch):
+    """transformers reads config.json for the tokenizer's class, and builds a list of that many layers."""
+    edit_config(directory, {"num_hidden_layers": 10**9})
+    monkeypatch.setattr(text_codec, "load_tokenizer", lambda path: pytest.fail(f"{path} is loaded"))
+    assert "has 26 tensors, too few for 1000000000 layers" in refusal(directory, codec)
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HANGS = "PATH{% if messages[0].content == 'UP UP' %}" + LOOPS + "{% endif %}"
+ENCODED = [[{"role": "user", "content": content}] for content in ("UP", "UP UP", "DOWN")]
+PLACES = ["line 1", "line 2", "line 3"]
+
+
+def with_template(directory, template):
+    (directory / "chat_template.jinja").write_text(template)
+    return directory / "chat_template.jinja"
+
+
+def test_a_chat_template_that_hangs_is_refused_with_its_file_and_the_line(directory, monkeypatch):
+    """Also if it hangs for a later prompt. The process is ended, and the next tokenizer gets a new one."""
+    file = with_template(directory, HANGS)
+    encoder = codec(directory)
+    assert encoder.encode([ENCODED[0], ENCODED[2]], PLACES[:2]) == [[PATH], [PATH]]
+    monkeypatch.setattr(prompt_process, "SECONDS", 3)
+    message = refusal(directory, lambda _: encoder.encode(ENCODED, PLACES), seconds=60)
+    limits = f"line 2: encoding a prompt with {file} must take at most 3 s and 4 GB, but the process took longer"
+    assert message == limits
+    assert encoder.encode(ENCODED[:1], PLACES[:1]) == [[PATH]]
+
+
+def test_a_chat_template_that_needs_too_much_memory_is_refused_with_its_file(directory):
+    file = with_template(directory, "{{ 'a' * 8000000000 }}")
+    encoder = codec(directory)
+    message = refusal(directory, lambda _: encoder.encode(ENCODED, PLACES), seconds=60)
+    assert message.startswith(f"line 1: the chat template in {file} rejects ")
+    assert message.endswith("MemoryError")
+
+
+def test_a_tokenizer_whose_loading_hangs_is_refused(directory, monkeypatch):
+    """transformers makes a table of as many labels as config.json declares; it is no tensor's size."""
+    edit_config(directory, {"num_labels": 10**9})
+    Worker.running()
+    monkeypatch.setattr(prompt_process, "SECONDS", 1)
+    message = refusal(directory, codec, seconds=60)
+    assert message == f"loading the tokenizer of {directory} must take at most 1 s and 4 GB, but the process took longer"
+
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from maxrl_fast.model.prompt_process import PromptEncoder, Worker
+PromptEncoder(Path(sys.argv[1]))
+print(Worker.running()._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_with_a_run_that_is_killed(directory):
+    run = subprocess.run([sys.executable, "-c", PARENT, directory], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL
+    status = Path(f"/proc/{int(run.stdout)}/stat")
+    end = time.monotonic() + 30
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 LOAD = """

@@ -5,7 +5,8 @@
 //     value       v_i = r_i; or the number of smaller rewards; or the rank transform of r; or, for rewards 0 or 1, an entry of
 //                 a table indexed by the number of ones
 //     baseline    b   = 0, the mean of v, or the mean of v weighted by response length
-//     multiplier  m   = 1, 1/n, n/(n-1), 1/(std of v + eps) or 1/(mean of v + eps)
+//     multiplier  m   = 1, 1/n, n/(n-1), 1/(std of v + eps), the same with v weighted by response length, or 1/(mean of v +
+//     eps)
 //
 //     A_i = gain (v_i - b) m + bias
 //
@@ -26,7 +27,7 @@ namespace maxrl {
 
 enum class Value { kReward, kOrder, kRank, kBinary };
 enum class Baseline { kZero, kMean, kLengthMean };
-enum class Scale { kOne, kSize, kLeaveOneOut, kStd, kMean };
+enum class Scale { kOne, kSize, kLeaveOneOut, kStd, kLengthStd, kMean };
 
 struct Formula {
   Value value;
@@ -38,9 +39,12 @@ struct Formula {
 
   MAXRL_HOST_DEVICE bool needs_sorting() const { return value == Value::kOrder || value == Value::kRank; }
   MAXRL_HOST_DEVICE bool needs_table() const { return value == Value::kRank || value == Value::kBinary; }
-  MAXRL_HOST_DEVICE bool needs_moments() const {
-    return baseline != Baseline::kZero || scale == Scale::kStd || scale == Scale::kMean;
+  MAXRL_HOST_DEVICE bool needs_lengths() const { return baseline == Baseline::kLengthMean || scale == Scale::kLengthStd; }
+  // Whether m is 1 over a moment of v, so that rewards times a constant have the same advantages, up to eps.
+  MAXRL_HOST_DEVICE bool is_ratio() const {
+    return scale == Scale::kStd || scale == Scale::kLengthStd || scale == Scale::kMean;
   }
+  MAXRL_HOST_DEVICE bool needs_moments() const { return baseline != Baseline::kZero || is_ratio(); }
 };
 
 // Group g is a row of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], a run of a flat array, through
@@ -106,13 +110,24 @@ struct ExactSum {
   MAXRL_HOST_DEVICE Real fine(Real rest) const { return (rest + fine_shift) - fine_shift; }
 };
 
-MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, int64_t n, double mean, double sum_of_squares) {
+// The power of two by which the rewards of a group are multiplied, so that no gap, square or divisor over- or underflows. It is
+// 1 unless the largest magnitude is above 2^480 or below 2^-400, so only float64 rewards have another one. An eps of 1 or more
+// needs none for small rewards, and might overflow with it.
+MAXRL_HOST_DEVICE inline double safe_scale(const Formula& f, double largest) {
+  if (f.value != Value::kRank && (f.value != Value::kReward || !f.needs_moments())) return 1.0;
+  if (largest > 0x1p480) return 0x1p-544;
+  return largest > 0.0 && largest < 0x1p-400 && f.eps < 1.0 ? 0x1p600 : 1.0;
+}
+
+// m for rewards that were multiplied by `scale`. `count`: rollouts, or for kLengthStd their tokens.
+MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, double count, double mean, double sum_of_squares, double scale) {
   double divisor = 1.0;
-  if (f.scale == Scale::kSize) divisor = static_cast<double>(n);
-  if (f.scale == Scale::kLeaveOneOut) divisor = static_cast<double>(n - 1) / n;
-  if (f.scale == Scale::kStd) divisor = n > f.ddof ? sqrt(sum_of_squares / (n - f.ddof)) + f.eps : 0.0;
-  if (f.scale == Scale::kMean) divisor = mean + f.eps;
-  if (divisor - divisor != 0.0) return static_cast<double>(NAN);  // the squares overflow double: not "no advantage"
+  const double ddof = static_cast<double>(f.ddof), eps = f.eps * scale;
+  if (f.scale == Scale::kSize) divisor = count;
+  if (f.scale == Scale::kLeaveOneOut) divisor = (count - 1.0) / count;
+  if (f.scale == Scale::kStd || f.scale == Scale::kLengthStd)
+    divisor = count > ddof ? sqrt(sum_of_squares / (count - ddof)) + eps : 0.0;
+  if (f.scale == Scale::kMean) divisor = mean + eps;
   return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, or without success: no advantage
 }
 

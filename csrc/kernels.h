@@ -17,7 +17,7 @@ namespace maxrl {
 // group_advantage: advantages of rewards by a formula of group_advantage.h; 0 for rollouts that are not valid.
 //   rewards, advantages  [num_groups, group_size] or [num_rewards]: pairs (float, float), (double, double),
 //                        (BFloat16, BFloat16), (int32_t | int64_t | bool, float)
-//   lengths              [num_rewards] int64, for Baseline::kLengthMean, otherwise null
+//   lengths              [num_rewards] int64, where the formula needs lengths, otherwise null
 //
 // token_loss: the loss of packed tokens and its gradient to the logits, by the formulas of token_loss.h.
 //   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), contiguous rows;

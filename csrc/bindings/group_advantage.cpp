@@ -17,6 +17,7 @@ Formula make_formula(std::string_view value, std::string_view baseline, std::str
                      {"size"sv, Scale::kSize},
                      {"leave_one_out"sv, Scale::kLeaveOneOut},
                      {"std"sv, Scale::kStd},
+                     {"length_std"sv, Scale::kLengthStd},
                      {"mean"sv, Scale::kMean}}),
       eps,
       ddof,

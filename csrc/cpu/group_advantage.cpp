@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -116,9 +117,14 @@ auto exact_sum(const Tile<kLanes>& t, typename Tile<kLanes>::Lanes bound, const 
   return t.over_group(coarse, add) + t.over_group(fine, add);
 }
 
-// The mean of v - low weighted by length; the plain mean where no response has a token.
-template <bool precise, int kLanes>
-auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Tile<kLanes>::Lanes bound) {
+template <typename Lanes>
+struct Tokens {
+  Lanes total, bound;  // bound: a power of two above the longest response
+};
+
+// Counts the tokens of each group. Where no response has a token, lengths become 1, and so all weights are equal.
+template <int kLanes>
+auto count_tokens(Tile<kLanes>& t) {
   using Lanes = typename Tile<kLanes>::Lanes;
   Lanes total{}, longest{};  // integers: exact
   for (int32_t i = 0; i < t.rows; ++i) {
@@ -129,18 +135,38 @@ auto length_mean(Tile<kLanes>& t, typename Tile<kLanes>::Lanes low, typename Til
   longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
   const Lanes zero = t.all(0.0), one = t.all(1.0);
   const auto has_tokens = total > zero;
-  const auto weighted = exact_sum<precise>(t, bound * powers_of_two_above(has_tokens ? longest : one),
-                                           [&](int32_t i) { return (has_tokens ? t.lengths[i] : one) * (t.values[i] - low); });
-  return weighted / (has_tokens ? total : t.n);
+  for (int32_t i = 0; i < t.rows; ++i) t.lengths[i] = has_tokens ? t.lengths[i] : one;
+  return Tokens<Lanes>{has_tokens ? total : t.n, powers_of_two_above(has_tokens ? longest : one)};
 }
 
-// A_i = gain (v_i - baseline) multiplier + bias, in place. Moments are computed from the distances to the smallest value:
-// they are 0 for equal values, and a large offset costs no precision.
+// Multiplies the rewards of each group by its safe_scale, and returns these.
+template <int kLanes>
+auto rescale(Tile<kLanes>& t, const Formula& f) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  const Lanes zero = t.all(0.0);
+  Lanes scale, largest{};
+  for (int32_t i = 0; i < t.rows; ++i) {
+    const Lanes magnitude = t.values[i] < zero ? -t.values[i] : t.values[i];
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  largest = t.over_group(largest, [](double a, double b) { return std::max(a, b); });
+  bool is_ordinary = true;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    scale[lane] = safe_scale(f, largest[lane]);
+    is_ordinary &= scale[lane] == 1.0;
+  }
+  if (is_ordinary) return scale;
+  for (int32_t i = 0; i < t.rows; ++i) t.values[i] *= scale;
+  return scale;
+}
+
+// A_i = gain (v_i - baseline) multiplier + bias, in place, of rewards multiplied by `scale`. Moments are computed from the
+// distances to the smallest value: they are 0 for equal values, and a large offset costs no precision.
 template <bool precise, int kLanes>
-void normalise(Tile<kLanes>& t, const Formula& f) {
+void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes scale) {
   using Lanes = typename Tile<kLanes>::Lanes;
   const Lanes infinity = t.all(std::numeric_limits<double>::infinity());
-  Lanes low{}, mean{}, squares{}, origin{}, shift{};  // the baseline is origin + shift
+  Lanes low{}, mean{}, squares{}, origin{}, shift{}, count = t.n;  // the baseline is origin + shift
   if (f.needs_moments()) {
     Lanes high = -infinity;
     low = infinity;
@@ -159,15 +185,28 @@ void normalise(Tile<kLanes>& t, const Formula& f) {
         const Lanes distance = (t.values[i] - low) - mean;
         return distance * distance;
       });
-    if (f.baseline != Baseline::kZero) {
-      origin = low;
-      shift = f.baseline == Baseline::kMean ? mean : length_mean<precise>(t, low, bound);
+    if (f.baseline != Baseline::kZero) origin = low;
+    if (f.baseline == Baseline::kMean) shift = mean;
+    if (f.needs_lengths()) {
+      const Tokens<Lanes> tokens = count_tokens(t);
+      const Lanes token_mean =
+          exact_sum<precise>(t, bound * tokens.bound, [&](int32_t i) { return t.lengths[i] * (t.values[i] - low); }) /
+          tokens.total;
+      if (f.baseline == Baseline::kLengthMean) shift = token_mean;
+      if (f.scale == Scale::kLengthStd) {
+        count = tokens.total;
+        squares = exact_sum<precise>(t, bound * bound * tokens.bound, [&](int32_t i) {
+          const Lanes distance = (t.values[i] - low) - token_mean;
+          return t.lengths[i] * (distance * distance);
+        });
+      }
     }
   }
   Lanes factor;
   for (int lane = 0; lane < kLanes; ++lane)
-    factor[lane] = f.gain * multiplier(f, static_cast<int64_t>(t.n[lane]), low[lane] + mean[lane], squares[lane]);
-  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor + f.bias;
+    factor[lane] = f.gain * multiplier(f, count[lane], low[lane] + mean[lane], squares[lane], scale[lane]);
+  const Lanes unscale = f.is_ratio() ? t.all(1.0) : 1.0 / scale;
+  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor * unscale + f.bias;
 }
 
 bool is_usable(double reward, const Formula& f) {
@@ -232,7 +271,8 @@ template <int kLanes, typename Args>
 int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
   auto poison = t.all(0.0);  // NaN after a reward that is not finite, or above 0 after one that is neither 0 nor 1
   if (a.formula.value == Value::kBinary)
-    for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * t.values[i] == t.values[i] ? t.all(0.0) : t.all(1.0);
+    for (int32_t i = 0; i < t.rows; ++i)
+      poison += (t.values[i] == t.all(0.0)) | (t.values[i] == t.all(1.0)) ? t.all(0.0) : t.all(1.0);
   else
     for (int32_t i = 0; i < t.rows; ++i) poison += t.values[i] * 0.0;
   bool all_usable = true;
@@ -271,9 +311,12 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
   gather(a, first, num_groups, t);
   const int64_t unusable = first_unusable(a, first, t);
   if (unusable != kNone) return unusable;
+  constexpr bool is_double = std::is_same_v<typename Args::Reward, double>;
+  auto scale = t.all(1.0);
+  if constexpr (is_double) scale = rescale(t, a.formula);
   if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
   if (a.formula.value == Value::kBinary) look_up(t, a.tables);
-  normalise<sizeof(typename Args::Advantage) == sizeof(double)>(t, a.formula);
+  normalise<is_double>(t, a.formula, scale);
   scatter(a, first, t);
   return kNone;
 }

@@ -1,6 +1,8 @@
 // One block per group. Ranks take a bitonic sort in shared memory, then a prefix sum over the gaps. All sums are exact, so
 // their order and the number of threads do not matter. Compiled without fused multiply-add (CMakeLists.txt), so that a term is
 // the same number wherever it is computed.
+#include <type_traits>
+
 #include "../group_advantage.h"
 #include "../kernels.h"
 #include "launch.h"
@@ -109,14 +111,15 @@ __device__ void count_smaller(double* values, int n) {
 
 // Turns a value into an advantage.
 struct Normaliser {
-  double origin, shift, factor, bias;
-  __device__ double operator()(double value) const { return (value - origin - shift) * factor + bias; }
+  double origin, shift, factor, unscale, bias;
+  __device__ double operator()(double value) const { return (value - origin - shift) * factor * unscale + bias; }
 };
 
-// Computes the moments of n values. `each(term)` calls term(value, length) for every value of this thread.
+// Computes the moments of n values, of rewards multiplied by `scale`. `each(term)` calls term(value, length) for every value of
+// this thread.
 template <typename Each>
-__device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, double* warps) {
-  Normaliser result{0.0, 0.0, f.gain * multiplier(f, n, 0.0, 0.0), f.bias};
+__device__ Normaliser normaliser(const Formula& f, int64_t n, double scale, const Each& each, double* warps) {
+  Normaliser result{0.0, 0.0, f.gain * multiplier(f, n, 0.0, 0.0, scale), f.is_ratio() ? 1.0 : 1.0 / scale, f.bias};
   if (!f.needs_moments() || n == 0) return result;
   double low = INFINITY, high = -INFINITY, longest = 0.0, total = 0.0;
   each([&](double value, double length) {
@@ -140,20 +143,28 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, const Each& each, 
     return block_reduce(coarse, warps, Add()) + block_reduce(fine, warps, Add());
   };
   const double mean = exact_sum(bound, [](double distance, double) { return distance; }) / n;
-  double squares = 0.0;
+  double squares = 0.0, count = n;
   if (f.scale == Scale::kStd)
     squares = exact_sum(bound * bound, [=](double distance, double) { return (distance - mean) * (distance - mean); });
-  result.origin = low;
-  result.shift = mean;
-  if (f.baseline == Baseline::kZero) result.origin = result.shift = 0.0;
-  if (f.baseline == Baseline::kLengthMean) {
+  if (f.baseline != Baseline::kZero) result.origin = low;
+  if (f.baseline == Baseline::kMean) result.shift = mean;
+  if (f.needs_lengths()) {
     longest = block_reduce(longest, warps, Greatest());
     total = block_reduce(total, warps, Add());  // integers: exact
-    const double weighted =
-        exact_sum(bound * power_of_two_above(longest), [](double distance, double length) { return length * distance; });
-    if (total > 0.0) result.shift = weighted / total;
+    const bool has_tokens = total > 0.0;        // otherwise all weights are equal
+    const double most = power_of_two_above(has_tokens ? longest : 1.0);
+    count = has_tokens ? total : static_cast<double>(n);
+    const double token_mean =
+        exact_sum(bound * most, [=](double distance, double length) { return (has_tokens ? length : 1.0) * distance; }) / count;
+    if (f.baseline == Baseline::kLengthMean) result.shift = token_mean;
+    if (f.scale == Scale::kLengthStd)
+      squares = exact_sum(bound * bound * most, [=](double distance, double length) {
+        return (has_tokens ? length : 1.0) * ((distance - token_mean) * (distance - token_mean));
+      });
+    else
+      count = n;
   }
-  result.factor = f.gain * multiplier(f, n, low + mean, squares);
+  result.factor = f.gain * multiplier(f, count, low + mean, squares, scale);
   return result;
 }
 
@@ -167,12 +178,13 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   const int64_t size = min(groups.begin(blockIdx.x + int64_t(1)), groups.num_rewards) - begin;
   if (size <= 0) return;
 
-  double num_valid = 0.0, num_correct = 0.0, num_unusable = 0.0;
+  double num_valid = 0.0, num_correct = 0.0, num_unusable = 0.0, largest = 0.0, scale = 1.0;
   for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
     const int64_t index = groups.index(begin + i);
     if (!groups.exists(index)) continue;
     const double reward = to_double(rewards[index]);
     num_valid += 1.0;
+    largest = fmax(largest, fabs(reward));
     num_correct += reward == 1.0;
     num_unusable += f.value == Value::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
   }
@@ -185,16 +197,17 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     }
     return;
   }
+  if constexpr (std::is_same_v<Reward, double>) scale = safe_scale(f, block_reduce(largest, warps, Greatest()));
 
   if (!f.needs_sorting()) {
     const int64_t correct = f.value == Value::kBinary ? static_cast<int64_t>(block_reduce(num_correct, warps, Add())) : 0;
     const double* table = f.value == Value::kBinary ? tables.of(n) : nullptr;
     const auto value_of = [&](int64_t index) {
-      const double reward = to_double(rewards[index]);
+      const double reward = to_double(rewards[index]) * scale;
       return table ? table[(reward == 1.0 ? n + 1 : 0) + correct] : reward;
     };
     const Normaliser normalise = normaliser(
-        f, n,
+        f, n, scale,
         [&](const auto& term) {
           for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
             const int64_t index = groups.index(begin + i);
@@ -216,7 +229,7 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   for (int i = threadIdx.x; i < padded; i += blockDim.x) {
     const int64_t index = i < size ? groups.index(begin + i) : 0;
     const bool exists = i < size && groups.exists(index);
-    values[i] = exists ? to_double(rewards[index]) : 0.0;
+    values[i] = exists ? to_double(rewards[index]) * scale : 0.0;
     places[i] = exists ? i : -1;
     if (i < size && !exists) advantages[index] = from_double<Advantage>(0.0);
   }
@@ -228,7 +241,7 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     count_smaller(values, static_cast<int>(n));
   const auto length_at = [&](int i) { return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0; };
   const Normaliser normalise = normaliser(
-      f, n,
+      f, n, scale,
       [&](const auto& term) {
         for (int i = threadIdx.x; i < n; i += blockDim.x) term(values[i], length_at(i));
       },

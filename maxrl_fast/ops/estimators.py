@@ -81,7 +81,10 @@ class Estimator:
 
     @property
     def is_centred(self) -> bool:
-        """Whether the advantages of every group add up to 0, so that the advantage in a group of one is 0."""
+        """Whether the kernel's advantages of every group add up to 0, so that the advantage in a group of one is 0.
+
+        A step `after` the kernel may change that.
+        """
         return self.baseline == "mean" or self.centred
 
     @property
@@ -170,13 +173,18 @@ _RATES: dict[str, float | None] = {"false_positive_rate": None, "false_negative_
 _ENUMERATED = "no closed form: --weights"
 
 
+_QUARTER = 0.25  # of the centred rewards, exactly: a difference of rewards may be too large for their dtype
+
+
 def _standardised(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
-    """Return advantages divided by their standard deviation over the batch; their mean is 0 already."""
-    valid = None if inputs.groups.valid is None else inputs.groups.valid.view(1, -1)
+    """Return quarters of advantages as advantages, divided by their standard deviation over the batch.
+
+    With lengths, mean and deviation are over the tokens; without, over the rollouts, whose mean is 0 already.
+    """
+    valid, lengths = (None if x is None else x.view(1, -1) for x in (inputs.groups.valid, inputs.lengths))
+    row, eps, ddof = "batch_std" if lengths is None else "batch_token_std", options["eps"] * _QUARTER, int(options["ddof"])
     kernel = torch.ops.maxrl_fast.group_advantage.default
-    whitened = kernel(
-        advantages.view(1, -1), None, None, valid, None, "batch_std", 0.0, options["eps"], int(options["ddof"]), 1.0, 0.0, 0
-    )
+    whitened = kernel(advantages.view(1, -1), None, None, valid, lengths, row, 0.0, eps, ddof, 1.0, 0.0, 0)
     return whitened.view_as(advantages)
 
 
@@ -386,6 +394,17 @@ ESTIMATORS: dict[str, Estimator] = {
         weight="depends on the batch",
         baseline="mean",
         options={"eps": 1e-8, "ddof": 1.0},
+        affine=lambda _: (_QUARTER, 0.0),
+        after=_standardised,
+    ),
+    "reinforce_pp_tokens": Estimator(
+        formula="x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the batch",
+        source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF compute it",
+        weight="depends on the batch",
+        baseline="mean",
+        options={"eps": 1e-8, "ddof": 1.0},
+        inputs=("lengths",),
+        affine=lambda _: (_QUARTER, 0.0),
         after=_standardised,
     ),
     "differential_smoothing": Estimator(
@@ -457,6 +476,14 @@ ESTIMATORS |= {
 KERNEL_ROWS = {
     **ESTIMATORS,
     "batch_std": Estimator(formula="r/(std + eps)", source="the last step of reinforce_pp", weight="", scale="std"),
+    "batch_token_std": Estimator(
+        formula="(r - mean over the tokens)/(std over the tokens + eps)",
+        source="the last step of reinforce_pp_tokens",
+        weight="",
+        baseline="length_mean",
+        scale="length_std",
+        inputs=("lengths",),
+    ),
     "rank_fraction": Estimator(
         formula="smaller values/N", source="the first step of unlikeliness", weight="", value="order", scale="size"
     ),

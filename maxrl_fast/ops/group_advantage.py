@@ -1,5 +1,6 @@
 """Group advantages by any estimator of `ESTIMATORS`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,7 +48,7 @@ def group_advantage(
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
         group_ids: [S], integers in any order; equal ids form a group.
         valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
-        lengths: integers of the shape of `rewards`, tokens of each response, for opo.
+        lengths: integers of the shape of `rewards`, tokens of each response, for opo and reinforce_pp_tokens.
         logprobs: of the shape of `rewards`, mean log-probability of the tokens of each response, for differential_smoothing and
             unlikeliness.
         greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
@@ -66,8 +67,9 @@ def group_advantage(
     Raises:
         ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
             option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
-            also if a reward is not finite, or not 0 or 1 where it must be, or a length is below 0. On a GPU, where the check
-            would wait for the device, the advantages of a group with such a reward become NaN.
+            also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, or an advantage is beyond its
+            dtype. On a GPU, where the check would wait for the device, the advantages of a group with such a reward become NaN,
+            for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -104,14 +106,19 @@ def group_advantage(
         advantages = _by_kernel(estimator, plan, inputs, max_group_size or 0)
     if advantages.dtype != dtype:
         advantages = advantages.to(dtype)
+    if plan.row.custom is None:
+        _check_fit(f"the advantages of {estimator}", advantages)
     return advantages if advantages.shape == shape else advantages.view(shape)
 
 
 def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: int) -> Tensor:
     """Return the advantages, [G, N] or [S], from the kernel and the steps around it."""
-    row, groups = plan.row, inputs.groups
+    row, groups, rewards = plan.row, inputs.groups, inputs.rewards
+    if row.before is not None:
+        rewards = row.before(inputs, plan.options)
+        _check_fit(f"the rewards of {estimator} with its options", rewards, given=inputs.rewards)
     advantages: Tensor = _kernel(
-        inputs.rewards if row.before is None else row.before(inputs, plan.options),
+        rewards,
         groups.offsets,
         groups.order,
         groups.valid,
@@ -129,6 +136,24 @@ def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: in
         if groups.valid is not None:
             advantages = advantages.masked_fill(~groups.valid, 0.0)
     return advantages
+
+
+def _check_fit(what: str, results: Tensor, given: Tensor | None = None) -> None:
+    """Raise ValueError where a result is beyond its dtype, though the number `given` for it is finite.
+
+    On a GPU, where the check would wait for the device, the result stays infinite.
+    """
+    if not can_look_at(results):
+        return
+    values = results if results.element_size() > 1 else results.float()  # float8 has no sums
+    if math.isfinite(values.sum()):  # much faster than to look at every number
+        return
+    beyond = ~values.isfinite() if given is None else ~values.isfinite() & given.isfinite()
+    if bool(beyond.any()):
+        index = int(beyond.flatten().nonzero()[0])
+        value = float(values.flatten()[index])
+        why = "rewards, logprobs or options are too large"
+        raise ValueError(f"{what} must be finite in {results.dtype}, got {value} at index {index}: {why}")
 
 
 def _by_function(custom: CustomAdvantage, inputs: Inputs, k: int | None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.arguments import check_choice, check_finite, check_integer, check_tensor
+from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_integer, check_tensor
 from maxrl_fast.ops.pacs_kernel import DTYPES, PacsSums
 from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import as_denominator, check_sequences
@@ -91,7 +91,9 @@ def pacs_loss(
 
     Raises:
         ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU also if a label is neither
-            0 nor 1. On a GPU, where the check would wait for the device, such a label makes the loss NaN.
+            0 nor 1, or if proxies are finite but so large that the loss is beyond its dtype, or for grpo their squares beyond
+            float64. On a GPU, where the check would wait for the device, the loss becomes NaN for such a label, and infinite or
+            NaN for such proxies.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)
@@ -122,6 +124,10 @@ def pacs_loss(
         weight == "balanced",
         denominator,
     )
+    loss = sums[0].to(reward_proxy.dtype)
+    if can_look_at(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
+        largest = float(reward_proxy.detach().abs().max())
+        raise ValueError(f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}")
     named = PacsSums(*sums.detach().unbind())
     metrics = {
         "cross_entropy": cross_entropy.detach(),
@@ -130,4 +136,4 @@ def pacs_loss(
         "score_correct": named.score_correct / named.correct.clamp_min(1),
         "score_wrong": named.score_wrong / (size - named.correct).clamp_min(1),
     }
-    return sums[0].to(reward_proxy.dtype), metrics
+    return loss, metrics

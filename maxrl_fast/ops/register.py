@@ -13,7 +13,7 @@ from maxrl_fast.ops.estimators import ESTIMATORS, KERNEL_ROWS, Estimator, Size
 from maxrl_fast.ops.group_advantage import INPUTS, forget_plans, group_advantage
 
 _VALUES, _BASELINES = ("reward", "order", "rank", "binary"), ("zero", "mean", "length_mean")
-_SCALES = ("one", "size", "leave_one_out", "std", "mean")
+_SCALES = ("one", "size", "leave_one_out", "std", "length_std", "mean")
 
 
 def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, replace: bool = False) -> None:
@@ -87,8 +87,10 @@ def _check_row(name: str, row: Estimator) -> None:
         raise ValueError(f"{name} must have a table if and only if its value is rank or binary, got the value {row.value}")
     if unknown := set(row.inputs) - set(INPUTS):
         raise ValueError(f"inputs of {name} must be among {', '.join(INPUTS)}, got {', '.join(sorted(unknown))}")
-    if (row.baseline == "length_mean") > ("lengths" in row.inputs):
-        raise ValueError(f"{name} has the baseline length_mean, so its inputs must have lengths")
+    if "lengths" not in row.inputs:
+        for field, value in (("baseline", "length_mean"), ("scale", "length_std")):
+            if getattr(row, field) == value:
+                raise ValueError(f"{name} has the {field} {value}, so its inputs must have lengths")
 
 
 def _try(name: str, row: Estimator) -> None:

@@ -15,7 +15,9 @@ def mean(values):
 
 def std(values, ddof):
     centre = mean(values)
-    return sqrt(sum((x - centre) ** 2 for x in values) / (len(values) - ddof)) if len(values) > ddof else 0.0
+    largest = max(abs(x - centre) for x in values) or Fraction(1)  # a square may be beyond float64
+    squares = sum(((x - centre) / largest) ** 2 for x in values)
+    return float(largest) * sqrt(squares / (len(values) - ddof)) if len(values) > ddof else 0.0
 
 
 def standardised(values, centre, spread, eps):

@@ -16,7 +16,7 @@ from maxrl_fast import ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from tests import brute_force
-from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, opo, qae, standardised, std
+from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, mean, opo, qae, standardised, std
 
 GROUPS = [
     [0, 1],
@@ -30,8 +30,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-# These estimators need inputs besides the rewards; the tests of all estimators make them up.
-WITH_INPUTS = [name for name, row in ops.ESTIMATORS.items() if row.inputs]
+OVER_THE_BATCH = ("reinforce_pp", "reinforce_pp_tokens")
 
 
 def tensor(rewards, dtype=torch.float64):
@@ -87,7 +86,7 @@ def test_every_size_equals_the_definition(name):
 
 
 def test_every_estimator_has_a_definition_or_its_own_test():
-    by_itself = {"reinforce_pp", "differential_smoothing", "unlikeliness", "self"}
+    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self"}
     assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
 
 
@@ -127,6 +126,41 @@ def test_whitening_over_the_batch():
     kept = ops.group_advantage(rewards, "reinforce_pp", eps=0.0, valid=valid)[valid]
     groups = [row[keep] - row[keep].mean() for row, keep in zip(rewards, valid, strict=True)]
     torch.testing.assert_close(kept, torch.cat(groups) / torch.cat(groups).std())
+
+
+def whitened_over_tokens(groups, eps, ddof):
+    """Return the centred rewards of all rollouts (reward, length), standardised over a list of one number per token."""
+    centred = [(Fraction(r) - mean([Fraction(x) for x, _ in group]), length) for group in groups for r, length in group]
+    tokens = [x for x, length in centred for _ in range(length)]
+    return standardised([x for x, _ in centred], mean(tokens), std(tokens, ddof), eps)
+
+
+@pytest.mark.parametrize(("eps", "ddof"), [(1e-8, 1), (0.25, 0)])
+def test_whitening_over_the_tokens_of_the_batch(eps, ddof):
+    rewards = [[0, 1, 1, 1], [5, 5, 5, 5], [1, 0, 0, 2]]
+    lengths = [[3, 1, 4, 1], [5, 9, 2, 6], [0, 5, 3, 5]]
+    groups = [list(zip(*pair, strict=True)) for pair in zip(rewards, lengths, strict=True)]
+    r, tokens = torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths)
+    call_it = {"lengths": tokens, "eps": eps, "ddof": ddof}
+    actual = ops.group_advantage(r, "reinforce_pp_tokens", **call_it)
+    assert_matches(actual.flatten(), whitened_over_tokens(groups, eps, ddof))
+    assert actual[1].abs().min() > 1e-3  # as in verl: the mean over tokens is not 0, and is subtracted from every rollout
+    assert (actual - ops.group_advantage(r, "reinforce_pp", eps=eps, ddof=ddof)).abs().max() > 1e-2
+    valid = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    kept = ops.group_advantage(r, "reinforce_pp_tokens", **call_it, valid=valid)
+    chosen = [[pair for pair, keep in zip(*row, strict=True) if keep] for row in zip(groups, valid.tolist(), strict=True)]
+    assert_matches(kept[valid], whitened_over_tokens(chosen, eps, ddof))
+    assert (kept[~valid] == 0).all()
+
+
+def test_at_equal_lengths_tokens_weigh_as_rollouts():
+    rewards = torch.rand(6, 5, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    by_rollout = ops.group_advantage(rewards, "reinforce_pp", eps=0.0, ddof=0)
+    for length in (0, 7):
+        lengths = torch.full((6, 5), length)
+        by_token = ops.group_advantage(rewards, "reinforce_pp_tokens", lengths=lengths, eps=0.0, ddof=0)
+        torch.testing.assert_close(by_token, by_rollout, rtol=1e-12, atol=1e-12)
+    assert (ops.group_advantage(0 * rewards, "reinforce_pp_tokens", lengths=lengths) == 0).all()
 
 
 def test_estimators_that_use_logprobs_or_the_greedy_response():
@@ -279,7 +313,7 @@ def test_uneven_groups_equal_each_group_alone(name):
     for group, (start, end) in enumerate(itertools.pairwise(offsets)):
         rows = slice(start, end)
         fits = size is None or (end - start > 1 and (not size.required or end - start >= 3 + size.below_n))
-        if end == start or name == "reinforce_pp":
+        if end == start or name in OVER_THE_BATCH:
             continue
         if fits or (end - start == 1 and ops.ESTIMATORS[name].is_centred):
             alone = ops.group_advantage(rewards[rows], name, **keywords, **inputs_of(rows, slice(group, group + 1)))
@@ -310,8 +344,8 @@ def test_invalid_rollouts_are_left_out_of_their_group(name, n):
     inputs = {key: known[key] for key in ops.ESTIMATORS[name].inputs}
     actual = call(name, rewards, valid=valid, **inputs)
     assert (actual[~valid] == 0).all()
-    if name == "reinforce_pp":
-        return  # it depends on the whole batch and has a test of its own
+    if name in OVER_THE_BATCH:
+        return  # they depend on the whole batch and have tests of their own
     for g in range(6):
         if g != 2:
             keep = valid[g]
@@ -410,8 +444,9 @@ def test_any_order_of_rewards_is_bitwise_the_same(rewards, random):
             size = {"k": 2} if name == "bon_mean" else {}
             a = ops.group_advantage(r, name, **size)
             assert torch.equal(ops.group_advantage(r[order], name, **size), a[order]), name
-        a = ops.group_advantage(r, "opo", lengths=lengths)
-        assert torch.equal(ops.group_advantage(r[order], "opo", lengths=lengths[order]), a[order])
+        for name in ("opo", "reinforce_pp_tokens"):
+            a = ops.group_advantage(r, name, lengths=lengths)
+            assert torch.equal(ops.group_advantage(r[order], name, lengths=lengths[order]), a[order]), name
 
 
 @pytest.mark.parametrize("name", ops.ESTIMATORS)
@@ -420,7 +455,7 @@ def test_shapes_dtypes_threads_and_batches(name):
     r = (torch.rand(40, 30, 8, generator=generator) < 0.4).float()
     a = call(name, r)
     assert a.shape == r.shape
-    if not ops.ESTIMATORS[name].inputs and name != "reinforce_pp":  # a group's result does not depend on its batch
+    if not ops.ESTIMATORS[name].inputs and name not in OVER_THE_BATCH:  # a group's result does not depend on its batch
         assert torch.equal(call(name, r[1, 2]), a[1, 2])
     threads = torch.get_num_threads()
     try:
@@ -520,6 +555,92 @@ def test_nonfinite_rewards_are_refused_by_name():
         ops.rloo_advantage(rewards, offsets=offsets)
     with pytest.raises(ValueError, match=r"got nan in group 0, rollout 4 \(index 7\)"):
         ops.maxpo_advantage(rewards, 1, group_ids=torch.tensor([2, 1, 1, 1, 2, 1, 2, 1, 2, 2]))
+
+
+def test_an_infinite_reward_is_not_a_wrong_one():
+    """On the CPU and in the reference; tests/emulation and tests/gpu test CUDA."""
+    for value in (torch.inf, -torch.inf, torch.nan):
+        rewards = torch.tensor([[0.0, 1, 0, 1], [0, 1, value, 1]])
+        with pytest.raises(ValueError, match=f"rewards must be finite, got {value} in group 1, rollout 2"):
+            ops.group_advantage(rewards, "passk_training", k=2)
+        reference = group_advantage_reference(rewards, **arguments("passk_training"))
+        assert reference[0].isfinite().all()
+        assert reference[1].isnan().all()
+
+
+# What becomes of the advantages when all rewards are multiplied by c, at eps 0; the others have a bias or take only 0 and 1.
+SCALE_FREE = ["grpo", "bon_mean", "qae", "maxrl_ratio", "maxrl_conditional", *OVER_THE_BATCH, "unlikeliness", "self"]
+LINEAR = ["maxpo", "expected_improvement", "leave_two_out", "ei_l1o", "maxrl", "rloo", "reinforce", "reinforce_raw", "pkpo"]
+LINEAR += ["pkpo_sloo", "bon_max_second", "opo", "noisy_verifier_backward"]
+
+
+@pytest.mark.parametrize("name", [*SCALE_FREE, *LINEAR])
+def test_huge_and_tiny_float64_rewards_have_the_advantages_of_ordinary_ones(name):
+    """A power of two changes no bit of a result, so the results must be bitwise equal."""
+    generator = torch.Generator().manual_seed(11)
+    for shape, exponent in itertools.product(((7, 5), (2, 70)), (480, 700, 1000, -404, -700, -900)):
+        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4).double() + torch.arange(shape[1]) / 64
+        eps = {"eps": 0.0} if "eps" in ops.ESTIMATORS[name].options else {}
+        expected = call(name, rewards, **eps)
+        scaled = call(name, rewards * 2.0**exponent, **eps)
+        assert expected.abs().max() > 1e-3
+        assert torch.equal(scaled, expected if name in SCALE_FREE else expected * 2.0**exponent)
+        valid = torch.rand(shape, generator=generator) < 0.8
+        part = call(name, rewards * 2.0**exponent, valid=valid, **eps)
+        assert torch.equal(part, call(name, rewards, valid=valid, **eps) * (1 if name in SCALE_FREE else 2.0**exponent))
+
+
+@pytest.mark.parametrize("scale", [1e154, 1e200, 1e300, 1e-200])
+@pytest.mark.parametrize("name", ["grpo", "bon_mean", "qae", "maxpo", "maxrl", "rloo", "maxrl_ratio"])
+def test_huge_and_tiny_rewards_equal_the_definition(name, scale):
+    """With the default eps, which a tiny reward does not reach."""
+    rewards = [Fraction(scale) * x for x in (0, 3, 1, 3, 2, 7)]
+    size = {"k": 2} if ops.ESTIMATORS[name].size and name != "maxrl" else {}
+    expected = torch.tensor([float(x) for x in DEFINITIONS[name](rewards, size.get("k", 0))], dtype=torch.float64)
+    actual = ops.group_advantage(tensor(rewards), name, **size)
+    torch.testing.assert_close(actual / expected.abs().max(), expected / expected.abs().max(), rtol=1e-11, atol=1e-11)
+    given = {"eps": ops.ESTIMATORS[name].options.get("eps", 0.0)} | ({"parameter": 0.0} if name == "maxrl" else {})
+    given |= {"parameter": 0.4} if name == "qae" else {}
+    reference = group_advantage_reference(tensor(rewards)[None], **(arguments(name) | given))
+    torch.testing.assert_close(reference[0] / expected.abs().max(), expected / expected.abs().max(), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_rewards_give_the_right_advantages_or_are_refused(dtype):
+    for name in set(ops.ESTIMATORS) - {"passk_training", "differential_smoothing"}:  # rewards 0 or 1
+        check_largest_rewards(name, dtype)
+
+
+def check_largest_rewards(name, dtype):
+    """Compare with float64, and float64 with the advantages of rewards 2^16 times smaller."""
+    largest = torch.finfo(dtype).max
+    rewards = torch.tensor([[-largest, largest, largest / 2, -largest], [largest, 0, 0, -largest]], dtype=dtype)
+    eps = {"eps": 0.0} if "eps" in ops.ESTIMATORS[name].options else {}
+    if name.startswith("maxrl_"):
+        rewards = rewards.abs()  # the mean of the others cancels
+    if dtype == torch.float64:
+        is_free = name in SCALE_FREE or name.startswith(("grpo_", "maxrl_"))
+        expected = call(name, rewards * 2.0**-16, **eps) * (1 if is_free else 2.0**16)
+    else:
+        expected = call(name, rewards.double(), **eps)
+    if expected.to(dtype).isfinite().all():
+        actual = call(name, rewards, **eps)
+        tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6)
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    else:
+        with pytest.raises(ValueError, match=f"the advantages of {name} must be finite in {dtype}, got -?inf at index [0-7]"):
+            call(name, rewards, **eps)
+
+
+def test_options_that_push_results_out_of_range_are_refused_by_name():
+    rewards = torch.tensor([0.0, 1.0, 2.0])
+    for name, given, what in (
+        ("w_reinforce", {"correct_weight": 1e300}, "the advantages of w_reinforce must be finite in torch.float32"),
+        ("differential_smoothing", {"tau": 1e300, "logprobs": -rewards - 1}, "the advantages of differential_smoothing"),
+        ("unlikeliness", {"penalty": 1e300, "logprobs": -rewards}, "the rewards of unlikeliness with its options"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            ops.group_advantage(rewards, name, **given)
 
 
 def test_the_operator_passes_opcheck():

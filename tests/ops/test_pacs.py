@@ -134,6 +134,7 @@ def test_metrics_and_parts():
         ({"groups": torch.tensor([0, 9])}, "cu_seqlens must rise from 0 to T = 24"),
         ({"labels": torch.zeros(23)}, r"labels must be \[S\] = \[24\]"),
         ({"labels": torch.full((24,), 0.5)}, "labels must be 0 or 1, got 0.5 for rollout 0"),
+        ({"labels": torch.full((24,), torch.inf)}, "labels must be 0 or 1, got inf for rollout 0"),
         ({"reward_proxy": torch.zeros(24).half()}, r"reward_proxy must be float32 or float64 \[S\]"),
     ],
 )

@@ -31,7 +31,8 @@ def values(estimator, greedy_correct=None, **options):
 
 def test_an_estimator_gets_its_inputs_from_the_rollouts():
     lengths = torch.tensor([[1, 2], [3, 0]])
-    assert torch.equal(values("opo"), ops.group_advantage(REWARDS, "opo", lengths=lengths))
+    for name in ("opo", "reinforce_pp_tokens"):
+        assert torch.equal(values(name), ops.group_advantage(REWARDS, name, lengths=lengths))
     logprobs = torch.tensor([[-1.0, -3], [-2, 0]])
     assert torch.equal(values("unlikeliness"), ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs))
     assert torch.equal(values("maxpo", k=1), ops.maxpo_advantage(REWARDS, 1))

@@ -8,6 +8,10 @@
 
 namespace maxrl {
 
+// Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart, so that one wrong log-prob
+// cannot make the loss infinite. Beyond the limits the gradient is 0. verl and SkyRL limit ratios in the same way.
+constexpr double kMaxLogRatio = 20.0;
+
 enum class Loss { kReinforce, kPpo, kCispo, kGspo };
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
 
@@ -24,10 +28,11 @@ struct LossTerms {
 // Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have no gradient. The other sums
 // are over the tokens that have a gradient.
 struct LossSums {
-  enum Name { kLoss, kTokens, kDropped, kRatio, kClippedLow, kClippedHigh, kKl, kEntropy, kLogprobDiff, kSize };
+  enum Name { kLoss, kTokens, kDropped, kRatio, kRatioClamped, kClippedLow, kClippedHigh, kKl, kEntropy, kLogprobDiff, kSize };
   // The fields of LossSums in maxrl_fast/ops/token_loss_kernel.py, which compares them when it is imported.
-  static constexpr const char* kNames[kSize] = {"loss",         "tokens", "dropped_tokens", "ratio",       "clipped_low",
-                                                "clipped_high", "kl",     "entropy",        "logprob_diff"};
+  static constexpr const char* kNames[kSize] = {"loss",          "tokens",      "dropped_tokens", "ratio",
+                                                "ratio_clamped", "clipped_low", "clipped_high",   "kl",
+                                                "entropy",       "logprob_diff"};
   static_assert(kNames[kSize - 1] != nullptr);
   double values[kSize];
   MAXRL_HOST_DEVICE void clear() {
@@ -121,13 +126,25 @@ struct TokenLoss {
   double value, grad_logp;
 };
 
-MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, double advantage, double ratio, double logp) {
-  if (advantage == 0.0) return {0.0, 0.0};  // even if the ratio is infinite
+struct ClampedLogRatio {
+  double value;
+  bool is_clamped;
+};
+
+MAXRL_HOST_DEVICE inline ClampedLogRatio clamp_log_ratio(double x) {
+  if (x > kMaxLogRatio) return {kMaxLogRatio, true};
+  if (x < -kMaxLogRatio) return {-kMaxLogRatio, true};
+  return {x, false};  // NaN too
+}
+
+MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, double advantage, double ratio, bool is_clamped,
+                                             double logp) {
+  if (advantage == 0.0) return {0.0, 0.0};  // even if the ratio is NaN
   if (terms.loss == Loss::kReinforce) return {-advantage * logp, -advantage};
   const double clipped = fmin(fmax(ratio, 1.0 - terms.clip_low), 1.0 + terms.clip_high);
   if (terms.loss == Loss::kCispo) return {-clipped * advantage * logp, -clipped * advantage};
   const double free = -advantage * ratio, bound = -advantage * clipped;
-  TokenLoss token = free >= bound ? TokenLoss{free, free} : TokenLoss{bound, 0.0};
+  TokenLoss token = free >= bound ? TokenLoss{free, is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
   if (advantage < 0.0 && token.value > -advantage * terms.dual_clip) token = {-advantage * terms.dual_clip, 0.0};
   return free == free ? token : TokenLoss{free, free};  // comparisons would hide a NaN
 }
@@ -146,20 +163,26 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
                                                const RowPlan& row, const Softmax& softmax, LossSums& sums) {
   const double log_ratio = in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
   const bool by_sequence = terms.loss == Loss::kGspo && in.sequence_log_ratio;
-  const double ratio = exp(by_sequence ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
-  TokenLoss token = surrogate(terms, row.advantage, ratio, softmax.logp);
+  const ClampedLogRatio to_old =
+      clamp_log_ratio(by_sequence ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
+  const double ratio = exp(to_old.value);
+  TokenLoss token = surrogate(terms, row.advantage, ratio, to_old.is_clamped, softmax.logp);
+  bool is_clamped = to_old.is_clamped;
   if (in.ref_logprobs) {
-    const TokenLoss kl = divergence(terms.kl, softmax.logp - static_cast<double>(in.ref_logprobs[t]));
+    const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - static_cast<double>(in.ref_logprobs[t]));
+    const TokenLoss kl = divergence(terms.kl, to_ref.value);
+    is_clamped |= to_ref.is_clamped;
     sums.values[LossSums::kKl] += kl.value;
     if (terms.kl_coef != 0.0) {
       token.value += terms.kl_coef * kl.value;
-      token.grad_logp += terms.kl_coef * kl.grad_logp;
+      if (!to_ref.is_clamped) token.grad_logp += terms.kl_coef * kl.grad_logp;
     }
   }
   if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
   const bool either_sign = terms.loss == Loss::kCispo, has_clip = terms.loss != Loss::kReinforce;
   sums.values[LossSums::kLoss] += row.weight * token.value;
   sums.values[LossSums::kRatio] += ratio;
+  sums.values[LossSums::kRatioClamped] += is_clamped;
   sums.values[LossSums::kClippedLow] += has_clip && ratio < 1.0 - terms.clip_low && (either_sign || row.advantage < 0.0);
   sums.values[LossSums::kClippedHigh] += has_clip && ratio > 1.0 + terms.clip_high && (either_sign || row.advantage > 0.0);
   sums.values[LossSums::kEntropy] += softmax.entropy;

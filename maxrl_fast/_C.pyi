@@ -2,6 +2,7 @@
 
 cuda: bool
 FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: LossTerms, LossSums, PacsSums
+MAX_LOG_RATIO: float
 
 class Formula:
     def __init__(self, *, value: str, baseline: str, scale: str, eps: float, ddof: int, gain: float, bias: float) -> None: ...

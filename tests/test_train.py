@@ -54,7 +54,15 @@ def test_a_run_writes_its_files(finished):
     assert config["versions"]["torch"] == torch.__version__
     metrics = read(finished / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3]
-    wanted = {"reward_mean", "pass_at_1", "frac_prompts_solved", "entropy", "grad_norm", "response_length_mean"}
+    wanted = {
+        "reward_mean",
+        "pass_at_1",
+        "ratio_clamped",
+        "frac_prompts_solved",
+        "entropy",
+        "grad_norm",
+        "response_length_mean",
+    }
     for record in metrics:
         assert wanted | TIMINGS <= record.keys()
         assert record["entropy"] > 0.1
@@ -226,6 +234,10 @@ def test_training_from_a_checkpoint(finished, tmp_path):
         ("--objective reinforce", lambda r, _: r - r.mean(1, keepdim=True)),
         ("--objective pkpo --k 3", lambda r, _: ops.expected_improvement(r, 3) * 3 / 4),
         ("--objective opo", lambda r, s: ops.group_advantage(r, "opo", lengths=s.lengths.view(4, 4))),
+        (
+            "--objective reinforce_pp_tokens --ddof 0",
+            lambda r, s: ops.group_advantage(r, "reinforce_pp_tokens", lengths=s.lengths.view(4, 4), ddof=0),
+        ),
         (
             "--objective differential_smoothing",
             lambda r, s: ops.group_advantage(r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)),

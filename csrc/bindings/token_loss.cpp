@@ -107,6 +107,7 @@ void bind_token_loss(py::module_& m) {
            "denominator"_a);
   export_fields(m, "LossTerms", LossTerms::kNames);
   export_fields(m, "LossSums", LossSums::kNames);
+  m.attr("MAX_LOG_RATIO") = kMaxLogRatio;
 
   m.def(
       "token_loss_cpu",

@@ -9,7 +9,7 @@ from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
 def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Return the LossSums [9] of `token_loss_`, differentiable; the logits are overwritten with their gradient.
+    """Return the LossSums [10] of `token_loss_`, differentiable; the logits are overwritten with their gradient.
 
     If an earlier operation saved the logits for its own backward pass, autograd sees that their version has changed, and raises
     an error. The backward pass of a later operation goes through `_Spent`, which raises an error too.

@@ -200,7 +200,7 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Returns the LossSums [9]; the forward pass computes the gradients too."""
+    """Returns the LossSums [10]; the forward pass computes the gradients too."""
 
     @staticmethod
     def forward(

@@ -13,7 +13,8 @@ from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dty
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
-_MEANS = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")  # over the tokens with a gradient
+# Means over the tokens with a gradient.
+_MEANS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,9 @@ def policy_gradient_loss(
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
+    The log-ratios logp - old, for gspo their mean, and logp - ref are clamped to +-20, so that one wrong log-prob cannot make
+    the loss infinite. As for any clamp, the gradient of a clamped ratio or divergence is 0; cispo's ratio never has one.
+
     The forward pass reads the logits once and writes their gradient once; gspo reads them twice. Tokens with zero gradient
     (masked, or advantage 0 with neither divergence nor entropy term) are not read. Arithmetic is in float32, or in float64 for
     float64 logits.
@@ -111,8 +115,8 @@ def policy_gradient_loss(
     Returns:
         The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64 scalars on the device: tokens
         (that are not masked), dropped_tokens (how many of these have zero gradient), and means over the others: ratio,
-        clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy, logprob_diff (|logp - old|). A mean over
-        no tokens is 0.
+        ratio_clamped (whether a log-ratio was clamped to +-20), clipped_low and clipped_high (whether the clip limited the
+        ratio), kl, entropy, logprob_diff (|logp - old|). A mean over no tokens is 0.
 
     Raises:
         ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, or if ref_logprobs, a denominator or
@@ -177,7 +181,7 @@ def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what policy_gradient_loss returns, from LossSums [9]."""
+    """Return what policy_gradient_loss returns, from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
     means = {name: getattr(named, name) / read for name in _MEANS}

@@ -29,6 +29,7 @@ class LossSums(NamedTuple):
     tokens: Tensor  # that are not masked
     dropped_tokens: Tensor  # how many of these have no gradient; the sums below are over the others
     ratio: Tensor
+    ratio_clamped: Tensor  # tokens whose ratio to the sampling or the reference policy was limited
     clipped_low: Tensor
     clipped_high: Tensor
     kl: Tensor
@@ -136,7 +137,7 @@ def token_loss(
     entropy_coef: float,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the LossSums [9] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
+    """Return the LossSums [10] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
     batch = TokenBatch(
         targets=targets,
         cu_seqlens=cu_seqlens,
@@ -243,7 +244,7 @@ def token_loss_(
     kl_coef: float,
     entropy_coef: float,
 ) -> Tensor:
-    """Return the LossSums [9], and write the gradient of the loss in the logits over the logits."""
+    """Return the LossSums [10], and write the gradient of the loss in the logits over the logits."""
     batch = TokenBatch(
         targets=targets,
         cu_seqlens=cu_seqlens,
@@ -303,7 +304,7 @@ _LOSS_ARGUMENTS = tuple(argument.name for argument in token_loss_._schema.argume
 
 
 def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
-    """Return the sums [9], and write `gradient`, which may be the logits."""
+    """Return the sums [10], and write `gradient`, which may be the logits."""
     call = _Call(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 from maxrl_fast.ops.token_loss_kernel import LossSums
 
@@ -17,7 +18,7 @@ def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float
 
 
 def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) -> Tensor:
-    """Return the LossSums, float64 [9]; the first, the loss, is differentiable by autograd."""
+    """Return the LossSums, float64 [10]; the first, the loss, is differentiable by autograd."""
     keep = batch.counted()
     must_read = batch.has_gradient(terms)
     # Masked logits may be NaN, and 0 times NaN in the backward pass would be NaN.
@@ -32,12 +33,15 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
     logprob_diff = log_ratio.abs()
     if terms.loss == "gspo" and batch.old_logprobs is not None:
         by_sequence = batch.by_token(batch.mean_log_ratio(logp.detach()))
-        log_ratio = by_sequence + (log_ratio - log_ratio.detach())
+        log_ratio = by_sequence + (logp - logp.detach())
+    log_ratio, is_clamped = _clamped(log_ratio)
     ratio = log_ratio.exp()
     value = _surrogate(terms, advantage, ratio, logp)
     divergence = torch.zeros_like(logp)
     if ref is not None:
-        divergence = _divergence(logp, ref, terms.kl)
+        to_ref, is_ref_clamped = _clamped(logp - ref)
+        is_clamped = is_clamped | is_ref_clamped
+        divergence = _divergence(to_ref, terms.kl)
         value = value + terms.kl_coef * divergence if terms.kl_coef else value
     if terms.entropy_coef:
         value = value - terms.entropy_coef * entropy
@@ -59,6 +63,7 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
             tokens=keep.sum().double(),
             dropped_tokens=(keep & ~must_read).sum().double(),
             ratio=total(ratio.detach()),
+            ratio_clamped=total(is_clamped.to(logp.dtype)),
             clipped_low=total(low.to(logp.dtype)),
             clipped_high=total(high.to(logp.dtype)),
             kl=total(divergence.detach()),
@@ -66,6 +71,13 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
             logprob_diff=total(logprob_diff.detach()),
         )
     )
+
+
+def _clamped(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-ratios limited as in csrc/token_loss.h, with zero gradient beyond the limits, and which were limited."""
+    is_clamped = log_ratio.abs() > _C.MAX_LOG_RATIO
+    limited = log_ratio.detach().clamp(-_C.MAX_LOG_RATIO, _C.MAX_LOG_RATIO)
+    return torch.where(is_clamped, limited, log_ratio), is_clamped
 
 
 def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
@@ -82,9 +94,8 @@ def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor)
     return torch.where(advantage == 0, 0.0, value)
 
 
-def _divergence(logp: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """Return estimates [T] of KL(policy || reference) from tokens that the policy sampled (Schulman 2020)."""
-    d = logp - ref
+def _divergence(d: Tensor, kind: str) -> Tensor:
+    """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens (Schulman 2020)."""
     if kind == "k1":
         return d
     if kind == "k2":

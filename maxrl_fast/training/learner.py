@@ -52,7 +52,7 @@ class LossSettings:
         return advantages != 0
 
 
-TOKEN_METRICS = ("ratio", "clipped_low", "clipped_high", "kl", "logprob_diff")
+TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class UpdateMetrics:
     num_tokens: int  # of their prompts, each once, and of their responses
     num_targets: int  # response tokens trained on
     ratio: float
+    ratio_clamped: float
     clipped_low: float
     clipped_high: float
     kl: float

@@ -45,7 +45,7 @@ def step_metrics(
         "truncated": float(rollouts.truncated.float().mean()),
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
-        **{name: over_targets(name) for name in ("clipped_low", "clipped_high", "kl", "logprob_diff")},
+        **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
         "num_tokens": collected.num_tokens,

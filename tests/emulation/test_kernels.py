@@ -120,6 +120,23 @@ def test_linear_loss(dtype):
         assert (a - b).double().norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * b.double().norm()
 
 
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clamped_log_ratios(dtype):
+    logits, batch = example(127, dtype)
+    batch["old_logprobs"][[3, 14]] = torch.tensor([-1e4, 1e4])
+    batch["ref_logprobs"][[4, 20]] = torch.tensor([100.0, -torch.inf])
+    batch["mask"][:] = True
+    for options in ({"loss": "ppo", "kl_coef": 0.1}, {"loss": "cispo", "kl": "k2", "kl_coef": 0.1}, {"loss": "gspo"}):
+        expected = gradient_of(logits, batch, **options)
+        with emulated_gpu():
+            actual = gradient_of(logits, batch, **options)
+        assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+        assert actual[0].isfinite()
+        assert_rows_close(actual[1], expected[1], TOLERANCE[dtype])
+        assert actual[2]["ratio_clamped"].item() == expected[2]["ratio_clamped"].item() > 0.05
+
+
 def test_a_bad_target_makes_the_loss_nan():
     logits, batch = example(127, torch.float32)
     batch["targets"][4] = 127
@@ -154,6 +171,24 @@ def test_group_advantage(name, dtype):
             assert actual.dtype == expected.dtype
             error = (actual.double() - expected.double()).abs().max()
             assert error <= tolerance * expected.double().abs().max(), (shape, list(layout))
+
+
+SCALE_FREE = ("grpo", "bon_mean", "maxrl_ratio", "batch_std", "batch_token_std")
+
+
+@pytest.mark.parametrize("name", [*SCALE_FREE, "maxpo", "rloo", "opo", "expected_improvement"])
+def test_huge_and_tiny_rewards(name):
+    """Rewards times a power of two have the same advantages, or the advantages times this power, bitwise."""
+    rewards = torch.randint(-8, 8, (3, 33), generator=torch.Generator().manual_seed(4)).double()
+    layout = {"lengths": torch.arange(99).view(3, 33) % 7} if "lengths" in KERNEL_ROWS[name].inputs else {}
+    given = arguments(name, layout)
+    given[6] = 0.0  # eps
+    with emulated_gpu():
+        expected = group_kernel.group_advantage(rewards, *given, 0)
+        for power in (2.0**480, 2.0**1000, 2.0**-404, 2.0**-900):
+            actual = group_kernel.group_advantage(rewards * power, *given, 0)
+            assert torch.equal(actual, expected if name in SCALE_FREE else expected * power)
+    assert expected.abs().max() > 0.1
 
 
 def test_nonfinite_rewards_give_nan():

@@ -15,6 +15,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossTerms, TokenBatch
+from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
@@ -54,7 +55,7 @@ FORMULAS = DEFINITIONS | {
 WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
 CHOICES |= {"penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
-ALONE = [name for name in ops.ESTIMATORS if name != "reinforce_pp"]  # it whitens the whole batch
+ALONE = [name for name in ops.ESTIMATORS if not name.startswith("reinforce_pp")]  # these whiten the whole batch
 
 
 def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy):
@@ -394,8 +395,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     assert metrics["dropped_tokens"] == sums[2]
     if not (sums.isfinite().all() and z.isfinite().all() and sums.abs().max() < 1e20):
         return
-    names = ("ratio", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
-    for name, expected in zip(names, sums[3:] / max(1, float((sums[1] - sums[2]).detach())), strict=True):
+    for name, expected in zip(LossSums._fields[3:], sums[3:] / max(1, float((sums[1] - sums[2]).detach())), strict=True):
         assert_close(metrics[name], expected.detach(), tolerance, expected.abs().clamp_min(1))
     ours = [logits] if leaves is None else leaves[2]
     if actual.requires_grad and not in_place:
@@ -737,11 +737,17 @@ def test_in_place_refuses_parameters_and_shared_rows():
         assert torch.equal(logits, before)
 
 
-def test_overflow_in_the_standard_deviation_gives_nan():
-    rewards = torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64)
-    assert ops.grpo_advantage(rewards).isnan().all()
-    assert ops.pacs_loss(rewards, torch.tensor([0, 1, 1]), 3, score="grpo")[0].isnan()
-    assert ops.rloo_advantage(rewards).isfinite().all()
+def test_a_pacs_loss_that_overflows_is_refused():
+    labels = torch.tensor([0, 1, 1])
+    proxies = torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64)
+    message = r"the loss must be finite in torch.float64, got nan from reward proxies of up to 2e\+200"
+    with pytest.raises(ValueError, match=message):
+        ops.pacs_loss(proxies, labels, 3, score="grpo")
+    assert ops.pacs_loss(proxies, labels, 3, score="rloo")[0].isfinite()
+    with pytest.raises(ValueError, match=r"the loss must be finite in torch.float32, got inf"):
+        ops.pacs_loss(torch.tensor([3e38, 3e38, -3e38]), torch.tensor([0, 0, 1]), 3, score="naive", denominator=1.0)
+    broken = torch.tensor([0.0, torch.nan, 1.0])  # from a policy that has become NaN, which the trainer reports itself
+    assert ops.pacs_loss(broken, labels, 3)[0].isnan()
 
 
 def test_large_integers_are_exact_and_complex_numbers_are_refused():

@@ -1,15 +1,17 @@
 """The token losses against their formulas, computed token by token in Python floats, and edge cases."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from maxrl_fast import _C
-from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops import linear_policy_gradient_loss, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops._gate import check_fields
 from maxrl_fast.ops.token_loss_kernel import LossSums
 
+WRONG = {"old_logprobs": -1e4, "ref_logprobs": 100.0}
 LENGTHS = [3, 1, 4]
 T, V = sum(LENGTHS), 7
 
@@ -35,6 +37,10 @@ def example():
     }
 
 
+def clamped(log_ratio):
+    return min(max(log_ratio, -20.0), 20.0)
+
+
 def slow_loss(e, *, loss, kl, kl_coef, entropy_coef, aggregation, low, high, dual, mask, denominator):
     rows = (e["logits"] / e["temperature"]).tolist()
     total, start, counted = 0.0, 0, 0
@@ -48,7 +54,7 @@ def slow_loss(e, *, loss, kl, kl_coef, entropy_coef, aggregation, low, high, dua
         differences = [logp - float(e["old_logprobs"][t]) for t, logp, _ in tokens]
         values = []
         for (t, logp, entropy), difference in zip(tokens, differences, strict=True):
-            rho = math.exp(sum(differences) / len(differences) if loss == "gspo" else difference)
+            rho = math.exp(clamped(sum(differences) / len(differences) if loss == "gspo" else difference))
             clipped = min(max(rho, 1 - low), 1 + high)
             if loss == "reinforce":
                 value = -advantage * logp
@@ -58,7 +64,7 @@ def slow_loss(e, *, loss, kl, kl_coef, entropy_coef, aggregation, low, high, dua
                 value = max(-advantage * rho, -advantage * clipped)
                 if dual and advantage < 0:
                     value = min(value, -advantage * dual)
-            d = logp - float(e["ref_logprobs"][t])
+            d = clamped(logp - float(e["ref_logprobs"][t]))
             value += kl_coef * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1, "k3+": math.exp(-d) + d - 1}[kl]
             values.append(value - entropy_coef * entropy)
         counted += len(values)
@@ -242,6 +248,7 @@ def test_metrics(example):
         "tokens": 7,
         "dropped_tokens": 0,
         "ratio": ratio.mean(),
+        "ratio_clamped": 0,
         "clipped_low": 2 / 7,  # tokens 3 (A = -2) and 5 (A = -.7)
         "clipped_high": 1 / 7,  # token 0 (A = 1.5), not token 4 (A = -.7)
         "kl": 0.25**2 / 2,
@@ -258,6 +265,99 @@ def test_metrics(example):
     assert metrics["ratio"].item() == pytest.approx(float(ratio[3]), rel=1e-12)
 
 
+def loss_and_gradient(e, **options):
+    """Return the loss of the example, its gradient in the logits, and the metrics."""
+    logits = e["logits"].detach().requires_grad_()
+    loss, metrics = policy_gradient_loss(logits, **{name: x for name, x in e.items() if name != "logits"}, **options)
+    return loss.item(), torch.autograd.grad(loss, logits)[0], metrics
+
+
+@pytest.mark.parametrize("wrong", [-1e4, 1e4, -math.inf, 100.0])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo"])
+def test_one_wrong_logprob_is_clamped_and_changes_no_other_token(example, loss, kl, wrong):
+    """Token 3 is a response of its own, with A = -2. Its clamped term has no gradient, and its other terms keep theirs."""
+    options = {"loss": loss, "kl": kl, "kl_coef": 0.3, "entropy_coef": 0.1, "denominator": 8.0}
+    logp = token_logprobs(example["logits"], example["targets"], temperature=0.7)[0]
+    _, before, _ = loss_and_gradient(example, **options)
+    without_kl = loss_and_gradient(example, **(options | {"kl_coef": 0.0}))[1]
+    without_ratio = before
+    if loss == "ppo":
+        zero = example | {"advantages": torch.tensor([1.5, 0.0, -0.7], dtype=torch.float64)}
+        without_ratio = loss_and_gradient(zero, **options)[1]
+    if loss == "cispo":  # its ratio is a constant factor: 1.2 or .8, the bounds of the clip
+        at_bound = example | {"old_logprobs": logp - math.log(1.2 if wrong < 0 else 0.8)}
+        without_ratio = loss_and_gradient(at_bound, **options)[1]
+    for name, expected in (("ref_logprobs", without_kl), ("old_logprobs", without_ratio)):
+        spoiled = example | {name: example[name].index_fill(0, torch.tensor([3]), wrong)}
+        value, gradient, metrics = loss_and_gradient(spoiled, **options)
+        slow = slow_loss(spoiled, **options, aggregation="token_mean", low=0.2, high=0.2, dual=None, mask=[True] * T)
+        assert value == pytest.approx(slow, rel=1e-12)
+        assert metrics["ratio_clamped"].item() == pytest.approx(1 / T)
+        assert torch.equal(gradient[:3], before[:3])
+        assert torch.equal(gradient[4:], before[4:])
+        torch.testing.assert_close(gradient[3], expected[3], rtol=1e-12, atol=1e-14)
+        assert gradient[3].abs().max() > 1e-3
+
+
+def test_a_wrong_logprob_clamps_the_ratio_of_its_whole_sequence(example):
+    """gspo clamps the mean log-ratio, so no token of the sequence has a gradient."""
+    options = {"loss": "gspo", "denominator": 8.0}
+    spoiled = example | {"old_logprobs": example["old_logprobs"].index_fill(0, torch.tensor([5]), -1e4)}
+    value, gradient, metrics = loss_and_gradient(spoiled, **options)
+    slow = {"kl": "k1", "kl_coef": 0, "entropy_coef": 0, "aggregation": "token_mean", "low": 0.2, "high": 0.2, "dual": None}
+    assert value == pytest.approx(slow_loss(spoiled, **slow, **options, mask=[True] * T), rel=1e-12)
+    assert (gradient[4:] == 0).all()
+    assert torch.equal(gradient[:4], loss_and_gradient(example, **options)[1][:4])
+    assert metrics["ratio_clamped"].item() == pytest.approx(4 / T)
+    assert metrics["ratio"].item() > 1e8
+
+
+@pytest.mark.parametrize("log_ratio", [-20.001, -19.999, 19.999, 20.001])
+def test_the_limits_of_the_log_ratio(log_ratio):
+    """Up to 20 the gradients are those of the formulas, beyond they are 0."""
+    logits = torch.randn(1, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64, requires_grad=True)
+    rows = (torch.tensor([2]), torch.tensor([-1.3], dtype=torch.float64), torch.tensor([0, 1]))
+    logp = torch.log_softmax(logits, -1)[0, 2]
+    is_clamped = abs(log_ratio) > 20
+    other = (logp.detach() - log_ratio)[None]
+    loss, metrics = policy_gradient_loss(logits, *rows, old_logprobs=other, loss="ppo", clip_low=math.inf, clip_high=math.inf)
+    assert loss.item() == pytest.approx(1.3 * math.exp(clamped(log_ratio)), rel=1e-9)
+    assert metrics["ratio_clamped"].item() == is_clamped
+    (expected,) = torch.autograd.grad(logp, logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, (not is_clamped) * 1.3 * math.exp(log_ratio) * expected, rtol=1e-9, atol=0)
+    slopes = {"k1": 1.0, "k2": log_ratio, "k3": 1 - math.exp(-log_ratio), "k3+": log_ratio}
+    for kl, slope in slopes.items():
+        zero = torch.zeros(1, dtype=torch.float64)
+        loss, metrics = policy_gradient_loss(logits, rows[0], zero, rows[2], ref_logprobs=other, kl=kl, kl_coef=1.0)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        torch.testing.assert_close(gradient, (not is_clamped) * slope * expected, rtol=1e-9, atol=0)
+        assert metrics["ratio_clamped"].item() == is_clamped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+def test_wrong_logprobs_leave_losses_and_gradients_finite(example, loss, dtype):
+    logits = example["logits"].to(dtype)
+    weight = torch.eye(V, dtype=dtype)  # hidden @ weight.T is the logits
+    for old, ref in ((-1e4, 100.0), (1e4, -1e4), (-math.inf, math.inf)):
+        given = example | {"advantages": torch.full((3,), -1.0), "denominator": 8.0, "loss": loss, "kl_coef": 0.1}
+        given |= {"old_logprobs": torch.full((T,), old), "ref_logprobs": torch.full((T,), ref)}
+        del given["logits"]
+        for run in (policy_gradient_loss, partial(linear_policy_gradient_loss, weight=weight)):
+            leaf = logits.detach().requires_grad_()
+            value, metrics = run(leaf, **given)
+            (gradient,) = torch.autograd.grad(value, leaf)
+            assert value.isfinite()
+            assert gradient.isfinite().all()
+            assert metrics["ratio_clamped"].item() == 1
+            assert all(metrics[name].isfinite() for name in ("ratio", "kl"))
+    given["old_logprobs"] = torch.full((T,), math.nan)  # a clamp that hid it would train on nothing
+    if loss in ("ppo", "gspo"):
+        assert policy_gradient_loss(logits, **given)[0].isnan()
+
+
 @pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
 def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
     """The reference runs on devices without a kernel."""
@@ -271,7 +371,13 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
             monkeypatch.setattr("maxrl_fast.ops.token_loss.has_kernels", lambda _, has=has_kernels: has)
             value, metrics = policy_gradient_loss(logits, **options, kl_coef=entropy_coef, entropy_coef=entropy_coef)
             results.append((value, torch.autograd.grad(value, logits)[0], metrics))
-    for kernel, reference in (results[:2], results[2:]):
+    options |= {name: options[name].index_fill(0, torch.tensor([2, 5]), wrong) for name, wrong in WRONG.items()}
+    for has_kernels in (True, False):
+        monkeypatch.setattr("maxrl_fast.ops.token_loss.has_kernels", lambda _, has=has_kernels: has)
+        value, metrics = policy_gradient_loss(logits, **options, kl="k2", kl_coef=0.2)
+        results.append((value, torch.autograd.grad(value, logits)[0], metrics))
+    assert results[-1][2]["ratio_clamped"] > 0.2
+    for kernel, reference in zip(results[::2], results[1::2], strict=True):
         torch.testing.assert_close(kernel, reference, rtol=1e-12, atol=1e-14)
 
 

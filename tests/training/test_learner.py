@@ -165,6 +165,11 @@ def test_on_policy_metrics():
     assert gspo.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
     assert reinforce.clipped_high == 0  # REINFORCE does not clip
+    assert metrics.ratio_clamped == 0
+    shifted.logprobs[[1, 4]] = -1e4
+    metrics = update(tiny_decoder(), shifted, -torch.ones(12))
+    assert metrics.ratio_clamped == 2
+    assert metrics.loss < 1e9  # without the clamp it would be infinite, and end the run
 
 
 def poison_weight(model, rollouts, advantages):

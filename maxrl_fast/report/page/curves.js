@@ -17,6 +17,7 @@ const MEANINGS = {
   grad_norm: 'gradient norm before clipping',
   moment_variance: 'proxy for the variance of the gradient',
   ratio: 'mean probability ratio to the sampling policy',
+  ratio_clamped: 'fraction of tokens with an extreme probability ratio, which was clamped',
   clipped_low: 'fraction of tokens clipped at the lower bound',
   clipped_high: 'fraction of tokens clipped at the upper bound',
   kl: 'KL divergence from the reference policy, nats per token',

@@ -124,8 +124,8 @@ def test_linear_loss(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clamped_log_ratios(dtype):
     logits, batch = example(127, dtype)
-    batch["old_logprobs"][[3, 14]] = torch.tensor([-1e4, 1e4])
-    batch["ref_logprobs"][[4, 20]] = torch.tensor([100.0, -torch.inf])
+    for name, t, wrong in (("old", 3, -1e4), ("old", 14, 1e4), ("ref", 4, 100.0), ("ref", 20, -torch.inf)):
+        batch[f"{name}_logprobs"][t] = wrong
     batch["mask"][:] = True
     for options in ({"loss": "ppo", "kl_coef": 0.1}, {"loss": "cispo", "kl": "k2", "kl_coef": 0.1}, {"loss": "gspo"}):
         expected = gradient_of(logits, batch, **options)

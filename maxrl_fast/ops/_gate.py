@@ -27,17 +27,18 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def operator(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
 
-    The function's annotations are the schema; `mutates` names the tensors that it writes to. This is torch.library.custom_op
-    without the wrapper around each call, which costs 8 us of the 14 us that a small group_advantage takes.
+    The function's annotations are the schema, unless `schema` is given; `mutates` names the tensors that it writes to. This is
+    torch.library.custom_op without the wrapper around each call, which costs 8 us of the 14 us that a small group_advantage
+    takes.
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
         name = implementation.__name__
-        schema = torch.library.infer_schema(implementation, mutates_args=mutates)
-        torch.library.define(f"maxrl_fast::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        inferred = schema or torch.library.infer_schema(implementation, mutates_args=mutates)
+        torch.library.define(f"maxrl_fast::{name}", inferred, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             torch.library.impl(f"maxrl_fast::{name}", device, implementation)
         return getattr(torch.ops.maxrl_fast, name).default
@@ -61,22 +62,60 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
         )
 
 
-def launch(name: str, device: torch.device, **arguments: Any) -> Any:
-    """Run the kernel of this device: C++ on the threads of this process, or CUDA on the current stream."""
-    if not is_gpu(device):
-        return getattr(_C, f"{name}_cpu")(**arguments, num_threads=torch.get_num_threads())
-    with torch.cuda.device(device):
-        return getattr(_C, f"{name}_cuda")(**arguments, stream=torch.cuda.current_stream().cuda_stream)
+class Call:
+    """One call of a kernel on a device, and the only place of the package where the address of a tensor is taken.
+
+    A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
+    keeps every tensor whose address it has given, so that no other thread frees one that the kernel still uses.
+    """
+
+    __slots__ = ("_cached", "_kept", "device")
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._kept: list[Tensor] = []
+        self._cached: tuple[Tensor, ...] = ()
+
+    def address(self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the address of a tensor, 0 for None; raise ValueError if it is not contiguous or has another dtype, shape or
+        device."""
+        if tensor is None:
+            return 0
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != self.device:
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {self.device}, got {tensor.dtype} of "
+                f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+        return self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> int:
+        """Return the address of a tensor without a check: the caller has made it for this kernel, or checked it already."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def keep_cached(self, tensor: Tensor) -> int:
+        """Return the address of a tensor of a cache of this package, which may drop it at any time, also for other streams.
+
+        PyTorch lets whoever allocates a tensor on one stream and uses it on another record that. For arguments this is the
+        user; for what this package caches it is `launch`.
+        """
+        self._cached += (tensor,)
+        return self.keep(tensor)
+
+    def launch(self, kernel: str, **arguments: Any) -> Any:
+        """Run the kernel of this device: C++ on the threads of this process, or CUDA on the current stream."""
+        if not is_gpu(self.device):
+            return getattr(_C, f"{kernel}_cpu")(**arguments, num_threads=torch.get_num_threads())
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            for tensor in self._cached:
+                tensor.record_stream(stream)
+            if self._cached and torch.cuda.is_current_stream_capturing():
+                _captured.update(self._cached)
+            return getattr(_C, f"{kernel}_cuda")(**arguments, stream=stream.cuda_stream)
 
 
-def address(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
-    """Return the address of `tensor`; raise ValueError if it is not contiguous or has another dtype, shape or device."""
-    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
-        raise ValueError(
-            f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {device}, got {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-        )
-    return tensor.data_ptr()
+_captured: set[Tensor] = set()  # cached tensors that CUDA graphs read: a graph may be replayed at any later time
 
 
 def kernels_for(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address, operator, register_fake
+from maxrl_fast.ops._gate import Call, operator, register_fake
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 
@@ -47,13 +47,14 @@ def group_advantage(
         return group_advantage_reference(
             rewards, offsets, order, valid, lengths, estimator, parameter, eps, ddof, gain, bias, max_group_size
         )
-    groups = _groups(rewards, offsets, order, valid)
+    call = Call(device)
+    groups = _groups(call, rewards, offsets, order, valid)
     formula, has_table = _formula(estimator, eps, ddof, gain, bias)
     tables = starts = largest = 0
     if offsets is None and valid is None:
         if has_table:
             largest = rewards.shape[1]
-            tables = _table(estimator, parameter, largest, device).data_ptr()
+            tables = call.keep_cached(_table(estimator, parameter, largest, device))
     else:
         sizes: tuple[int, ...] = ()
         if not _gate.is_gpu(device):
@@ -64,20 +65,19 @@ def group_advantage(
             largest = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
             sizes = tuple(range(largest + 1))
         if has_table:
-            tables, starts = (tensor.data_ptr() for tensor in _tables(estimator, parameter, sizes, device))
+            tables, starts = map(call.keep_cached, _tables(estimator, parameter, sizes, device))
     advantages = _empty_advantages(rewards)
-    unusable = _gate.launch(
+    unusable = call.launch(
         "group_advantage",
-        device,
         dtype=DTYPES[rewards.dtype],
-        rewards=rewards.data_ptr(),
+        rewards=call.keep(rewards),
         groups=groups,
-        lengths=_optional("lengths", lengths, torch.int64, rewards),
+        lengths=call.address("lengths", lengths, torch.int64, rewards.shape),
         tables=tables,
         table_starts=starts,
         largest_table=largest,
         formula=formula,
-        advantages=advantages.data_ptr(),
+        advantages=call.keep(advantages),
     )
     if unusable is not None and unusable >= 0:
         _refuse(unusable, rewards, offsets, order, estimator)
@@ -106,7 +106,7 @@ def _empty_advantages(rewards: Tensor) -> Tensor:
     return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
 
 
-def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> _C.Groups:
+def _groups(call: Call, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> _C.Groups:
     """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
@@ -119,19 +119,15 @@ def _groups(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid
         (num_groups, group_size), starts = rewards.shape, 0
     else:
         num_groups, group_size = offsets.numel() - 1, 0
-        starts = address("offsets", offsets, torch.int64, (max(num_groups, 0) + 1,), rewards.device)
+        starts = call.address("offsets", offsets, torch.int64, (max(num_groups, 0) + 1,))
     return _C.Groups(
         num_groups=num_groups,
         group_size=group_size,
         num_rewards=rewards.numel(),
         offsets=starts,
-        order=_optional("order", order, torch.int64, rewards),
-        valid=_optional("valid", valid, torch.bool, rewards),
+        order=call.address("order", order, torch.int64, rewards.shape),
+        valid=call.address("valid", valid, torch.bool, rewards.shape),
     )
-
-
-def _optional(name: str, tensor: Tensor | None, dtype: torch.dtype, like: Tensor) -> int:
-    return 0 if tensor is None else address(name, tensor, dtype, like.shape, like.device)
 
 
 @lru_cache(maxsize=1024)
@@ -140,6 +136,10 @@ def _formula(estimator: str, eps: float, ddof: int, gain: float, bias: float) ->
     row = KERNEL_ROWS[estimator]
     formula = _C.Formula(value=row.value, baseline=row.baseline, scale=row.scale, eps=eps, ddof=ddof, gain=gain, bias=bias)
     return formula, row.table is not None
+
+
+# Other threads may drop what these caches hold, and other streams may read it: see Call.keep_cached. A copy from pageable
+# memory of the host is complete when `to` returns, so that every stream may read it.
 
 
 @lru_cache(maxsize=256)

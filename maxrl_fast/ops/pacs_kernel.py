@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address, check_fields, operator, register_fake
+from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -43,19 +43,20 @@ def pacs_loss(
     cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
     size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=device)
+    call = Call(device)
     pacs = _C.Pacs(
         num_groups=num_groups,
         group_size=group_size,
-        offsets=0 if offsets is None else address("offsets", offsets, torch.int64, (num_groups + 1,), device),
-        proxies=address("reward_proxy", proxies, dtype, shape, device),
-        labels=address("labels", labels, dtype, shape, device),
-        denominator=address("denominator", denominator, torch.float64, (), device),
+        offsets=call.address("offsets", offsets, torch.int64, (num_groups + 1,)),
+        proxies=call.address("reward_proxy", proxies, dtype, shape),
+        labels=call.address("labels", labels, dtype, shape),
+        denominator=call.address("denominator", denominator, torch.float64, ()),
         score=score,
         balanced=balanced,
-        cross_entropy=cross_entropy.data_ptr(),
-        gradient=gradient.data_ptr(),
+        cross_entropy=call.keep(cross_entropy),
+        gradient=call.keep(gradient),
     )
-    unusable = _gate.launch("pacs_loss", device, dtype=DTYPES[dtype], pacs=pacs, sums=sums.data_ptr())
+    unusable = call.launch("pacs_loss", dtype=DTYPES[dtype], pacs=pacs, sums=call.keep(sums))
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
     return sums[:NUM_SUMS], cross_entropy, gradient
@@ -91,16 +92,15 @@ torch.library.register_autograd(pacs_loss, _pacs_loss_backward, setup_context=_s
 @operator()
 def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
     """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
-    device, dtype, shape = logprobs.device, logprobs.dtype, logprobs.shape
+    call, dtype, shape = Call(logprobs.device), logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
-    _gate.launch(
+    call.launch(
         "log_ratio_reward",
-        device,
         dtype=DTYPES[dtype],
-        sequences=_log_ratio(cu_seqlens, mask, beta, len(logprobs)),
-        logprobs=address("logprobs", logprobs, dtype, shape, device),
-        ref_logprobs=address("ref_logprobs", ref_logprobs, dtype, shape, device),
-        proxies=proxies.data_ptr(),
+        sequences=_log_ratio(call, cu_seqlens, mask, beta, len(logprobs)),
+        logprobs=call.address("logprobs", logprobs, dtype, shape),
+        ref_logprobs=call.address("ref_logprobs", ref_logprobs, dtype, shape),
+        proxies=call.keep(proxies),
     )
     return proxies
 
@@ -129,15 +129,14 @@ def log_ratio_reward_backward(
     grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
     """Return the gradient in the log-probabilities [T] from the gradient in the proxies [S]."""
-    device, dtype = grad_proxies.device, grad_proxies.dtype
+    call, dtype = Call(grad_proxies.device), grad_proxies.dtype
     gradient = grad_proxies.new_empty(num_tokens)
-    _gate.launch(
+    call.launch(
         "log_ratio_reward_backward",
-        device,
         dtype=DTYPES[dtype],
-        sequences=_log_ratio(cu_seqlens, mask, beta, num_tokens),
-        grad_proxies=address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,), device),
-        gradient=gradient.data_ptr(),
+        sequences=_log_ratio(call, cu_seqlens, mask, beta, num_tokens),
+        grad_proxies=call.address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,)),
+        gradient=call.keep(gradient),
     )
     return gradient
 
@@ -147,12 +146,11 @@ def _(grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
     return grad_proxies.new_empty(num_tokens)
 
 
-def _log_ratio(cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
-    device = cu_seqlens.device
+def _log_ratio(call: Call, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
     return _C.LogRatio(
         num_tokens=num_tokens,
         num_sequences=len(cu_seqlens) - 1,
-        cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape, device),
-        mask=0 if mask is None else address("mask", mask, torch.bool, (num_tokens,), device),
+        cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape),
+        mask=call.address("mask", mask, torch.bool, (num_tokens,)),
         beta=beta,
     )

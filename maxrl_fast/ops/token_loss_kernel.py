@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address, check_fields, operator, register_fake
+from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -54,54 +54,56 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-def _matrix(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _C.Matrix:
+def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> _C.Matrix:
     """Return the matrix for the kernel; raise ValueError if a row is not contiguous. The row stride may be any."""
     side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not side_by_side:
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != call.device or not side_by_side:
         raise ValueError(
-            f"{name} must be {dtype} {tuple(shape)} on {device} with contiguous rows, got {tensor.dtype} "
+            f"{name} must be {dtype} {tuple(shape)} on {call.device} with contiguous rows, got {tensor.dtype} "
             f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
         )
-    return _C.Matrix(tensor.data_ptr(), tensor.stride(0))
+    return _C.Matrix(call.keep(tensor), tensor.stride(0))
 
 
-class _Call:
-    """The arguments that all kernels of the token losses share: logits, targets and temperatures."""
+class _Call(Call):
+    """A call with the arguments that all kernels of the token losses share: logits, targets and temperatures."""
+
+    __slots__ = ("arguments", "dtype", "real", "shape")
 
     def __init__(self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float):
+        super().__init__(logits.device)
         if logits.dim() != 2 or logits.dtype not in DTYPES:
             raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
-        self.shape, self.device, self.real = (logits.shape[0], logits.shape[1]), logits.device, real_dtype(logits.dtype)
-        self.dtype = logits.dtype
+        self.shape, self.real, self.dtype = (logits.shape[0], logits.shape[1]), real_dtype(logits.dtype), logits.dtype
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
             "tokens": _C.Tokens(
                 num_tokens=self.shape[0],
                 vocab_size=self.shape[1],
-                targets=self.address("targets", targets, torch.int64),
-                temperatures=self.address("temperatures", temperatures, self.real),
+                targets=self.vector("targets", targets, torch.int64),
+                temperatures=self.vector("temperatures", temperatures, self.real),
                 temperature=temperature,
             ),
         }
 
     def matrix(self, name: str, tensor: Tensor) -> _C.Matrix:
-        return _matrix(name, tensor, self.shape, self.dtype, self.device)
+        return _matrix(self, name, tensor, self.shape, self.dtype)
 
-    def address(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
+    def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
         """Return the address of a tensor of this shape, [T] unless given; 0 for None."""
-        return 0 if tensor is None else address(name, tensor, dtype, shape or self.shape[:1], self.device)
+        return self.address(name, tensor, dtype, shape or self.shape[:1])
 
     def run(self, name: str, **arguments: Any) -> Any:
         """Run the kernel of this device."""
-        return _gate.launch(name, self.device, **self.arguments, **arguments)
+        return self.launch(name, **self.arguments, **arguments)
 
     def run_logprobs_backward(self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor) -> None:
         """Write `gradient`, which may be the logits."""
         self.run(
             "token_logprobs_backward",
-            grad_logprobs=self.address("grad_logprobs", grad_logprobs, self.real),
-            grad_entropy=self.address("grad_entropy", grad_entropy, self.real),
+            grad_logprobs=self.vector("grad_logprobs", grad_logprobs, self.real),
+            grad_entropy=self.vector("grad_entropy", grad_entropy, self.real),
             gradient=self.matrix("gradient", gradient),
         )
 
@@ -309,21 +311,21 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
     num_sequences = batch.num_sequences
 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
-        return call.address(name, values, call.real, *(() if is_per_token else (num_sequences,)))
+        return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
     sequences = _C.Sequences(
         num_sequences=num_sequences,
-        cu_seqlens=call.address("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
+        cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
         advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
         advantages_per_token=batch.advantages_per_token,
         importance_weights=values_at("importance_weights", batch.importance_weights, batch.importance_weights_per_token),
         importance_per_token=batch.importance_weights_per_token,
-        old_logprobs=call.address("old_logprobs", batch.old_logprobs, call.real),
-        ref_logprobs=call.address("ref_logprobs", batch.ref_logprobs, call.real),
-        sequence_log_ratio=call.address("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),
-        mask=call.address("mask", batch.mask, torch.bool),
-        sequence_tokens=call.address("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
-        denominator=address("denominator", batch.denominator, torch.float64, (), call.device),
+        old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
+        ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
+        sequence_log_ratio=call.vector("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),
+        mask=call.vector("mask", batch.mask, torch.bool),
+        sequence_tokens=call.vector("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
+        denominator=call.address("denominator", batch.denominator, torch.float64, ()),
     )
     size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
@@ -332,7 +334,7 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
         sequences=sequences,
         terms=_C.LossTerms(**vars(terms)),
         gradient=_C.Matrix(0, 0) if gradient is None else call.matrix("gradient", gradient),
-        sums=sums.data_ptr(),
+        sums=call.keep(sums),
     )
     call.refuse(row, batch.targets)
     return sums[:NUM_SUMS]
@@ -343,7 +345,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None,
     """Return the log-probabilities of the targets [T], and the entropies [T]."""
     call = _Call(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
-    call.refuse(call.run("token_logprobs", logprobs=logprobs.data_ptr(), entropy=entropy.data_ptr()), targets)
+    call.refuse(call.run("token_logprobs", logprobs=call.keep(logprobs), entropy=call.keep(entropy)), targets)
     return logprobs, entropy
 
 
@@ -429,15 +431,14 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
         return gradient * scale.to(gradient.dtype)
     if _gate.is_gpu(gradient.device) and _gate.has_kernels(gradient.device):
         scale = scale.double().contiguous()
-        shape = (gradient.shape[0], gradient.shape[1])
-        _gate.launch(
+        shape, call = (gradient.shape[0], gradient.shape[1]), Call(gradient.device)
+        call.launch(
             "scale",
-            gradient.device,
             dtype=DTYPES[gradient.dtype],
-            matrix=_matrix("gradient", gradient, shape, gradient.dtype, gradient.device),
+            matrix=_matrix(call, "gradient", gradient, shape, gradient.dtype),
             num_rows=shape[0],
             row_size=shape[1],
-            scale=scale.data_ptr(),
+            scale=call.address("scale", scale, torch.float64, ()),
         )
         return gradient
     if float(scale) == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import Call
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
@@ -27,7 +27,7 @@ class CpuDecoder:
         self.config = config
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
-        table = (positions, config.head_dim // 2)
+        table, call = (positions, config.head_dim // 2), Call(CPU)
         self._decoder = _C.CpuDecoder(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -38,8 +38,8 @@ class CpuDecoder:
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
             positions=positions,
-            cos=address("cos", cos, torch.float32, table, CPU),
-            sin=address("sin", sin, torch.float32, table, CPU),
+            cos=call.address("cos", cos, torch.float32, table),  # copied, as all weights are
+            sin=call.address("sin", sin, torch.float32, table),
         )
 
     def cache_bytes(self, length: int) -> int:
@@ -49,11 +49,11 @@ class CpuDecoder:
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights and pack them for the matrix kernels."""
         weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
-        c = self.config
+        c, call = self.config, Call(CPU)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
 
         def at(name: str, *shape: int) -> int:
-            return address(name, weights[name], torch.float32, shape, CPU)
+            return call.address(name, weights[name], torch.float32, shape)
 
         def layer(i: int) -> _C.LayerWeights:
             own, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
@@ -93,15 +93,16 @@ class CpuDecoder:
         logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
+        call = Call(CPU)  # keeps the tensors until this function returns: the generation has their addresses until its end
         generation = _C.CpuGeneration(
             decoder=self._decoder,
             num_prompts=len(prompts),
             num_samples=num_samples,
             max_new_tokens=sampling.max_new_tokens,
             num_slots=num_slots,
-            tokens=address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),), CPU),
-            cu_seqlens=address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,), CPU),
-            keys=address("keys", keys, torch.int64, shape[:1], CPU),
+            tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
+            cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
+            keys=call.address("keys", keys, torch.int64, shape[:1]),
             sampling=_C.SamplingOptions(
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
@@ -109,10 +110,10 @@ class CpuDecoder:
                 min_p=sampling.min_p,
                 stop_ids=list(sampling.stop_ids),
             ),
-            responses=tokens.data_ptr(),
-            logprobs=logprobs.data_ptr(),
-            lengths=lengths.data_ptr(),
-            truncated=truncated.data_ptr(),
+            responses=call.keep(tokens),
+            logprobs=call.keep(logprobs),
+            lengths=call.keep(lengths),
+            truncated=call.keep(truncated),
             num_threads=torch.get_num_threads(),
         )
         while not generation.run(TURN_SECONDS):

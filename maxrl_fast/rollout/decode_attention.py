@@ -13,7 +13,7 @@ from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import Call
 
 Cache = tuple[Tensor, Tensor]  # keys and values of one layer
 
@@ -90,14 +90,13 @@ class Step:
     def _to_own_in_kernel(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
         q, k, v, prompt_o = (x.contiguous() for x in (q, k, v, prompt_o))
-        out = torch.empty_like(q)
+        out, call = torch.empty_like(q), Call(q.device)
 
         def at(name: str, x: Tensor, *shape: int) -> int:
-            return address(name, x, q.dtype, shape, q.device)
+            return call.address(name, x, q.dtype, shape)
 
-        _gate.launch(
+        call.launch(
             "decode_attention",
-            q.device,
             dtype=_DTYPES[q.dtype],
             num_rows=batch,
             limit=limit,
@@ -109,21 +108,21 @@ class Step:
             v=at("v", v, batch, kv_heads, dim),
             k_cache=at("k_cache", own[0], batch, limit, kv_heads, dim),
             v_cache=at("v_cache", own[1], batch, limit, kv_heads, dim),
-            lengths=address("lengths", self.lengths, torch.int64, (batch,), q.device),
+            lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
             prompt_out=at("prompt_o", prompt_o, batch, heads, dim),
-            prompt_lse=_float_address(prompt_lse, (batch, heads), q.device),
+            prompt_lse=_float_address(call, prompt_lse, (batch, heads)),
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
-            out=out.data_ptr(),
+            out=call.keep(out),
         )
         return out
 
 
-def _float_address(x: Tensor, shape: tuple[int, int], device: torch.device) -> int:
+def _float_address(call: Call, x: Tensor, shape: tuple[int, int]) -> int:
     """Return the address of a float32 tensor with any strides."""
-    if x.dtype != torch.float32 or x.shape != shape or x.device != device:
-        raise ValueError(f"prompt_lse must be float32 {shape} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
-    return x.data_ptr()
+    if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
+        raise ValueError(f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    return call.keep(x)
 
 
 def _mask(lengths: Tensor, width: int) -> Tensor:

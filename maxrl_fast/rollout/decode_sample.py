@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import address
+from maxrl_fast.ops._gate import Call
 from maxrl_fast.rollout import Sampling
 
 
@@ -33,20 +33,19 @@ def sample_and_append(
         last, length, done: [A], updated in place: newest token, number of tokens, whether the response has ended.
         tokens, logprobs: [A, limit], written in place at column `length`.
     """
-    (batch, size), limit, device = logits.shape, tokens.shape[1], logits.device
-    _gate.launch(
+    (batch, size), limit, call = logits.shape, tokens.shape[1], Call(logits.device)
+    call.launch(
         "decode_sample",
-        device,
         num_rows=batch,
         vocab_size=size,
         limit=limit,
-        logits=address("logits", logits, torch.float32, (batch, size), device),
+        logits=call.address("logits", logits, torch.float32, (batch, size)),
         temperature=sampling.temperature,
-        keys=address("keys", keys, torch.int64, (batch,), device),
-        stops=address("stops", stops, torch.bool, (size,), device),
-        last=address("last", last, torch.int64, (batch,), device),
-        length=address("length", length, torch.int64, (batch,), device),
-        done=address("done", done, torch.bool, (batch,), device),
-        tokens=address("tokens", tokens, torch.int64, (batch, limit), device),
-        logprobs=address("logprobs", logprobs, torch.float32, (batch, limit), device),
+        keys=call.address("keys", keys, torch.int64, (batch,)),
+        stops=call.address("stops", stops, torch.bool, (size,)),
+        last=call.address("last", last, torch.int64, (batch,)),
+        length=call.address("length", length, torch.int64, (batch,)),
+        done=call.address("done", done, torch.bool, (batch,)),
+        tokens=call.address("tokens", tokens, torch.int64, (batch, limit)),
+        logprobs=call.address("logprobs", logprobs, torch.float32, (batch, limit)),
     )

@@ -26,7 +26,7 @@ def emulated_gpu() -> Iterator[None]:
     """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gate, "is_gpu", lambda device: True)
-        patch.setattr(_gate, "launch", lambda name, device, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
+        patch.setattr(_gate.Call, "launch", lambda call, name, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
         yield
 
 

@@ -5,6 +5,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
+from maxrl_fast.ops.group_advantage_kernel import forget_tables
 
 pytestmark = pytest.mark.gpu
 OP = torch.ops.maxrl_fast.group_advantage.default
@@ -118,6 +119,33 @@ def test_side_stream_graph_and_no_synchronization():
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)
+
+
+def test_a_table_outlives_its_cache_where_a_stream_or_a_graph_reads_it():
+    rewards = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
+    expected, r = ops.maxpo_advantage(rewards, 4), rewards.cuda()
+
+    def drop_the_table():
+        forget_tables()
+        return [torch.full((2, 16), torch.nan, dtype=torch.float64, device="cuda") for _ in range(256)]  # in its memory
+
+    ops.maxpo_advantage(r, 4)  # builds the table, in the memory of this stream
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # cycles
+        on_side = ops.maxpo_advantage(r, 4)
+    kept = drop_the_table()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(on_side.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+    ops.maxpo_advantage(r, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.maxpo_advantage(r, 4)
+    kept += drop_the_table()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(captured.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_bad_values_become_nan_or_are_refused():

@@ -1,0 +1,99 @@
+"""The gate in front of the kernels: which memory they see, from many threads and on many streams."""
+
+import contextlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import maxrl_fast
+from maxrl_fast import _C, ops
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops.group_advantage import forget_plans
+from maxrl_fast.ops.group_advantage_kernel import forget_tables
+
+THREADS, ROUNDS = 8, 40
+PACKAGE = Path(maxrl_fast.__file__).parent
+
+
+def results_for(size: int) -> list[torch.Tensor]:
+    """Return what all ops compute for inputs of this size; sizes that follow one another share no table."""
+    generator = torch.Generator().manual_seed(size)
+    n, vocab = 3 + size % 61, 2 + size % 7
+    offsets = torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])
+    uneven = torch.rand(int(offsets[-1]), generator=generator)
+    logits = torch.randn(n, vocab, generator=generator).requires_grad_()
+    hidden, weight = torch.randn(n, 3, generator=generator).requires_grad_(), torch.randn(vocab, 3, generator=generator)
+    targets, bounds = torch.randint(0, vocab, (n,), generator=generator), torch.tensor([0, 1, n])
+    batch = (targets, torch.tensor([1.0, -0.5]), bounds)
+    proxies = ops.log_ratio_reward(logits[:, 0], torch.zeros(n), bounds)
+    losses = [
+        ops.policy_gradient_loss(logits, *batch)[0],
+        ops.policy_gradient_loss(logits * 1, *batch, in_place=True)[0],
+        ops.token_logprobs(logits, targets)[0].sum(),
+        ops.linear_policy_gradient_loss(hidden, weight, *batch)[0],
+        ops.linear_token_logprobs(hidden, weight, targets)[0].sum(),
+        ops.pacs_loss(proxies, torch.tensor([0.0, 1.0]), 2)[0],
+    ]
+    torch.stack(losses).sum().backward()
+    return [
+        ops.maxpo_advantage(uneven[:n], 1 + size % 2),
+        ops.maxrl_advantage(uneven, offsets=offsets),
+        ops.group_advantage(uneven, "qae", group_ids=torch.arange(len(uneven)) % (size % 11 + 1)),
+        ops.effective_weight("grpo", n, uneven[:2]),
+        torch.stack(losses).detach(),
+        logits.grad,
+        hidden.grad,
+    ]
+
+
+def test_eight_threads_compute_what_one_does():
+    """The threads drop each other's tables from the caches, which keep fewer than there are sizes."""
+    sizes = list(range(40, 40 + ROUNDS))
+    expected = {size: results_for(size) for size in sizes}
+    forget_plans()
+    forget_tables()
+    # Neighbours take the same sizes at the same time.
+    orders = [sizes[i // 2 * 10 :] + sizes[: i // 2 * 10] for i in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        wrong = pool.map(lambda order: [s for s in order if not all(map(torch.equal, results_for(s), expected[s]))], orders)
+        assert [sizes for sizes in wrong if sizes] == []
+
+
+def test_addresses_are_taken_in_one_place():
+    """Call.keep holds the tensor too. The address of a tensor that nobody holds, as of x.contiguous(), is soon another's."""
+    taken = {path.name: text.count("data_ptr") for path in PACKAGE.rglob("*.py") if "data_ptr" in (text := path.read_text())}
+    assert taken == {"_gate.py": 1}
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"\bCall\([^()]*\)\.(address|keep)", path.read_text()), f"{path} drops a call before its launch"
+
+
+class Watched:
+    """Stands for a tensor on a GPU, and remembers on which streams it is used."""
+
+    def __init__(self):
+        self.streams = []
+
+    def data_ptr(self):
+        return 64
+
+    def record_stream(self, stream):
+        self.streams.append(stream.cuda_stream)
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_a_cached_tensor_outlives_its_cache_on_the_stream_that_reads_it(monkeypatch, is_capturing):
+    monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
+    monkeypatch.setattr(_gate, "_captured", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(_C, "of_a_test_cuda", lambda **arguments: arguments, raising=False)
+    call, cached, given = _gate.Call(torch.device("cuda")), Watched(), Watched()
+    addresses = {"table": call.keep_cached(cached), "rewards": call.keep(given)}
+    assert call.launch("of_a_test", **addresses) == {"table": 64, "rewards": 64, "stream": 7}
+    assert (cached.streams, given.streams) == ([7], [])
+    assert _gate._captured == ({cached} if is_capturing else set())  # a graph reads it at every replay

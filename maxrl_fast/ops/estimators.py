@@ -50,9 +50,16 @@ class Inputs:
     prompts: Sequence[Any] | None  # [G]
 
 
+def _unchanged(_: Mapping[str, float]) -> tuple[float, float]:
+    return 1.0, 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """A row of the table. `value`, `baseline` and `scale` are the choices of csrc/group_advantage.h."""
+    """A row of the table. `value`, `baseline` and `scale` are the choices of csrc/group_advantage.h.
+
+    Its functions are those of modules, not lambdas, so that a row can be pickled, as Ray does to send it to its workers.
+    """
 
     formula: str  # as people write it
     table_form: str = ""  # how the kernel computes it where `table` is given: weights omega_j by rank, or by C
@@ -68,7 +75,7 @@ class Estimator:
     scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     options: Mapping[str, float | None] = field(default_factory=dict)  # name and default; None: must be given
     inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, prompts
-    affine: Callable[[Mapping[str, float]], tuple[float, float]] = lambda options: (1.0, 0.0)  # gain and bias
+    affine: Callable[[Mapping[str, float]], tuple[float, float]] = _unchanged  # of the options; returns gain and bias
     before: Callable[[Inputs, Mapping[str, float]], Tensor] | None = None  # returns the rewards to take instead
     after: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor] | None = None  # changes the kernel's advantages
     custom: CustomAdvantage | None = None  # a function that is called instead of the kernel
@@ -174,6 +181,26 @@ _ENUMERATED = "no closed form: --weights"
 
 
 _QUARTER = 0.25  # of the centred rewards, exactly: a difference of rewards may be too large for their dtype
+
+
+def _minus_one(_: Mapping[str, float]) -> tuple[float, float]:
+    return 1.0, -1.0
+
+
+def _weighted_reinforce(options: Mapping[str, float]) -> tuple[float, float]:
+    return 1 + options["correct_weight"], -1.0
+
+
+def _of_noisy_rewards(options: Mapping[str, float]) -> tuple[float, float]:
+    return 1 / (1 - options["false_positive_rate"] - options["false_negative_rate"]), 0.0
+
+
+def _minus_correct(options: Mapping[str, float]) -> tuple[float, float]:
+    return 1.0, options["false_negative_rate"] - 1
+
+
+def _quarter(_: Mapping[str, float]) -> tuple[float, float]:
+    return _QUARTER, 0.0
 
 
 def _standardised(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
@@ -284,7 +311,7 @@ ESTIMATORS: dict[str, Estimator] = {
         source="MaxRL, eq. 7",
         weight="(1-(1-p)^N)/p",
         scale="mean",
-        affine=lambda _: (1.0, -1.0),
+        affine=_minus_one,
     ),
     "rloo": Estimator(
         formula="r - mean of the others = (N/(N-1)) (r - mean)",
@@ -360,7 +387,7 @@ ESTIMATORS: dict[str, Estimator] = {
         formula="r - 1",
         source="NSR, Zhu et al. 2025, arXiv:2506.01347",
         weight="1",
-        affine=lambda _: (1.0, -1.0),
+        affine=_minus_one,
         min_rollouts=1,
     ),
     "w_reinforce": Estimator(
@@ -368,7 +395,7 @@ ESTIMATORS: dict[str, Estimator] = {
         source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347",
         weight="1 + correct_weight",
         options={"correct_weight": 0.1},
-        affine=lambda options: (1 + options["correct_weight"], -1.0),
+        affine=_weighted_reinforce,
         min_rollouts=1,
     ),
     "qae": Estimator(
@@ -394,7 +421,7 @@ ESTIMATORS: dict[str, Estimator] = {
         weight="depends on the batch",
         baseline="mean",
         options={"eps": 1e-8, "ddof": 1.0},
-        affine=lambda _: (_QUARTER, 0.0),
+        affine=_quarter,
         after=_standardised,
     ),
     "reinforce_pp_tokens": Estimator(
@@ -404,7 +431,7 @@ ESTIMATORS: dict[str, Estimator] = {
         baseline="mean",
         options={"eps": 1e-8, "ddof": 1.0},
         inputs=("lengths",),
-        affine=lambda _: (_QUARTER, 0.0),
+        affine=_quarter,
         after=_standardised,
     ),
     "differential_smoothing": Estimator(
@@ -443,14 +470,14 @@ ESTIMATORS: dict[str, Estimator] = {
         weight="(N-1)/(N (1 - rho0 - rho1))",
         baseline="mean",
         options=_RATES,
-        affine=lambda options: (1 / (1 - options["false_positive_rate"] - options["false_negative_rate"]), 0.0),
+        affine=_of_noisy_rewards,
     ),
     "noisy_verifier_forward": Estimator(
         formula="rho1 where r = 1, rho1 - 1 where r = 0",
         source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)",
         weight="1",
         options={"false_negative_rate": None},
-        affine=lambda options: (1.0, options["false_negative_rate"] - 1),
+        affine=_minus_correct,
         min_rollouts=1,
     ),
 }

@@ -1,5 +1,6 @@
 """Estimators that a plug-in registers: rows of the table, and functions of rewards."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,16 @@ def test_a_row_is_computed_by_the_kernel():
         ops.register_estimator("twice", row)
     ops.register_estimator("twice", Estimator(formula="r - mean", source="a test", weight="1", baseline="mean"), replace=True)
     assert torch.equal(ops.group_advantage(REWARDS, "twice"), ops.group_advantage(REWARDS, "reinforce"))
+
+
+def test_rows_and_ops_are_pickled_by_name():
+    """Ray and multiprocessing send functions, and what they refer to, to other processes."""
+    ops.register_estimator("of_a_function", centred)
+    tables_ = (ESTIMATORS, KERNEL_ROWS)
+    for table, copy in zip(tables_, pickle.loads(pickle.dumps(tables_)), strict=True):
+        assert copy == table
+    for name in ops.__all__:
+        assert name == "ESTIMATORS" or pickle.loads(pickle.dumps(getattr(ops, name))) is getattr(ops, name)
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,8 @@ def effective_weight(
         W_n(p) like `pass_rate`, float64.
 
     Raises:
-        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1].
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In torch.compile, where the check would
+            break the graph, the weight of such a pass rate is NaN.
     """
     row = _row(estimator)
     if not row.has_weight:
@@ -374,14 +375,15 @@ def effective_weight(
     wanted = f"an integer from 1 to {_LARGEST_WEIGHED}"
     check_integer("n", n, wanted, lambda x: 1 <= x <= _LARGEST_WEIGHED)
     check_tensor("pass_rate", pass_rate)
-    if pass_rate.device.type != "meta" and not bool(((pass_rate.double() >= 0) & (pass_rate.double() <= 1)).all()):
+    p = pass_rate.double().flatten()[:, None]
+    is_rate = (p >= 0) & (p <= 1)
+    if p.device.type != "meta" and not torch.compiler.is_compiling() and not bool(is_rate.all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
     lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
     advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
-    p = pass_rate.double().flatten()[:, None]
     difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
     c = torch.arange(n, dtype=torch.float64, device=p.device)
     choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
     probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
-    return (probability @ difference).view(pass_rate.shape)
+    return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

@@ -116,3 +116,17 @@ def test_policy_gradient_estimators_are_unbiased():
     assert_same(mean_gradient("reinforce_raw"), exact)
     assert_same(mean_gradient("reinforce"), exact * (N - 1) / N)
     assert_same(mean_gradient("noisy_verifier_backward", **OPTIONS["noisy_verifier_backward"]), exact * (N - 1) / N / 0.85)
+
+
+def test_the_weight_compiles_as_one_graph():
+    def weight(n, p):
+        return ops.effective_weight("grpo", n, p, eps=1e-4)
+
+    compiled = torch.compile(weight, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n, shape in ((4, (3,)), (5, (2, 4))):
+        p = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        actual, expected = compiled(n, p), weight(n, p)
+        assert torch.equal(actual, expected)
+        assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))
+    outside = compiled(4, torch.tensor([-0.1, 0.5, 1.1, torch.nan], dtype=torch.float64))
+    assert outside.isnan().tolist() == [True, False, True, True]

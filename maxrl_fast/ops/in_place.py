@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops.derivatives import first_order, refuse_other_derivatives
 from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
@@ -18,6 +19,7 @@ def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
     if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
         raise ValueError(f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}")
+    refuse_other_derivatives("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
     sums: Tensor = _Loss.apply(logits, gradient, arguments)
     _Spent.apply(logits)
@@ -51,6 +53,7 @@ class _Loss(torch.autograd.Function):
         return sums
 
     @staticmethod
+    @first_order("policy_gradient_loss")
     def backward(ctx: Any, *grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         return scaled(ctx.gradient.take(), grad_sums[0][0], in_place=True), None, None
 

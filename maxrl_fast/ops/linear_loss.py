@@ -1,4 +1,8 @@
-"""Policy-gradient losses and log-probabilities from hidden states and the output matrix, one chunk of logits at a time."""
+"""Policy-gradient losses and log-probabilities from hidden states and the output matrix, one chunk of logits at a time.
+
+The operators behind them have no kernels of their own: they call those of token_loss_kernel.py and multiply matrices. As operators
+they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
+"""
 
 from functools import cache
 from typing import Any
@@ -7,11 +11,12 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops._gate import has_kernels, operator, register_fake
 from maxrl_fast.ops.arguments import check_integer, check_tensor
-from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare
+from maxrl_fast.ops.derivatives import needs_gradient, register_backward
+from maxrl_fast.ops.token_batch import check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
-from maxrl_fast.ops.token_loss_kernel import DTYPES, NUM_SUMS, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_loss_kernel import DTYPES, NUM_SUMS, batch_and_terms, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of logits; larger matrix multiplications are no faster
@@ -92,15 +97,9 @@ def linear_policy_gradient_loss(
     )
     if not has_kernels(hidden.device):
         return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, terms), hidden)
-    index = batch.needed_rows(terms).nonzero()[:, 0]
     counted = torch.full((), len(batch), device=hidden.device) if mask is None else mask.sum()
-    if len(index) < len(batch):
-        hidden, batch = hidden.index_select(0, index), batch.take(index)
-    if terms.loss == "gspo" and batch.old_logprobs is not None:
-        logprobs, _ = _logprobs(hidden.detach(), weight.detach(), batch.targets, batch.temperature, chunk)
-        batch = with_sequence_ratios(batch, logprobs)
-    # Inside the autograd function gradients are always disabled, so that it must be told.
-    sums: Tensor = _LinearLoss.apply(hidden, weight, batch, terms, chunk, torch.is_grad_enabled())
+    needed = needs_gradient(hidden), needs_gradient(weight)
+    sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, *needed)
     total, metrics = loss_and_metrics(sums, hidden)
     # The kernel has counted only the rows that it was given.
     left_out = counted - metrics["tokens"]
@@ -129,8 +128,8 @@ def linear_token_logprobs(
     if not has_kernels(hidden.device):
         return token_logprobs_reference(hidden @ weight.to(hidden.dtype).T, targets, temperature)
     if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, temperature, chunk)
+        temperature = temperature.detach().to(real_dtype(hidden.dtype)).contiguous()
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, *split_temperature(temperature), chunk)
     return logprobs, entropy
 
 
@@ -157,7 +156,7 @@ class _Chunks:
     """The logits hidden @ weight.T, one chunk after the other in the same memory, and the backward pass of the product."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool):
-        self.hidden, self.weight, self.size = hidden, weight.to(hidden.dtype), size
+        self.hidden, self.weight, self.size, self.dtype = hidden, weight.to(hidden.dtype), size, weight.dtype
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
@@ -184,6 +183,14 @@ class _Chunks:
             else:
                 self.grad_weight.addmm_(gradient.T.to(self.grad_weight.dtype), hidden.to(self.grad_weight.dtype))
 
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients in hidden and weight, of their dtypes; [0] where they are not needed."""
+        hidden, weight = self.grad_hidden, self.grad_weight
+        return (
+            self.hidden.new_empty(0) if hidden is None else hidden,
+            self.hidden.new_empty(0, dtype=self.dtype) if weight is None else weight.to(self.dtype),
+        )
+
 
 @cache
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -199,37 +206,72 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
-class _LinearLoss(torch.autograd.Function):
-    """Returns the LossSums [10]; the forward pass computes the gradients too."""
+# The arguments of token_loss between the logits and needs_gradient, as its schema has them.
+_LOSS_SCHEMA = ", ".join(str(kernels.token_loss._schema).split("(")[1].split(")")[0].split(", ")[1:-1])
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, batch: TokenBatch, terms: LossTerms, chunk: int, is_training: bool
-    ) -> Tensor:
-        needs_hidden, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
-        chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight)
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
-        for start, stop, logits in chunks:
-            arguments = loss_arguments(batch.rows(start, stop), terms)
-            if needs_hidden or needs_weight:
-                sums += kernels.token_loss_(logits, *arguments)
-                chunks.backward(start, stop, logits)
-            else:
-                sums += kernels.token_loss(logits, *arguments, False)[0]
-        chunks.buffer = logits = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
-        grad_weight = None if chunks.grad_weight is None else chunks.grad_weight.to(weight.dtype)
-        ctx.save_for_backward(chunks.grad_hidden, grad_weight)
-        ctx.is_spent = False
-        return sums
 
-    @staticmethod
-    def backward(ctx: Any, *grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-        if ctx.is_spent and grad_sums[0].device.type == "cuda":
-            raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
-        ctx.is_spent = True
-        grad_loss = grad_sums[0][0]
-        return *(None if x is None else scaled(x, grad_loss) for x in gradients), None, None, None, None
+@operator(
+    schema=f"(Tensor hidden, Tensor weight, {_LOSS_SCHEMA}, SymInt chunk, bool needs_hidden, bool needs_weight) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.
+
+    The arguments behind the weight are those of token_loss, the tokens in a chunk, and which gradients are needed.
+    """
+    *loss, chunk, needs_hidden, needs_weight = arguments
+    batch, terms = batch_and_terms(loss)
+    index = batch.needed_rows(terms).nonzero()[:, 0]
+    rows = hidden
+    if len(index) < len(hidden):
+        rows, batch = hidden.index_select(0, index), batch.take(index)
+    if terms.loss == "gspo" and batch.old_logprobs is not None:
+        batch = with_sequence_ratios(batch, _logprobs(rows, weight, batch.targets, batch.temperature, chunk)[0])
+    chunks = _Chunks(rows, weight, chunk, needs_hidden, needs_weight)
+    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
+    for start, stop, logits in chunks:
+        part = loss_arguments(batch.rows(start, stop), terms)
+        if needs_hidden or needs_weight:
+            sums += kernels.token_loss_(logits, *part)
+            chunks.backward(start, stop, logits)
+        else:
+            sums += kernels.token_loss(logits, *part, False)[0]
+    chunks.buffer = logits = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
+    grad_hidden, grad_weight = chunks.gradients()
+    if needs_hidden and rows is not hidden:
+        grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
+    return sums, grad_hidden, grad_weight
+
+
+@register_fake(linear_loss)
+def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return hidden.new_empty(NUM_SUMS, dtype=torch.float64), *_empty_gradients(hidden, weight, *arguments[-2:])
+
+
+def _empty_gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    needed = ((hidden, needs_hidden), (weight, needs_weight))
+    grad_hidden, grad_weight = (torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
+    return grad_hidden, grad_weight
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else autograd makes zeros like the gradients
+    ctx.save_for_backward(*output[1:])
+    ctx.needed, ctx.is_spent = inputs[-2:], False
+
+
+def _linear_loss_backward(ctx: Any, grad_sums: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    gradients = ctx.saved_tensors
+    if grad_sums is None:
+        return None, None
+    if ctx.is_spent and grad_sums.device.type == "cuda":
+        raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
+    ctx.is_spent = True
+    return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in zip(gradients, ctx.needed, strict=True))
+
+
+register_backward(linear_loss, "linear_policy_gradient_loss", _linear_loss_backward, save=_save_gradients, num_inputs=2)
 
 
 def _logprobs(
@@ -240,7 +282,7 @@ def _logprobs(
         kernels.token_logprobs(logits, *_rows(targets, temperature, start, stop))
         for start, stop, logits in _Chunks(hidden, weight, chunk, False, False)
     ]
-    none = hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
     return tuple(torch.cat([none, *(part[i] for part in parts)]) for i in range(2))  # type: ignore[return-value]
 
 
@@ -249,24 +291,70 @@ def _rows(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -
     return targets[start:stop], *split_temperature(chosen)
 
 
-class _LinearLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, targets, temperature if isinstance(temperature, Tensor) else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return _logprobs(hidden, weight, targets, temperature, chunk)
+@operator()
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the targets [T], and the entropies [T]."""
+    return _logprobs(hidden, weight, targets, temperature if temperatures is None else temperatures, chunk)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures = ctx.saved_tensors
-        temperature = ctx.temperature if temperatures is None else temperatures
-        grad_logprobs, grad_entropy = (grad.contiguous() for grad in grads)
-        chunks = _Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2])
-        for start, stop, logits in chunks:
-            rows = _rows(targets, temperature, start, stop)
-            kernels.token_logprobs_backward_(logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop])
-            chunks.backward(start, stop, logits)
-        grad_weight = None if chunks.grad_weight is None else chunks.grad_weight.to(weight.dtype)
-        return chunks.grad_hidden, grad_weight, None, None, None
+
+@register_fake(linear_logprobs)
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    shape, dtype = hidden.shape[:1], real_dtype(hidden.dtype)
+    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.temperature, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad[:2]
+    contiguous = (grad.contiguous() for grad in grads)
+    gradients = linear_logprobs_backward(*ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, *needed)
+    return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
+
+
+register_backward(linear_logprobs, "linear_token_logprobs", _linear_logprobs_backward, save=_save_inputs, num_inputs=2)
+
+
+@operator()
+def linear_logprobs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    chunk: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed."""
+    chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight)
+    for start, stop, logits in chunks:
+        rows = _rows(targets, temperature if temperatures is None else temperatures, start, stop)
+        kernels.token_logprobs_backward_(logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop])
+        chunks.backward(start, stop, logits)
+    return chunks.gradients()
+
+
+@register_fake(linear_logprobs_backward)
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    chunk: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(hidden, weight, needs_hidden, needs_weight)

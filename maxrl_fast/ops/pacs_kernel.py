@@ -8,6 +8,7 @@ from torch import Tensor
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
+from maxrl_fast.ops.derivatives import register_backward
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -81,12 +82,12 @@ def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(output[2])
 
 
-def _pacs_loss_backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _pacs_loss_backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor]:
     (gradient,) = ctx.saved_tensors
-    return gradient * grad_sums[0].to(gradient.dtype), *(None,) * 6
+    return (gradient * grad_sums[0].to(gradient.dtype),)
 
 
-torch.library.register_autograd(pacs_loss, _pacs_loss_backward, setup_context=_save_gradient)
+register_backward(pacs_loss, "pacs_loss", _pacs_loss_backward, save=_save_gradient)
 
 
 @operator()
@@ -116,12 +117,11 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.num_tokens = logprobs.shape[0]
 
 
-def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor | None, ...]:
-    gradient = log_ratio_reward_backward(grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens)
-    return gradient, None, None, None, None
+def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
+    return (log_ratio_reward_backward(grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
 
 
-torch.library.register_autograd(log_ratio_reward, _log_ratio_reward_backward, setup_context=_save_sequences)
+register_backward(log_ratio_reward, "log_ratio_reward", _log_ratio_reward_backward, save=_save_sequences)
 
 
 @operator()

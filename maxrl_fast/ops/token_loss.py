@@ -8,6 +8,7 @@ from torch import Tensor
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_flag, check_tensor
+from maxrl_fast.ops.derivatives import needs_gradient
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
@@ -20,7 +21,7 @@ _MEANS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "entrop
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of each row of softmax(logits / temperature), in nats.
 
-    Both are differentiable. The forward pass reads the logits once; the backward pass reads them once and writes their gradient
+    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads them once and writes their gradient
     once. Under torch.no_grad (old and reference policies) nothing is kept.
 
     Args:
@@ -124,8 +125,9 @@ def policy_gradient_loss(
             denominator is not above 0, an importance weight is below 0, or cu_seqlens do not rise from 0 to T. On a GPU, where
             the check would wait for the device, such a target or temperature makes the loss NaN.
         TypeError: if an argument that must be a tensor is something else.
-        RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs. On a GPU, and
-            with in_place, the backward pass can run only once.
+        RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs, or with
+            create_graph=True; from forward-mode differentiation and torch.func.grad. On a GPU, and with in_place, the backward
+            pass can run only once.
     """
     shape = _shape(logits)
     check_flag("in_place", in_place)
@@ -153,18 +155,18 @@ def policy_gradient_loss(
         mask=mask,
         denominator=denominator,
     )
-    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-    if in_place and needs_gradient and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
+    in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
+    if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device):
         return loss_and_metrics(token_loss_reference(logits, batch, terms), logits)
     if terms.loss == "gspo" and batch.old_logprobs is not None:
         batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))
     arguments = loss_arguments(batch, terms)
-    if in_place and needs_gradient:
+    if in_place:
         sums = overwrite(logits, arguments)
     else:
-        sums, _ = kernels.token_loss(_rows(logits), *arguments, needs_gradient)
+        sums, _ = kernels.token_loss(_rows(logits), *arguments, needs_gradient(logits))
     return loss_and_metrics(sums, logits)
 
 

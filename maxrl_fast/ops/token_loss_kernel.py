@@ -4,6 +4,7 @@ logits with their gradient), `token_logprobs`, `token_logprobs_backward` and `to
 The forward pass of token_loss computes the gradient too, so that the logits are read once.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
+from maxrl_fast.ops.derivatives import register_backward
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -47,6 +49,14 @@ def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
+
+
+def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
+    """Return what `loss_arguments` has turned into arguments."""
+    named = dict(zip(_LOSS_ARGUMENTS, arguments, strict=True))
+    terms = LossTerms(**{name: named.pop(name) for name in LossTerms.__dataclass_fields__})
+    temperatures, temperature = named.pop("temperatures"), named.pop("temperature")
+    return TokenBatch(**named, temperature=temperature if temperatures is None else temperatures), terms
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -204,21 +214,20 @@ def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else autograd makes zeros [T, V] for the gradient, which has no gradient itself
     ctx.save_for_backward(output[1])
-    ctx.num_inputs, ctx.is_spent = len(inputs), False
+    ctx.is_spent = False
 
 
-def _token_loss_backward(ctx: Any, grad_sums: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _token_loss_backward(ctx: Any, grad_sums: Tensor | None, _: None) -> tuple[Tensor | None]:
     (gradient,) = ctx.saved_tensors
-    nothing = (None,) * (ctx.num_inputs - 1)
     if grad_sums is None:
-        return None, *nothing
+        return (None,)
     if ctx.is_spent and gradient.device.type == "cuda":
         raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
     ctx.is_spent = True
-    return scaled(gradient, grad_sums[0]), *nothing
+    return (scaled(gradient, grad_sums[0]),)
 
 
-torch.library.register_autograd(token_loss, _token_loss_backward, setup_context=_save_gradient)
+register_backward(token_loss, "policy_gradient_loss", _token_loss_backward, save=_save_gradient)
 
 
 @operator(mutates=("logits",))
@@ -360,13 +369,13 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     ctx.save_for_backward(logits, targets, temperatures)
 
 
-def _token_logprobs_backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+def _token_logprobs_backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor]:
     logits, targets, temperatures = ctx.saved_tensors
     grads = (grad_logprobs.contiguous(), grad_entropy.contiguous())
-    return token_logprobs_backward(logits, targets, temperatures, ctx.temperature, *grads), None, None, None
+    return (token_logprobs_backward(logits, targets, temperatures, ctx.temperature, *grads),)
 
 
-torch.library.register_autograd(token_logprobs, _token_logprobs_backward, setup_context=_save_rows)
+register_backward(token_logprobs, "token_logprobs", _token_logprobs_backward, save=_save_rows)
 
 
 @operator()

@@ -10,6 +10,8 @@ from maxrl_fast.ops import (
     token_logprobs,
 )
 from maxrl_fast.ops.linear_loss import _Chunks
+from maxrl_fast.ops.token_batch import prepare
+from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
 T, H, V = 50, 16, 70
 
@@ -177,3 +179,53 @@ def test_bad_input(change, message):
     hidden, weight, batch = make(torch.float32)
     with pytest.raises(ValueError, match=message):
         linear_policy_gradient_loss(**({"hidden": hidden, "weight": weight} | batch | {"mask": None} | change))
+
+
+@pytest.mark.parametrize("options", [{"loss": "ppo"}, {"loss": "gspo", "aggregation": "seq_mean_token_mean"}])
+def test_the_loss_compiles_as_one_graph(options):
+    """Also for another number of tokens, and with rows that are left out, whose number the compiler cannot know."""
+
+    def step(hidden, weight, batch):
+        return linear_policy_gradient_loss(2 * hidden, weight, **batch, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seed, start in ((0, 0), (1, 0), (2, 4)):
+        hidden, weight, batch = make(torch.float32, seed)
+        batch |= {"advantages": torch.tensor([1.0, 0.0, 0.0, 0.5]), "cu_seqlens": (batch["cu_seqlens"] - start).clamp_min(0)}
+        batch = {name: x[start:] if len(x) == T else x for name, x in batch.items()}
+        actual, metrics = compiled(hidden[start:], weight, batch)
+        expected, eager_metrics = step(hidden[start:], weight, batch)
+        assert actual.item() == expected.item()
+        assert {name: x.item() for name, x in metrics.items()} == {name: x.item() for name, x in eager_metrics.items()}
+        gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)]
+        assert_close(*gradients, torch.float32)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_loss_and_logprobs():
+    hidden, weight, batch = make(torch.float32)
+
+    def step(hidden, weight):
+        logprobs, entropy = linear_token_logprobs(hidden, weight, batch["targets"])
+        return linear_policy_gradient_loss(hidden, weight, **batch)[0] + (logprobs.exp() + entropy).sum()
+
+    actual, expected = torch.compile(step, fullgraph=True)(hidden, weight), step(hidden, weight)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)), torch.float32)
+
+
+def test_operators_pass_opcheck():
+    hidden, weight, batch = make(torch.float32)
+    absent = ("advantages_per_token", "importance_weights", "importance_weights_per_token", "ref_logprobs", "dual_clip")
+    given = dict.fromkeys((*absent, "denominator")) | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"} | batch
+    given |= {"kl_coef": 0.0, "entropy_coef": 0.0, "aggregation": "token_mean"}
+    prepared = prepare(torch.float32, hidden.device, (T, V), **given)
+    arguments, operators = loss_arguments(*prepared), torch.ops.maxrl_fast
+    for needed in ((True, True), (True, False), (False, True)):
+        matrices = (x.detach().requires_grad_(is_needed) for x, is_needed in zip((hidden, weight), needed, strict=True))
+        torch.library.opcheck(operators.linear_loss.default, (*matrices, *arguments, 7, *needed))
+    targets = prepared[0].targets
+    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, targets, None, 0.7, 7))
+    detached = (hidden.detach(), weight.detach(), targets, None, 0.7, torch.rand(T), torch.rand(T), 7)
+    for needed in ((True, True), (False, True), (True, False)):
+        torch.library.opcheck(operators.linear_logprobs_backward.default, (*detached, *needed))

@@ -1,0 +1,96 @@
+"""Derivatives of the operators: the first, in reverse mode. Others raise an error; PyTorch alone would take them to be zero."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+_LIBRARY = torch.library.Library("maxrl_fast", "FRAGMENT")
+
+
+def register_backward(
+    op: Any, function: str, backward: Backward, *, save: Callable[[Any, tuple[Any, ...], Any], None], num_inputs: int = 1
+) -> None:
+    """Register the first derivative of an operator in its first `num_inputs` arguments.
+
+    This is torch.library.register_autograd with errors instead of derivatives that are silently zero.
+
+    Args:
+        op: what `operator` returned.
+        function: the public function that calls it, for error messages.
+        backward: takes the context and the gradients of the results, and returns the gradients of those arguments.
+        save: takes the context, the arguments and the results, and saves what the backward pass needs.
+    """
+    num_others = len(op._schema.arguments) - num_inputs + 1  # and the key set
+    below_autograd = torch._C._after_autograd_keyset
+
+    class _Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            *inputs, keys = arguments
+            with torch._C._AutoDispatchBelowAutograd():
+                results = op.redispatch(keys & below_autograd, *inputs)
+                save(ctx, tuple(inputs), results)
+            return results
+
+        @staticmethod
+        @first_order(function)
+        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            return *backward(ctx, *gradients), *(None,) * num_others
+
+    _Function.__name__ = op._opname
+
+    def with_gradient(keys: Any, *arguments: Any) -> Any:
+        inputs = arguments[:num_inputs]
+        refuse_other_derivatives(function, *inputs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            return _Function.apply(*arguments, keys)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & below_autograd, *arguments)
+
+    _LIBRARY.impl(op._opname, with_gradient, "Autograd", with_keyset=True)
+
+
+def first_order(function: str) -> Callable[[Backward], Backward]:
+    """Decorate the backward pass of an autograd function: it raises RuntimeError, naming `function`, for create_graph=True.
+
+    torch.autograd.function.once_differentiable raises only where the incoming gradient requires a gradient itself, and only
+    for `backward`. From torch.autograd.grad of a gradient penalty, the term of a loss would be missing without a word.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @wraps(backward)
+        def once(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiled function has no second derivative
+                raise RuntimeError(
+                    f"{function} can be differentiated once only, got create_graph=True, which asks for a second derivative"
+                )
+            return backward(ctx, *gradients)
+
+        return once
+
+    return decorate
+
+
+def needs_gradient(x: Tensor) -> bool:
+    """Return whether the gradient in `x` may be wanted. Within torch.func.vmap a tensor does not say so."""
+    return torch.is_grad_enabled() and (x.requires_grad or torch._C._are_functorch_transforms_active())
+
+
+def refuse_other_derivatives(function: str, *inputs: Tensor) -> None:
+    """Raise RuntimeError where the forward mode or torch.func would differentiate a function in these inputs."""
+    if any(unpack_dual(x).tangent is not None for x in inputs):
+        raise RuntimeError(
+            f"{function} can be differentiated in reverse mode only (backward, torch.autograd.grad), got an input with a "
+            "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+        )
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if differentiates and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{function} can be differentiated by backward and torch.autograd.grad only, got a transform of torch.func (grad, "
+            "vjp, jacrev, hessian)"
+        )

@@ -1,7 +1,7 @@
 """The fused operators, importable without the trainer: `from maxrl_fast import ops`.
 
-What is differentiable can be differentiated once, in reverse mode: `create_graph=True`, the forward mode and torch.func.grad raise
-RuntimeError.
+What is differentiable can be differentiated once, in reverse mode: `create_graph=True`, the forward mode and torch.func.grad
+raise RuntimeError.
 """
 
 from maxrl_fast.ops.estimators import ESTIMATORS

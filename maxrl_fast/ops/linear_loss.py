@@ -1,7 +1,7 @@
 """Policy-gradient losses and log-probabilities from hidden states and the output matrix, one chunk of logits at a time.
 
-The operators behind them have no kernels of their own: they call those of token_loss_kernel.py and multiply matrices. As operators
-they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
+The operators behind them have no kernels of their own: they call those of token_loss_kernel.py and multiply matrices. As
+operators they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
 """
 
 from functools import cache

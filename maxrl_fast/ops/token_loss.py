@@ -21,8 +21,8 @@ _MEANS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "entrop
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of each row of softmax(logits / temperature), in nats.
 
-    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads them once and writes their gradient
-    once. Under torch.no_grad (old and reference policies) nothing is kept.
+    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads them once and writes their
+    gradient once. Under torch.no_grad (old and reference policies) nothing is kept.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for float64).

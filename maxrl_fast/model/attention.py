@@ -17,7 +17,7 @@ from torch import Tensor
 
 from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
-from maxrl_fast.ops.derivatives import first_order, refuse_other_derivatives
+from maxrl_fast.ops.derivatives import check_mode, first_order
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,6 @@ def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromp
     Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout` describes; Hq is a multiple of
     Hkv. Returns [U, Hq, D]. Differentiable in q, k and v.
     """
-    refuse_other_derivatives("shared_prompt_attention", q, k, v)
+    check_mode("shared_prompt_attention", q, k, v)
     out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
     return out

@@ -45,9 +45,7 @@ def register_backward(
     _Function.__name__ = op._opname
 
     def with_gradient(keys: Any, *arguments: Any) -> Any:
-        inputs = arguments[:num_inputs]
-        refuse_other_derivatives(function, *inputs)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        if check_mode(function, *arguments[:num_inputs]):
             return _Function.apply(*arguments, keys)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & below_autograd, *arguments)
@@ -81,16 +79,22 @@ def needs_gradient(x: Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or torch._C._are_functorch_transforms_active())
 
 
-def refuse_other_derivatives(function: str, *inputs: Tensor) -> None:
-    """Raise RuntimeError where the forward mode or torch.func would differentiate a function in these inputs."""
-    if any(unpack_dual(x).tangent is not None for x in inputs):
-        raise RuntimeError(
-            f"{function} can be differentiated in reverse mode only (backward, torch.autograd.grad), got an input with a "
-            "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
-        )
-    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if differentiates and torch._C._are_functorch_transforms_active():
+def check_mode(function: str, *inputs: Tensor) -> bool:
+    """Return whether autograd will want the gradient in one of these inputs.
+
+    Raises:
+        RuntimeError: if the forward mode or torch.func would differentiate the function.
+    """
+    for x in inputs:
+        if unpack_dual(x).tangent is not None:
+            raise RuntimeError(
+                f"{function} can be differentiated in reverse mode only (backward, torch.autograd.grad), got an input with a "
+                "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+            )
+    is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if is_wanted and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{function} can be differentiated by backward and torch.autograd.grad only, got a transform of torch.func (grad, "
             "vjp, jacrev, hessian)"
         )
+    return is_wanted

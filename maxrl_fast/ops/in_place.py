@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.derivatives import first_order, refuse_other_derivatives
+from maxrl_fast.ops.derivatives import check_mode, first_order
 from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
 
 
@@ -19,7 +19,7 @@ def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
     if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
         raise ValueError(f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}")
-    refuse_other_derivatives("policy_gradient_loss", logits)
+    check_mode("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
     sums: Tensor = _Loss.apply(logits, gradient, arguments)
     _Spent.apply(logits)

@@ -148,6 +148,7 @@ def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[in
         raise ValueError(f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}")
     if chunk_tokens is not None:
         check_integer("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
+        chunk_tokens = min(chunk_tokens, torch.iinfo(torch.int64).max)
     row_bytes = max(len(weight) * hidden.element_size(), 1)
     return len(weight), chunk_tokens or max(_CHUNK_BYTES.get(hidden.device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
 

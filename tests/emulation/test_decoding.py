@@ -77,7 +77,9 @@ def test_rounding_never_draws_a_token_of_probability_0():
     logits[:, 4000:] = -torch.inf
     length[:], done[:] = 0, False
     with emulated_gpu():
-        sample_and_append(logits, Sampling(1.0, 9, ()), keys[u.argmax()].expand(60).clone(), stops, last, length, done, *written)
+        sample_and_append(
+            logits, Sampling(1.0, 9, ()), keys[u.argmax()].expand(60).clone(), stops, last, length, done, *written
+        )
     assert (last < 4000).all()
     assert last.float().mean() > 3900
 

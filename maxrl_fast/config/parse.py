@@ -68,6 +68,9 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     for name in ("lora_rank", "kl_coef"):
         with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
             choices[name] = float(choices.get(name, 0))
+    for name in ("objective", "task", "reward"):  # a number in a file is refused later
+        if choices.get(name) is not None:
+            choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))
     flags = {argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
     refuse({name.removeprefix("no_"): None for name in flags}, hidden)

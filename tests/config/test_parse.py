@@ -75,6 +75,14 @@ def test_bad_files_are_refused(tmp_path, content, message):
         parse(["--config", str(file)])
 
 
+@pytest.mark.parametrize("name", ["objective", "task"])
+def test_a_number_as_a_name_in_a_file_is_refused(tmp_path, name):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{name} = 0")
+    with pytest.raises(InputError, match=f"{name} must be .*got '0'"):
+        check(parse(["--config", str(file)]))
+
+
 def test_a_missing_file_is_refused():
     with pytest.raises(InputError, match=r"readable TOML file, got nowhere\.toml"):
         parse(["--config", "nowhere.toml"])

@@ -95,6 +95,8 @@ def build_scorer(options: RewardOptions, task: Task) -> Scorer:
         workers=options.reward_workers,
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
+        isolation=options.reward_isolation,
+        environment=[name.strip() for name in options.reward_env.split(",") if name.strip()],
     )
     limit = None if options.reward else task.answer_limit  # a user's function sees everything
     return Scorer(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)

@@ -118,8 +118,9 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
         stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
     ):
-        for line in _introduction(config, policy, baseline, num_distinct):
-            screen.say(line)
+        for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
+            if line:
+                screen.say(line)
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")

@@ -88,6 +88,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
             screen.say(line)
         screen.say(f"rollout engine: {engine.describe()}")
+        if how := scorer.describe():
+            screen.say(how)
 
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)

@@ -99,7 +99,11 @@ class RewardOptions:
     reward_seconds: float = 5.0
     """Longest time of one call in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
-    """Memory limit of one process, in 1e9 bytes."""
+    """Memory limit of one process and of all that it starts, together, in 1e9 bytes."""
+    reward_isolation: Literal["process", "call"] = "process"
+    """process: a process makes calls until one fails; call: each call has a fresh process, which no other call can change."""
+    reward_env: Annotated[str, unset("NAME,NAME", "none")] = ""
+    """Environment variables that the function needs besides a short list without keys and tokens, such as OPENAI_API_KEY."""
     max_reward_error_rate: float = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
 

@@ -62,7 +62,11 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
         "reward": not is_file(task),  # there the task is the reward
         "reward_threshold": task != "maze" or has_function,
         **dict.fromkeys(
-            ("reward_workers", "reward_seconds", "reward_memory_gb", "max_reward_error_rate"), reads_text or has_function
+            (
+                *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env"),
+                "max_reward_error_rate",
+            ),
+            reads_text or has_function,
         ),
     }
     assert taken.keys() == {*_names(TaskOptions), *_names(RewardOptions)} - {"task"}

@@ -140,6 +140,10 @@ class Scorer:
             raise RewardError(f"{warning}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
         return by_kind, warning
 
+    def describe(self) -> str:
+        """Return how the reward function is contained, for the start of a run; "" if the task scores."""
+        return "" if self._pool is None else f"reward workers: {self._pool.describe()}"
+
     def dump_stacks(self) -> None:
         """Write the stacks of the worker processes to standard error."""
         if self._pool is not None:

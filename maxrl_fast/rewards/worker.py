@@ -1,38 +1,34 @@
-"""The worker process of the reward pool. It loads the reward function, then answers one call after the other.
+"""Load a reward function, and answer calls of it in a worker process.
 
-Messages are JSON, one per line. At its start the worker sends {"ready": file of the function} or {"failed": cause}. A call is
-{"call": number, "arguments": {...}}; its answer is {"call": number, "reward": x} or {"call": number, "kind": ...,
-"message": ...}. This module imports only a few modules of the standard library, because they delay the start of every worker.
+Messages are JSON, one per line. A call is {"call": number, "arguments": {...}}; its answer is {"call": number, "reward": x} or
+{"call": number, "kind": ..., "message": ...}. This module, `keeper` and `contain` import only a few modules of the standard
+library, because they delay the start of every worker.
 """
 
 import contextlib
-import faulthandler
 import importlib
 import importlib.util
 import math
 import os
 import reprlib
 import resource
-import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 # Imported by name, so that the worker still works if the reward function replaces attributes of json and os.
 from json import dumps, loads
-from os import _exit, getpid, kill, killpg
+from os import _exit, getpid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from maxrl_fast.rewards.contain import kill_descendants
+
 MESSAGE_LENGTH = 500  # characters
-FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
-CHILDREN_LIMIT = 32  # processes that calls may leave behind, zombies included, before the worker is replaced
 LARGEST_FLOAT32 = 3.4028234663852886e38
-WATCH_INTERVAL = 1.0  # seconds
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
 
@@ -45,52 +41,10 @@ class InvalidReward(Exception):
     """The function did not return a finite number. The message says what it returned."""
 
 
-def main() -> None:
-    """Run the worker. The class `Worker` passes its arguments in sys.argv."""
-    connection_fd, stacks_fd, trainer, function, time_limit, memory_limit = sys.argv[1:7]
-    del sys.argv[1:]
-    connection = socket.socket(fileno=int(connection_fd))
-    for fd in (int(connection_fd), int(stacks_fd)):
-        os.set_inheritable(fd, False)  # programs that the function starts do not inherit it
-    faulthandler.register(signal.SIGUSR1, file=int(stacks_fd), all_threads=False)
-    threading.Thread(target=watch_trainer, args=(connection.fileno(), int(trainer)), daemon=True).start()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills the worker, not the trainer
-    # A scheduler sends these signals to the whole job. The trainer stops its workers itself, when it has no more calls.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
-    try:
-        loaded, file = load(function)
-        message = {"ready": file}
-    except LoadError as error:
-        message = {"failed": str(error)}
-    connection.sendall(dumps(message).encode() + b"\n")
-    if "failed" not in message:
-        limit_memory(int(memory_limit))
-        try:
-            serve(connection, loaded, file, float(time_limit))
-        except BaseException:  # a call has damaged the process: exit without waiting for threads that it left
-            _exit(1)
-    kill_tree(getpid())
-
-
 def set_soft_limit(which: int, value: int) -> None:
     """Set a resource limit of this process; a soft limit can be raised again later."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def limit_memory(size: int) -> None:
-    """Limit the process to `size` bytes more than it uses now.
-
-    RLIMIT_DATA counts private writable memory. RLIMIT_AS would also count address space that is only reserved: 64 MB for each
-    thread that allocates, and many GB for a Java, JavaScript or Go program that the function starts.
-    """
-    status = Path("/proc/self/status").read_text()
-    used = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:")), 0)
-    set_soft_limit(resource.RLIMIT_DATA, used + size)
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:
@@ -130,32 +84,39 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def serve(connection: socket.socket, function: Callable[..., Any], file: str, time_limit: float) -> None:
-    """Answer calls until the trainer closes the connection."""
-    worker_pid, home = getpid(), os.getcwd()
+def serve(
+    connection: socket.socket, function: Callable[..., Any], file: str, time_limit: float, home: int, spared: Collection[int]
+) -> None:
+    """Answer calls until one fails or the trainer closes the connection.
+
+    Args:
+        home: file descriptor of the working directory.
+        spared: descendants that the calls have not started.
+    """
+    worker_pid = getpid()
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
-    # The process is reset before the next call is read: if that fails, the call goes to another worker.
-    while reset_process(home, time_limit) and (line := lines.readline()):
+    reset_process(home, time_limit)
+    while line := lines.readline():
         call = loads(line)
         answer = call_function(function, call["arguments"], file)
         if getpid() != worker_pid:
             _exit(0)  # this is a child that the function forked and that returned from it too
+        kill_descendants(spared)
         send(dumps({"call": call["call"], **answer}).encode() + b"\n")
+        if "reward" not in answer:
+            return
+        reset_process(home, time_limit)  # now: if it fails, the next call is not read and goes to another worker
 
 
-def reset_process(home: str, time_limit: float) -> bool:
-    """Undo cheap side effects of a call on the next one; return whether the process can run another call.
+def reset_process(home: int, time_limit: float) -> None:
+    """Undo cheap side effects of a call on the next one.
 
-    The limit of processor time ends a loop in C, which no thread and no signal handler can stop once the trainer is gone.
+    The directory is entered by its descriptor, which also works if a call has deleted it. The limit of processor time also
+    counts threads, which may use several processors.
     """
     signal.setitimer(signal.ITIMER_REAL, 0)  # cancel a pending alarm
-    os.chdir(home)
+    os.fchdir(home)
     set_soft_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + 2 * time_limit) + 1)
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-    return len(children(getpid())) <= CHILDREN_LIMIT
 
 
 def call_function(function: Callable[..., Any], arguments: dict[str, Any], file: str) -> dict[str, Any]:
@@ -203,42 +164,3 @@ def describe_error(error: BaseException, file: str) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(file)}, line {line})" if line else "")
-
-
-def watch_trainer(connection: int, trainer: int) -> None:
-    """Kill this process and its children once the trainer has closed the connection or has ended.
-
-    PR_SET_PDEATHSIG would kill only this process, before it could kill its children, and already at the end of the thread that
-    started it.
-    """
-    poll = select.poll()
-    poll.register(connection, 0)  # reports only a hang-up
-    # The parent's pid is checked too: a fork of the trainer keeps the connection open after the trainer has ended.
-    while os.getppid() == trainer:
-        for _, event in poll.poll(WATCH_INTERVAL * 1000):
-            if event & select.POLLNVAL:
-                return  # the function has closed the connection: the trainer notices and kills this process
-            kill_tree(getpid())
-    kill_tree(getpid())
-
-
-def children(pid: int) -> list[int]:
-    """Return the pids of a process's children; none if the process has ended."""
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(child) for child in file.read().split()]
-    return found
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process, its process group, and descendants outside the group. The caller must not have waited for the process."""
-    descendants = children(pid)
-    for child in descendants:  # the list grows during the loop
-        descendants += children(child)
-    for child in descendants:
-        with contextlib.suppress(OSError):
-            kill(child, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        killpg(pid, signal.SIGKILL)

@@ -3,13 +3,16 @@
 import ctypes
 import gc
 import json
+import mmap
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 WAITS = signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP
 
@@ -74,6 +77,37 @@ def eat_bytes():
     return len(bytearray(1 << 40))
 
 
+def fill(data, path, size):
+    """Write `size` bytes in steps, and add a byte to a file for each step of 10 MB."""
+    for start in range(0, size, 10_000_000):
+        for page in range(start, start + 10_000_000, 4096):
+            data[page] = 1
+        with open(path, "a") as file:
+            file.write(".")
+        time.sleep(0.02)
+
+
+def share_memory(path, size):
+    fill(mmap.mmap(-1, size), path, size)
+
+
+def share_file(path, size):
+    """Fill a file in memory that is mapped, and never written to otherwise."""
+    with open(f"/dev/shm/{os.path.basename(path)}-{os.getpid()}", "w+b") as file:
+        os.unlink(file.name)
+        file.truncate(size)
+        fill(mmap.mmap(file.fileno(), size), path, size)
+
+
+def fill_children(path, size, number):
+    """Start processes that share the work, each with less than the limit."""
+    for _ in range(number):
+        if os.fork() == 0:
+            fill(mmap.mmap(-1, size // number, flags=mmap.MAP_PRIVATE), path, size // number)
+            time.sleep(1000)
+    time.sleep(1000)
+
+
 def exit_python():
     sys.exit(3)
 
@@ -135,6 +169,30 @@ def leave_orphan(path):
         os._exit(0)
     os.waitpid(middle, 0)
     return 1.0
+
+
+def leave_daemon(path):
+    """Leave a daemon with another parent, session, environment and working directory than this process."""
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.chdir("/")
+            os.closerange(0, 1000)
+            os.execve(sys.executable, [sys.executable, "-c", code, path], {})
+        os._exit(0)
+    wait_for_text(path)
+    return 1.0
+
+
+def wait_for_text(path):
+    while not (os.path.exists(path) and os.path.getsize(path)):
+        time.sleep(0.01)
+
+
+def leave_daemon_and_hang(path):
+    leave_daemon(path)
+    time.sleep(1000)
 
 
 def leave_children(number):
@@ -224,7 +282,7 @@ def write_to_all(text, repeat=1):
 
 
 def sockets():
-    return [thing for thing in gc.get_objects() if isinstance(thing, socket.socket)]
+    return [thing for thing in gc.get_objects() if isinstance(thing, socket.socket) and thing.fileno() >= 0]
 
 
 def answer_twice():
@@ -279,9 +337,42 @@ def change_surroundings(path):
 
 def damage():
     """Break the worker, which then cannot exit normally because it would wait for a thread."""
-    os.chdir = None
+    os.fchdir = None
     threading.Thread(target=time.sleep, args=(1000,)).start()
     return 1.0
+
+
+def delete_folder():
+    shutil.rmtree(os.getcwd())
+    return 1.0
+
+
+def patch_worker(fails):
+    """Have the worker answer 7 to every later call."""
+    sys.modules["maxrl_fast.rewards.worker"].to_reward = lambda result: 7.0
+    return 1.0 / (not fails)
+
+
+num_calls = 0
+
+
+def count():
+    global num_calls
+    num_calls += 1
+    return num_calls
+
+
+def variable(name):
+    """Return whether the function sees an environment variable, also in the start of its ancestors up to the trainer's."""
+    return name in os.environ or name.encode() in b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in lineage())
+
+
+def lineage():
+    """Return the pids of this process, its template and its keeper."""
+    pids = [os.getpid()]
+    for _ in range(2):
+        pids.append(int(Path(f"/proc/{pids[-1]}/stat").read_text().rpartition(")")[2].split()[1]))
+    return pids
 
 
 def folder(expected):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.rewards.contain import descendants
 from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.worker import children
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
@@ -83,11 +83,14 @@ def stop(pid):
 
 
 def pids(pool):
-    return [worker.process.pid for worker in pool._workers]
+    """Return the pids of the processes that make calls, once all have started."""
+    while not all(worker.is_ready() for worker in pool._workers):
+        pass
+    return [worker.pid for worker in pool._workers]
 
 
-def own_children():
-    return [child for child in children(os.getpid()) if is_alive(child)]
+def own_descendants():
+    return [pid for pid in descendants(os.getpid()) if is_alive(pid)]
 
 
 def test_rewards_are_in_the_order_of_the_calls():
@@ -217,7 +220,7 @@ def test_a_forged_nan_reward_is_a_crash():
 def test_processor_time_is_limited(hasty):
     """The wall-time limit is long, so two busy threads reach the limit of processor time first."""
     with pool("act", workers=1, time_limit=1.0) as one:
-        one._time_limit = 60.0  # only in the trainer; the worker's limit stays 1 s
+        one._workers[0]._time_limit = 60.0  # only in the trainer; the worker's limit stays 1 s
         failure = fails(one, "burn", threads=2)
     assert failure.kind == "crash"
     assert "SIGXCPU" in failure.message
@@ -232,10 +235,9 @@ def test_a_forked_child_does_not_answer(patient, action):
 
 
 def test_processes_left_behind_do_not_accumulate(patient):
-    worker = succeeds(patient, "leave_children", number=10)
-    assert succeeds(patient, "pid") == worker
     worker = succeeds(patient, "leave_children", number=40)
-    assert succeeds(patient, "pid") != worker
+    assert succeeds(patient, "pid") == worker
+    assert descendants(int(worker)) == []  # nor zombies
 
 
 @pytest.mark.slow
@@ -257,13 +259,29 @@ def test_children_that_keep_the_connection_end_with_a_crash(tmp_path, leave_grou
     assert eventually(lambda: not is_alive(int(path.read_text())))
 
 
-@pytest.mark.parametrize("action", ["leave_child", "leave_orphan"])
-def test_children_end_with_the_pool(tmp_path, action):
-    path = tmp_path / "child"
-    with pool("act", workers=1) as one:
-        assert succeeds(one, action, path=str(path)) == 1.0
-        assert is_alive(int(path.read_text()))
-    assert eventually(lambda: not is_alive(int(path.read_text())))
+@pytest.mark.parametrize("action", ["leave_child", "leave_orphan", "leave_daemon"])
+def test_children_end_with_their_call(patient, tmp_path, action):
+    worker = succeeds(patient, "pid")
+    left = [tmp_path / str(number) for number in range(10)]
+    for path in left:
+        assert succeeds(patient, action, path=str(path)) == 1.0
+        assert not is_alive(int(path.read_text()))
+    assert succeeds(patient, "pid") == worker
+
+
+def test_servers_that_the_module_starts_outlive_calls_but_not_the_pool(tmp_path):
+    (tmp_path / "server.py").write_text(
+        "import os, subprocess\n"
+        "server = subprocess.Popen(['sleep', '1000'])\n"
+        "def f(x):\n    os.getppid()\n    subprocess.Popen(['sleep', '1000'])\n    return server.pid if x else 1 / 0\n"
+    )
+    with pool("f", workers=1, file=tmp_path / "server.py") as one:
+        scores = one.score([{"x": 1}, {"x": 0}, {"x": 1}])
+        assert [failure.index for failure in scores.failures] == [1]
+        assert scores.rewards[0] == scores.rewards[2]
+        server = int(scores.rewards[0])
+        assert is_alive(server)
+    assert not is_alive(server)
 
 
 def test_scoring_stops_when_too_many_calls_fail():
@@ -324,7 +342,7 @@ def test_other_results_are_invalid(patient, action, arguments, message):
     assert failure.kind == "invalid"
     assert message in failure.message
     assert len(failure.message) < 300
-    assert pids(patient) == before
+    assert pids(patient) != before
 
 
 def line_of(text):
@@ -355,7 +373,7 @@ def test_an_exception_fails_only_its_call(patient, action, message):
     assert failure.message.startswith(message)
     assert failure.message.isprintable()
     assert len(failure.message) < 1000
-    assert pids(patient) == before
+    assert pids(patient) != before
 
 
 def test_wrong_arguments_are_an_exception(patient):
@@ -413,8 +431,6 @@ def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
 
 
 def test_workers_ignore_signals_to_the_whole_job(hasty):
-    while not all(worker.is_ready for worker in hasty._workers):  # the signals would kill a worker that is still starting
-        assert succeeds(hasty, "") == 0.0
     before = pids(hasty)
     for number in (signal.SIGTERM, signal.SIGINT):
         for pid in before:
@@ -427,16 +443,19 @@ def test_a_call_that_was_not_read_is_made_again(tmp_path):
     """Stopped workers cannot read, so each dies with the call unread in its socket. The function is called exactly once."""
     path = tmp_path / "calls"
     with pool("append_line", workers=2) as two:
-        for number, pid in enumerate(pids(two), 1):
+        stopped = pids(two)
+        for pid in stopped:
             stop(pid)
-            threading.Timer(0.5 * number, os.kill, (pid, signal.SIGKILL)).start()
+        killer = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGKILL) for pid in stopped])
+        killer.start()
         scores = two.score([{"path": str(path)}])
+        killer.join()
         assert scores.failures == []
         assert path.read_text() == "called\n"
 
 
 def test_a_worker_that_does_not_read_is_replaced(monkeypatch):
-    monkeypatch.setattr("maxrl_fast.rewards.pool.SEND_LIMIT", 0.5)
+    monkeypatch.setattr("maxrl_fast.rewards.process.SEND_LIMIT", 0.5)
     with pool("echo", workers=1) as one:
         stop(pids(one)[0])
         scores = one.score([{"x": "x" * 5_000_000}, {"x": 1}])
@@ -445,8 +464,9 @@ def test_a_worker_that_does_not_read_is_replaced(monkeypatch):
 
 
 def test_a_thread_that_ends_the_process_later(patient):
+    (pid,) = pids(patient)
     assert succeeds(patient, "die_later", seconds=0.2) == 1.0
-    assert eventually(lambda: not is_alive(pids(patient)[0]))
+    assert eventually(lambda: not is_alive(pid))
     assert succeeds(patient, "") == 0.0
 
 
@@ -463,8 +483,8 @@ BAD_FILES = {
     "def f(:\n": "syntax error in ",
     "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
     "import sys; sys.exit(4)": "SystemExit: 4",
-    "import os; os._exit(4)": "the process that loads it exited with code 4",
-    "import ctypes; ctypes.string_at(0)": "the process that loads it was killed by SIGSEGV",
+    "import os; os._exit(4)": "the worker process exited with code 4",
+    "import ctypes; ctypes.string_at(0)": "the worker process was killed by SIGSEGV",
     "g = 1": "has no f",
     "f = [1, 2]": "f in ",
     WRITES_TO_ALL: "wrote to the connection",
@@ -474,12 +494,12 @@ BAD_FILES = {
 @pytest.mark.parametrize("text", BAD_FILES)
 def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
     (tmp_path / "bad.py").write_text(text)
-    before = own_children()
+    before = own_descendants()
     with pytest.raises(InputError) as error:
         pool("f", file=tmp_path / "bad.py")
     assert f"reward function {tmp_path / 'bad.py'}:f: " in str(error.value)
     assert BAD_FILES[text] in str(error.value)
-    assert own_children() == before
+    assert own_descendants() == before
 
 
 @pytest.mark.parametrize(
@@ -502,12 +522,12 @@ def test_an_unknown_function_is_refused(function, message):
 
 def test_loading_time_is_limited(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
-    before = own_children()
+    before = own_descendants()
     start = time.monotonic()
     with pytest.raises(InputError, match=r"loading it took longer than 1 s"):
         pool("f", file=tmp_path / "slow.py", start_limit=1.0)
     assert time.monotonic() - start < 20
-    assert own_children() == before
+    assert own_descendants() == before
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}])
@@ -517,14 +537,16 @@ def test_invalid_limits_are_refused(wrong):
 
 
 def test_workers_that_cannot_restart_are_an_error(tmp_path):
+    """A function whose loading starts a thread cannot be forked, and is loaded again."""
     path = tmp_path / "once.py"
-    path.write_text("import os\ndef f(x): return x if x else os._exit(3)")
+    threads = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    path.write_text(threads + "def f(x): return x if x else os._exit(3)")
     with pool("f", file=path) as two:
         assert two.score([{"x": 1}, {"x": 0}]).rewards == [1.0, 0.0]
         path.write_text("raise OSError('the disk is gone')")
         with pytest.raises(RewardError, match="the disk is gone"):
             two.score([{"x": 0}] * 10)
-        path.write_text("def f(x): return x + 1")
+        path.write_text(threads + "def f(x): return x + 1")
         assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # the failed start is not permanent
 
 
@@ -555,7 +577,7 @@ def interruptible():
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_process():
-    before = own_children()
+    before = own_descendants()
     with pool("act", time_limit=60.0) as two:
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -564,7 +586,7 @@ def test_an_interrupt_leaves_no_process():
         start = time.monotonic()
         assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
         assert time.monotonic() - start < 30  # the interrupted calls no longer run
-    assert own_children() == before
+    assert own_descendants() == before
     with pytest.raises(RuntimeError, match="closed"):
         two.score([])
     two.close()
@@ -582,7 +604,7 @@ TRAINER = """
 import os, sys, time
 from maxrl_fast.rewards.pool import RewardPool
 pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
-print([worker.process.pid for worker in pool._workers], flush=True)
+print([worker.pid for worker in pool._workers], flush=True)
 """
 ENDS = {
     "idle, killed": ("time.sleep(1000)", signal.SIGKILL),
@@ -590,6 +612,7 @@ ENDS = {
         "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2], 'leave_group': False}])",
         signal.SIGKILL,
     ),
+    "with a daemon, killed": ("pool.score([{'action': 'leave_daemon_and_hang', 'path': sys.argv[2]}])", signal.SIGKILL),
     "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
     "killed, and copied before": ("os.fork() or time.sleep(15); pool.score([{'action': 'sleep'}] * 2)", signal.SIGKILL),
     "never closed": ("pass", None),
@@ -609,7 +632,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         workers = ast.literal_eval(trainer.stdout.readline().decode())
         assert len(workers) == 2
         if number:
-            if "busy" in end:
+            if "busy" in end or "daemon" in end:
                 assert eventually(lambda: path.exists() and path.read_text())
             time.sleep(0.5)
             assert all(map(is_alive, workers))
@@ -623,7 +646,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 @pytest.mark.slow
 def test_a_loop_in_c_ends_at_the_processor_time_limit(tmp_path):
     """The loop holds the interpreter lock, so threads and signal handlers cannot end it. The processor time limit does."""
-    start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._time_limit = 60.0")
+    start = TRAINER.replace("60.0", "1.0").replace("1 << 30)", "1 << 30)\npool._workers[0]._time_limit = 60.0")
     trainer = subprocess.Popen(
         [sys.executable, "-c", start + "pool.score([{'action': 'backtrack'}])", FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
     )
@@ -636,7 +659,7 @@ def test_a_loop_in_c_ends_at_the_processor_time_limit(tmp_path):
 
 @pytest.mark.slow
 def test_ten_thousand_calls_leak_nothing():
-    before = set(children(os.getpid()))
+    before = set(descendants(os.getpid()))
     actions = ["exit_now", "sleep", "eat_bytes", "raise_error", "segfault", "close_all"]
     with pool("act", time_limit=1.0) as two:
         calls = [{"action": "", "x": i} for i in range(10_000)]
@@ -644,9 +667,10 @@ def test_ten_thousand_calls_leak_nothing():
             calls[i] = {"action": actions[i // 500 % len(actions)]}
 
         def are_clean():
-            """Return whether the workers are the only children, zombies included."""
-            two.score([])
-            return set(children(os.getpid())) - before == set(pids(two))
+            """Return whether there are two workers, each below its keeper and template, and no other process or zombie."""
+            two.score([{"action": ""}] * 2)
+            started = set(descendants(os.getpid())) - before
+            return len(started) == 6 and set(pids(two)) < started
 
         two.score(calls[:600])
         assert eventually(are_clean)

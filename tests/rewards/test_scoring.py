@@ -200,8 +200,10 @@ def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys, reward, sent
 
 
 def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
+    """It has a thread, so that it is loaded again and not forked."""
     rewards.write_text(
-        REWARDS + "\nif os.path.exists(__file__ + '.started'):\n    raise RuntimeError('once only')\n"
+        REWARDS + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "if os.path.exists(__file__ + '.started'):\n    raise RuntimeError('once only')\n"
         "open(__file__ + '.started', 'w')\n"
     )
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:crashes", "--out", str(tmp_path / "run")]
@@ -217,3 +219,23 @@ def test_config_json_names_the_function(rewards, tmp_path):
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:length", "--out", str(out)]
     assert train.main([*base(), *flags]) == 0
     assert json.loads((out / "config.json").read_text())["reward"] == f"{rewards}:length"
+
+
+@pytest.mark.slow
+def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch, capsys):
+    """--reward-env names variables of the trainer, and --reward-isolation gives each call a process."""
+    rewards.write_text(
+        "import os\ncalls = []\ndef judge(prompt, response):\n    calls.append(1)\n"
+        "    assert len(calls) == 1 and os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in os.environ\n    return 1.0\n"
+    )
+    for name in ("JUDGE_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    out = tmp_path / "run"
+    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:judge", "--out", str(out)]
+    assert train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY, NO_SUCH_NAME"]) == 2
+    assert "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
+    assert train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY"]) == 0
+    said = capsys.readouterr()
+    assert "reward workers: 1, a fresh process after each call; " in said.out + said.err
+    assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]
+    assert json.loads((out / "config.json").read_text())["reward_env"] == "JUDGE_KEY"

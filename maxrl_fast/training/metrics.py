@@ -14,8 +14,8 @@ def step_metrics(
     """Return the metrics of a step.
 
     Rewards are averaged over all sampled rollouts; lengths, truncation and entropy over the rollouts of the step; the loss, the
-    gradient's norm and the variance from Adam's moments over the updates; ratios, clips, divergence and the difference of
-    log-probs over the tokens trained on.
+    gradient's norm and the variance from Adam's moments over the updates; ratios, clips and divergence over the tokens trained
+    on; the difference of log-probs over those of the first update.
 
     Args:
         advantages: [G, N].
@@ -24,13 +24,13 @@ def step_metrics(
     rewards, rollouts = collected.sampled_rewards, collected.rollouts
     solved = rewards > 0.5  # an unknown reward, NaN, is not
     known = rewards[~rewards.isnan()]
-    num_targets = sum(update.num_targets for update in updates)
     seconds = {"rollout_seconds": collected.rollout_seconds, "train_seconds": train_seconds}
 
     def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
 
-    def over_targets(name: str, otherwise: float = 0.0) -> float:
+    def over_targets(name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0) -> float:
+        num_targets = sum(update.num_targets for update in updates)
         return sum(getattr(update, name) for update in updates) / num_targets if num_targets else otherwise
 
     return {
@@ -45,7 +45,9 @@ def step_metrics(
         "truncated": float(rollouts.truncated.float().mean()),
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
-        **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")},
+        **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")},
+        # Later updates would count the policy's own change within the step as an error of the rollout engine.
+        "logprob_diff": over_targets("logprob_diff", updates[:1]),
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
         "num_tokens": collected.num_tokens,

@@ -2,7 +2,9 @@
 
 import pytest
 
+from maxrl_fast import train
 from maxrl_fast.run.health import RULES, STEPS, Health
+from tests.test_train import SMALL, read
 
 HEALTHY = {
     "reward_mean": 0.3,
@@ -90,3 +92,12 @@ def test_a_condition_that_comes_and_goes_is_reported_once():
 
 def test_the_first_steps_give_no_warning():
     assert observed(Health(), [HEALTHY | {"truncated": 1.0}] * (STEPS - 1)) == []
+
+
+@pytest.mark.slow
+def test_the_policys_own_change_within_a_step_is_not_taken_for_an_error_of_the_engine(tmp_path):
+    flags = ("--updates-per-step", "2", "--warmup-steps", "0", "--lr", "0.01", "--entropy-coef", "0.1")
+    assert train.main([*SMALL, *flags, "--out", str(tmp_path / "run")]) == 0
+    metrics = read(tmp_path / "run" / "metrics.jsonl")
+    assert max(abs(record["ratio"] - 1) for record in metrics) > 0.01  # the second update meets another policy
+    assert max(record["logprob_diff"] for record in metrics) < 1e-4

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from maxrl_fast.output import protect_output
+
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),
     "evaluate": ("maxrl_fast.evaluate", "evaluate a run or a checkpoint"),
@@ -16,6 +18,7 @@ USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options."
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names. Return its exit code, or 2 for an unknown command."""
+    protect_output()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else "none"
     if name in ("-h", "--help"):

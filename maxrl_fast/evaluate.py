@@ -37,6 +37,7 @@ from maxrl_fast.files.durable import atomic_file, locked
 from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import load_policy
+from maxrl_fast.output import protect_output
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.run.screen import Screen
@@ -73,6 +74,7 @@ def stored(path: Path) -> Iterator[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
+    protect_output()
     screen = Screen()
     try:
         config, source = parse(sys.argv[1:] if arguments is None else arguments)

@@ -13,6 +13,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
+from maxrl_fast.output import protect_output
 from maxrl_fast.run.plots import draw_weights
 
 _NOTATION = (
@@ -37,6 +38,7 @@ _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or 2 on bad input."""
+    protect_output()
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.objectives",
         description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source. "

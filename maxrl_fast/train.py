@@ -19,6 +19,7 @@ from maxrl_fast.distributed.watch import Watch
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
+from maxrl_fast.output import protect_output
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.control import StopSignal, Watchdog
 from maxrl_fast.run.loop import RunLoop
@@ -33,8 +34,9 @@ from maxrl_fast.training.stopwatch import Stopwatch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards or a full disk; 2 on bad input; 130 on Ctrl-C and
-    143 on SIGTERM."""
+    """Run the command line. Return 0; 1 on non-finite values, failing rewards or a full disk; 2 on bad input; 129 on SIGHUP,
+    130 on Ctrl-C and 143 on SIGTERM."""
+    protect_output()
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
     try:

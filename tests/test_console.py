@@ -1,5 +1,6 @@
 """The console script: it dispatches to four commands, and imports none of them before it is called."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import __main__ as console
+from tests.test_train import SMALL
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
@@ -42,3 +44,38 @@ def test_help_lists_the_commands_and_imports_none():
 def test_the_script_calls_this_module():
     (target,) = re.findall('^maxrl-fast = "(.*)"$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
     assert EntryPoint("maxrl-fast", target, "console_scripts").load() is console.main
+
+
+def run_into_closed_pipe(*arguments):
+    """Run `maxrl-fast ARGUMENTS` with a standard output that nobody reads; return its exit code and its standard error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "maxrl_fast", *arguments]
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    return process.returncode, process.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["objectives"]])
+def test_a_closed_pipe_makes_no_traceback(arguments):
+    assert run_into_closed_pipe(*arguments) == (0, "")
+
+
+@pytest.mark.slow
+def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    assert run_into_closed_pipe("train", *SMALL, "--sft-steps", "0", "--steps", "1", "--out", str(run)) == (
+        0,
+        "warning: standard output cannot be written to (Broken pipe); the run continues, and what it prints there is lost\n",
+    )
+    arguments = ["--prompts", "4", "--samples", "2", "--out", str(tmp_path / "evaluated")]
+    assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")
+    assert run_into_closed_pipe("report", str(run), "--out", str(page)) == (0, "")
+    assert all(path.exists() for path in (run / "latest", tmp_path / "evaluated" / "eval.json", page))
+
+
+def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed_descriptor(tmp_path):
+    code = "import os; from maxrl_fast.output import protect_output, write_directly; protect_output(); "
+    code += f"file = open({str(tmp_path / 'file')!r}, 'w'); write_directly('lost'); print('lost too'); assert file.fileno() > 2"
+    subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=True)
+    assert (tmp_path / "file").read_text() == ""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from maxrl_fast.output import write_directly
+
 SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as dead
 START_LIMIT = 300.0  # the same before its first heartbeat
 PATIENCE = 3.0  # seconds before this rank repeats another's error; on the same machine torchrun ends it first
@@ -22,7 +24,7 @@ STUCK, SILENT = "the run is stuck", "has not been heard of for"  # a message wit
 
 def dump_stacks(who: str) -> None:
     """Write the stacks of all threads of this process to standard error, even while they are blocked in C code."""
-    os.write(2, f"\nstacks of {who} (process {os.getpid()}):\n".encode())
+    write_directly(f"\nstacks of {who} (process {os.getpid()}):\n")
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 

@@ -11,6 +11,7 @@ import tyro
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import atomic_file
 from maxrl_fast.files.untrusted import shown
+from maxrl_fast.output import protect_output
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.run.screen import Screen
@@ -39,6 +40,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page. Return 0, 1 if writing fails, or 2 on bad input."""
+    protect_output()
     options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
     screen = Screen()
     try:

@@ -12,11 +12,12 @@ import torch
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.distributed.watch import STUCK, dump_stacks
+from maxrl_fast.output import write_directly
 from maxrl_fast.training.stopwatch import Stopwatch
 
 ECHO = 1.0  # seconds in which a repeated signal counts as the same one: the terminal sends it, and torchrun forwards it
 TELL_LIMIT = 30.0  # seconds that the other ranks have to notice that this one is stuck, and to write their stacks
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class Interrupted(Exception):
@@ -28,15 +29,16 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Turns the first Ctrl-C or SIGTERM into a stop at the next safe point, the same one on all ranks; a second one stops
-    immediately."""
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on all ranks; a second one
+    stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since = 0, 0.0
         self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
 
     def __enter__(self) -> "StopSignal":
-        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -51,7 +53,7 @@ class StopSignal:
             if self._ranks.is_first:
                 name = SIGNALS[signal.Signals(number)]
                 message = f"{name}: saving and stopping after this step; repeat to stop immediately, without saving"
-                os.write(2, f"\n{message}\n".encode())
+                write_directly(f"\n{message}\n")
         elif now - self._since > ECHO:
             raise SystemExit(128 + number)
 
@@ -93,7 +95,7 @@ class Watchdog(threading.Thread):
             if silence > self._limit:
                 message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
                 advice = "--resume continues from the last checkpoint; the stacks show where it waits"
-                os.write(2, f"\nerror: {message}. {advice}.\n".encode())
+                write_directly(f"\nerror: {message}. {advice}.\n")
                 dump_stacks(f"rank {self._ranks.rank}")
                 self._dump_workers()
                 telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # it may be stuck too

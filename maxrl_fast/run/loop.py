@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples
+from maxrl_fast.output import take_errors
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.health import Health
 from maxrl_fast.run.progress import Progress
@@ -88,6 +89,10 @@ class RunLoop:
         for warning in self.health.observe(record.metrics):
             self.files.write("warnings", {"step": n, **vars(warning)})
             self.screen.warn(f"step {n}: {warning.message}")
+        for stream, error in take_errors():
+            message = f"{stream} cannot be written to ({error.strerror}); the run continues, and what it prints there is lost"
+            self.files.write("warnings", {"step": n, "kind": "output", "value": error.errno, "message": message})
+            (self.screen.warn if stream == "standard output" else self.screen.say)(message)
         self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.num_prompts
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count

@@ -1,17 +1,20 @@
 """Signals, clocks and the watchdog."""
 
+import fcntl
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 
 from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch
-from tests.test_train import SMALL
+from tests.test_train import SMALL, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +45,7 @@ def test_a_resumed_run_adds_to_its_earlier_times():
     assert 10 < seconds["rollout"] < 11
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch, capfd):
     now, before = [100.0], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("maxrl_fast.run.control.time.monotonic", lambda: now[0])
@@ -57,6 +60,78 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
             signal.raise_signal(number)
     assert stopped.value.code == 128 + number
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.number == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def start(out, *flags, **options):
+    command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--out", str(out), *flags]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **options)
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def full_disk():
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "open_broken"), [("stdout", closed_pipe), ("stdout", full_disk), ("stderr", closed_pipe), ("both", full_disk)]
+)
+def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, broken, open_broken):
+    out, writer = tmp_path / "run", open_broken()
+    ends = {name: writer if broken in (name, "both") else subprocess.PIPE for name in ("stdout", "stderr")}
+    process = start(out, "--steps", "12", "--sft-steps", "0", **ends)  # without a warm start there are warnings on stderr
+    os.close(writer)
+    texts = process.communicate(timeout=120)
+    assert process.returncode == 0, texts
+    assert len(read(out / "metrics.jsonl")) == 12
+    assert (out / "latest").resolve().name == "step-000012"
+    warnings = [record["message"] for record in read(out / "warnings.jsonl") if record["kind"] == "output"]
+    names = {"stdout": ["standard output"], "stderr": ["standard error"], "both": ["standard output", "standard error"]}[broken]
+    assert [message.partition(" cannot be written to (")[0] for message in warnings] == names
+    if broken != "both":
+        said = next(text for text in texts if text is not None)
+        assert said.count("cannot be written to") == 1
+        assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_goes_away_saves_and_exits_with_129(tmp_path):
+    out, (terminal, end) = tmp_path / "run", os.openpty()
+    process = start(out, "--steps", "100000", stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal)
+    os.close(end)
+    try:
+        deadline = time.monotonic() + 120
+        while not ((out / "metrics.jsonl").exists() and len(read(out / "metrics.jsonl")) > 1):
+            assert time.monotonic() < deadline
+            if select.select([terminal], [], [], 0.2)[0]:
+                os.read(terminal, 1 << 16)
+        os.close(terminal)  # writing fails from here on, and the kernel sends SIGHUP
+        assert process.wait(60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    assert (out / "latest").resolve().name == f"step-{len(read(out / 'metrics.jsonl')):06d}"
+    assert (out / "curves.png").exists()
+
+
+def own_terminal():
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 STUCK = """

@@ -1,0 +1,74 @@
+"""Standard output and standard error whose errors end no command: a closed pipe, a lost terminal, a full disk under a log."""
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any
+
+_STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor
+_NAMES = {1: "standard output", 2: "standard error"}
+
+
+class _LossyFile(io.FileIO):
+    """A file descriptor to write to. What cannot be written is dropped, and the first error is kept for `take_errors`."""
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "wb", closefd=False)
+        self.has_failed = False
+        self.untold: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            if not self.has_failed:
+                self.has_failed, self.untold = True, error
+            return len(data)
+        return len(data) if written is None else written  # None: a pipe that does not block is full
+
+
+_files: list[_LossyFile] = []  # of the protected streams of this process
+
+
+def protect_output() -> None:
+    """Make sys.stdout and sys.stderr drop what cannot be written, instead of raising, also when the interpreter exits.
+
+    What they write later succeeds again if it can, as on a disk that has space again. Characters that the encoding lacks are
+    written as escapes. Streams that a caller has put in their place, such as a notebook's, are left alone.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: else the next file to be opened would get this number, and error messages into it
+            os.open(os.devnull, os.O_RDWR)
+    for descriptor, name in _STREAMS.items():
+        stream: Any = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        _files.append(_LossyFile(descriptor))
+        with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, where the descriptor was closed
+            stream.flush()
+        wrapped = io.TextIOWrapper(
+            io.BufferedWriter(_files[-1]),
+            encoding=getattr(stream, "encoding", "utf-8"),
+            errors="backslashreplace",
+            line_buffering=stream is None or stream.line_buffering or stream.write_through,
+        )
+        setattr(sys, name, wrapped)
+
+
+def take_errors() -> list[tuple[str, OSError]]:
+    """Return the name of each protected stream that has failed, with its first error, unless an earlier call has done so."""
+    taken = []
+    for file in _files:
+        if file.untold is not None:
+            taken.append((_NAMES[file.fileno()], file.untold))
+            file.untold = None
+    return taken
+
+
+def write_directly(text: str) -> None:
+    """Write to standard error past Python's buffers, which a signal handler must not use; errors are ignored."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

@@ -32,6 +32,8 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
+LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards or a full disk; 2 on bad input; 129 on SIGHUP,
@@ -70,10 +72,12 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
     """
     out = Path(ranks.text_from_first(str(config.run.out)))  # its name may hold the time
     config, is_resumed = config.replace(out=out), config.run.resume is not None
+    if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
+        raise InputError(f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}")
     torch.set_num_threads(config.run.threads)
     with contextlib.ExitStack() as held:
         if is_resumed:
-            held.enter_context(locked(out, ranks.is_first))
+            held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         saved = find_saved(out, ranks, screen.warn) if is_resumed else None
         model = build_policy(config, task, saved.decoder if saved else None)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
@@ -85,7 +89,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         engine = build_run_engine(config, model.to(device), task)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
         if not is_resumed:
-            held.enter_context(locked(out, ranks.is_first))
+            held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
         for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
             screen.say(line)

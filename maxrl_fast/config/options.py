@@ -245,7 +245,8 @@ class RunOptions:
     out: Annotated[Path | None, unset("DIR", "runs/<objective>-<time>")] = None
     """Folder of results, new or empty."""
     resume: Annotated[Path | None, unset("DIR", "none")] = None
-    """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given."""
+    """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
+    the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""
     allow_changes: bool = False
     """Resume even if other options than the run's change what is computed."""
     config: Annotated[Path | None, unset("FILE", "none")] = None

@@ -19,6 +19,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
+from maxrl_fast.run.resume import checkpoints_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,7 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 Options = dict[str, Any]  # by name
+AUTO = "auto"  # the value of --resume
 ESTIMATOR_OPTIONS = (
     "eps",
     "ddof",
@@ -43,18 +45,34 @@ def parse(arguments: Sequence[str]) -> Config:
     """Return the configuration that the run of --resume, the TOML file of --config and flags give, each overriding those before
     it. A flag that is wrong in itself exits with code 2.
 
+    `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
+
     Raises:
         InputError: on a file that cannot be read or has an unknown key, and on an option that the run does not take.
     """
-    flags = _find(arguments, ("config", "resume"))
-    of_run = {} if flags.get("resume") is None else _options_of_run(Path(flags["resume"]))
+    flags = _find(arguments, ("config", "resume", "out"))
     of_file = {} if flags.get("config") is None else _options_of_toml(Path(flags["config"]))
+    run, is_auto = flags.get("resume"), flags.get("resume") == AUTO
+    if is_auto:
+        run = _run_in(flags.get("out") or of_file.get("out"))
+    # A run that ended before its first checkpoint is begun anew, with the options of this command.
+    of_run = {} if run is None or (is_auto and not checkpoints_of(Path(run))) else _options_of_run(Path(run))
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)
     given = [*_as_flags(of_run), *_as_flags(of_file)]
     # The last of two equal flags wins, so a flag overrides a file, and all go through the same checks.
-    return parse_shown(Config, [*given, *arguments], hidden, "python -m maxrl_fast.train")
+    config = parse_shown(Config, [*given, *arguments], hidden, "python -m maxrl_fast.train")
+    if not is_auto:
+        return config
+    return config.replace(resume=None if run is None else Path(run), allow_changes=config.run.allow_changes and run is not None)
+
+
+def _run_in(out: str | None) -> str | None:
+    """Return the folder of --out if there is a run in it."""
+    if out is None:
+        raise InputError("--resume auto needs --out DIR, the folder of the run")
+    return out if (Path(out) / "config.json").exists() else None
 
 
 def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from maxrl_fast.config.options import (
 )
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
+from maxrl_fast.files.durable import temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
@@ -141,8 +142,9 @@ def _absolute(config: Config) -> dict[str, Any]:
 
 
 def _refuse_used(out: Path) -> None:
+    left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
     try:
-        is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {"lock"})
+        is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill)
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:

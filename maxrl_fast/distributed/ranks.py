@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from maxrl_fast.distributed.attempt import name_of_attempt
 from maxrl_fast.distributed.watch import START_LIMIT, Watch
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts, cumulative
@@ -121,14 +122,15 @@ class Ranks:
             return
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
         store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through the store at their first use
-        watch = Watch(PrefixStore("maxrl_fast/watch", store.clone()), self.rank, self.size)
+        name = f"maxrl_fast/{name_of_attempt(PrefixStore('maxrl_fast', store), self.rank, self.size, START_LIMIT)}"
+        watch = Watch(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
         watch.start()
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(own_gpu())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=PrefixStore("maxrl_fast", store),
+                store=PrefixStore(name, store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=COLLECTIVE_LIMIT,

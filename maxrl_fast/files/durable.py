@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +132,38 @@ def _sha256(path: Path) -> str:
         return digest.hexdigest()
 
 
+def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], object]) -> None:
+    """Take the lock of a folder, or raise InputError where another process still holds it after `limit` seconds."""
+    end, is_told = time.monotonic() + limit, False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            if time.monotonic() >= end:
+                raise InputError(f"{folder} is in use by {owner}: wait for it to end, or stop it") from None
+            if not is_told:
+                tell(f"{folder} is in use by {owner}: waiting up to {limit:.0f} s for it to end")
+            is_told = True
+            time.sleep(0.2)
+
+
 @contextlib.contextmanager
-def locked(folder: Path, is_owner: bool = True) -> Iterator[None]:
+def locked(
+    folder: Path, is_owner: bool = True, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
+) -> Iterator[None]:
     """Hold an exclusive lock on a folder, which is created if it does not exist.
 
     The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
 
     Args:
         is_owner: whether this process takes the lock; one of several that work together does.
+        limit: seconds to wait for another process that holds the lock, such as one that has been told to end.
+        tell: is called with a message before waiting.
 
     Raises:
-        InputError: if another process holds the lock (it names that process), or if the folder cannot be locked.
+        InputError: if another process still holds the lock (it names that process), or if the folder cannot be locked.
     """
     if not is_owner:
         yield
@@ -153,10 +175,7 @@ def locked(folder: Path, is_owner: bool = True) -> Iterator[None]:
         raise InputError(f"cannot write to --out {folder}: {error}") from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise InputError(f"{folder} is in use by {owner}: wait for it to end, or stop it") from None
+            _flock(descriptor, folder, limit, tell)
         except OSError as error:
             raise InputError(f"the file system of {folder} does not support locks ({error}); use another --out") from error
         os.ftruncate(descriptor, 0)

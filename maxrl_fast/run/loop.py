@@ -52,6 +52,8 @@ class RunLoop:
                 self._warm_start()
             self.progress.begin_training(self.warm_start.num_prompts)
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
+        if 0 < self.num_steps <= progress.step:
+            self.screen.say(f"the run is finished: it had done all its {self.num_steps} steps; the last evaluation is repeated")
         learner.set_reference()
         checkpoints.restore(learner)
         self.trainer.engine.load_weights(learner.model)

@@ -8,17 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from maxrl_fast import train
+from maxrl_fast.distributed.attempt import name_of_attempt
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.training.sharding import is_sharded
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
+from tests.run.test_resume import assert_same
 from tests.test_train import SMALL
 
 pytestmark = pytest.mark.slow
@@ -159,6 +163,55 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     output = finished(process, 60)
     assert "stopped by Ctrl-C after step" in output, output
     assert (out / "latest" / "model.safetensors").exists()
+
+
+def test_restarted_ranks_do_not_see_the_keys_of_an_earlier_start():
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as ranks:
+            names = [ranks.submit(name_of_attempt, server.clone(), rank, 3, 60.0) for rank in range(3)]
+            (name,) = {name.result() for name in names}
+        assert not server.check([f"{name}/failed"])
+        server.set(f"{name}/failed", "")
+    with pytest.raises(RuntimeError, match="rank 1 has waited 1 s for the other processes to start"):
+        name_of_attempt(server.clone(), 1, 3, 1.0)  # alone
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from maxrl_fast import train
+from maxrl_fast.training.learner import Learner
+
+update, marker = Learner.update, Path(sys.argv.pop(1))
+KILLS = {"warm start step 2": "1", "step 4": "0"}  # the rank that is killed in each
+
+def killed(self, *arguments, when, **options):
+    if KILLS.get(when) == os.environ["RANK"] and not (marker / when).exists():
+        (marker / when).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(self, *arguments, when=when, **options)
+
+Learner.update = killed
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_port):
+    """A rank is killed before the first checkpoint, and the first rank after it."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    job = [*SMALL, "--steps", "5", "--sft-steps", "4", "--save-every", "3", "--resume", "auto", "--out"]
+    script = [str(tmp_path / "killed.py"), str(tmp_path), *job]
+    launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(unused_port)]
+    command = [sys.executable, "-m", "torch.distributed.run", *launch, *script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("restarted", "whole"):  # the second run finds the marks of the kills
+        done = subprocess.run([*command, str(tmp_path / name)], env=environment, text=True, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("exitcode: -9") == (2 if name == "restarted" else 0)
+        assert done.stdout.count("new; 4 prompts") == (2 if name == "restarted" else 1)
+        assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}; 4 prompts") == (name == "restarted")
+    assert_same(tmp_path / "whole", tmp_path / "restarted")
 
 
 def wait_for(path, process, limit=120):

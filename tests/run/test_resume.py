@@ -1,5 +1,6 @@
 """A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that was not stopped."""
 
+import contextlib
 import errno
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
+from maxrl_fast.files.durable import locked
 from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.training.learner import Learner
@@ -98,8 +101,63 @@ def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path):
 def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):
     out = copied(whole_runs / "maxpo", tmp_path)
     assert train.main(["--resume", str(out)]) == 0
-    assert "held-out prompts" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "the run is finished: it had done all its 6 steps" in output
+    assert "held-out prompts" in output
     assert_same(whole_runs / "maxpo", out)
+
+
+def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_is_finished(
+    whole_runs, tmp_path, monkeypatch, capsys
+):
+    out, command = tmp_path / "run", [*OBJECTIVES["maxpo"].split(), "--resume", "auto", "--allow-changes"]
+    stop_at(monkeypatch, "step 4")
+    assert run(out, *command) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    assert run(out, *command) == 0
+    assert f"from {out / 'checkpoints' / 'step-000004'};" in capsys.readouterr().out
+    assert_same(whole_runs / "maxpo", out)
+    assert run(out, *command) == 0
+    assert "the run is finished" in capsys.readouterr().out
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_command(whole_runs, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("lock", ".config.json.partial"):  # a process that was killed while it wrote its first file
+        (out / name).touch()
+    assert run(out, "--objective", "rloo", "--lr", "0.5", "--steps", "0", "--save-every", "0", "--resume", "auto") == 0
+    shutil.rmtree(out / "checkpoints")
+    assert run(out, *OBJECTIVES["maxpo"].split(), "--resume", "auto") == 0
+    assert f"{out} has no checkpoint yet: the run restarts from the beginning" in capsys.readouterr().err
+    assert_same(whole_runs / "maxpo", out)
+
+
+def test_resume_auto_is_refused_with_other_options_and_in_a_folder_of_something_else(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    assert run(out, *OBJECTIVES["maxpo"].split(), "--resume", "auto", "--lr", "0.5") == 2
+    assert "(lr: 0.0003 before, 0.5 now)" in capsys.readouterr().err
+    assert train.main([*JOB, "--resume", "auto"]) == 2
+    assert "--resume auto needs --out DIR" in capsys.readouterr().err
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").touch()
+    assert run(tmp_path / "notes", "--k", "2", "--resume", "auto") == 2
+    assert "which holds something else" in capsys.readouterr().err
+
+
+def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
+    first, said = contextlib.ExitStack(), []
+    first.enter_context(locked(tmp_path))
+
+    def end(message):
+        said.append(message)
+        first.close()
+
+    with locked(tmp_path, limit=60, tell=end):
+        assert said == [
+            f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}: waiting up to 60 s for it to end"
+        ]
 
 
 def copied(run, tmp_path):
@@ -318,7 +376,8 @@ def started(*arguments, **options):
     return subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.DEVNULL, **options)
 
 
-def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys):
+def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "LOCK_LIMIT", 0.5)
     out = tmp_path / "run"
     first = started(*JOB, "--k", "2", "--steps", "100000", "--out", str(out))
     try:

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.distributed.ranks import Ranks
@@ -36,11 +36,31 @@ def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: t
     if ranks.size == 1:
         return model
     if not sharded:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        _arrange_buckets(module, model.lm_head.weight.device, dtype)
+        return module
     for policy in (model, reference):
         if policy is not None:
             shard(policy, dtype)
     return model
+
+
+def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose gradients are thrown away.
+
+    DDP arranges them anew after its first backward pass, and the order in which more than two ranks add up a number depends on
+    its place. Without this the first update of a resumed run would be rounded otherwise than in a run that was not stopped.
+    """
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
+
+    def total(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (hidden @ weight.to(hidden.dtype).T).sum()
+
+    tokens = torch.arange(2, device=device)
+    module(tokens, tokens, attention, tokens, dtype, total).backward()
+    module.zero_grad(set_to_none=False)
 
 
 def shard(model: Decoder, dtype: torch.dtype) -> None:

@@ -200,9 +200,22 @@ sys.exit(train.main(sys.argv[1:]))
 def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_port):
     """A rank is killed before the first checkpoint, and the first rank after it."""
     (tmp_path / "killed.py").write_text(KILLED)
-    job = [*SMALL, "--steps", "5", "--sft-steps", "4", "--save-every", "3", "--resume", "auto", "--out"]
+    job = [
+        *SMALL,
+        "--entropy-coef",
+        "0.1",
+        "--steps",
+        "5",
+        "--sft-steps",
+        "4",
+        "--save-every",
+        "3",
+        "--resume",
+        "auto",
+        "--out",
+    ]
     script = [str(tmp_path / "killed.py"), str(tmp_path), *job]
-    launch = ["--nproc-per-node", "2", "--max-restarts", "2", "--master-port", str(unused_port)]
+    launch = ["--nproc-per-node", "3", "--max-restarts", "2", "--master-port", str(unused_port)]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("restarted", "whole"):  # the second run finds the marks of the kills

@@ -30,7 +30,8 @@ def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Rank
         where += "(FSDP2)" if sharded else "(DDP)"
     trained = _trained(model)
     adapters = "" if trained == _parameters(model) else f", {trained:,} of them trained (LoRA)"
-    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + ["torch.compile"] * config.run.compile
+    compiled = "torch.compile, which chooses kernels by timing them" if device.type == "cuda" else "torch.compile"
+    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [compiled] * config.run.compile
     attention = kernel_for(device, dtype, model.config.head_dim).name
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"

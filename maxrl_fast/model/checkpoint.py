@@ -6,7 +6,7 @@ Nothing is pickled, and no code of a checkpoint is executed.
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,19 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Keys that make transformers run code: Python files of a repository, and attention kernels of the Hugging Face hub.
+CODE_KEYS = (
+    *("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
 
 
 def save_checkpoint(
     directory: Path,
     config: DecoderConfig,
     weights: Iterable[tuple[str, Tensor]],
-    tokenizer_files: dict[str, Any],
+    files: Mapping[str, Any],
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -40,26 +46,25 @@ def save_checkpoint(
 
     Args:
         weights: from Decoder.weights; stored in config.dtype.
-        tokenizer_files: by file name, JSON contents or bytes.
-        stop_ids: the token ids that end a response, for generation_config.json.
+        files: the tokenizer's files and those of `kept_files`, by file name: JSON contents or bytes.
+        stop_ids: the token ids that end a response, for generation_config.json unless `files` has one.
         shard_bytes: size limit of one file of weights; larger models are sharded.
     """
     with atomic_directory(directory) as temporary:
-        write_policy(temporary, config, weights, tokenizer_files, stop_ids, shard_bytes)
+        write_policy(temporary, config, weights, files, stop_ids, shard_bytes)
 
 
 def write_policy(
     directory: Path,
     config: DecoderConfig,
     weights: Iterable[tuple[str, Tensor]],
-    tokenizer_files: dict[str, Any],
+    files: Mapping[str, Any],
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the files of `save_checkpoint` into an existing folder."""
-    generation = {"eos_token_id": list(stop_ids), "do_sample": True}
-    files = {"config.json": hf_config(config), "generation_config.json": generation, **tokenizer_files}
-    for name, content in files.items():
+    own = {"config.json": hf_config(config), "generation_config.json": {"eos_token_id": list(stop_ids), "do_sample": True}}
+    for name, content in {**own, **files}.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
         (directory / name).write_bytes(text)
     _save_weights(directory, config, weights, shard_bytes)
@@ -105,6 +110,40 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         "dtype": config.dtype,
     }
+
+
+def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
+    """Return config.json and generation_config.json for checkpoints of a policy that started from this directory.
+
+    They keep every key that was loaded, such as bos_token_id or temperature, but for two changes. Keys that make transformers
+    run code are left out. In generation_config.json, eos_token_id becomes `stop_ids` where it names other tokens; a directory
+    without this file gets a new one, with the special tokens of its config.json.
+
+    Raises:
+        InputError: if a file cannot be read, or is nested too deeply to be written; it names the file.
+    """
+    config = read_json(directory / "config.json")
+    special = {name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config}
+    generation = {**special, "eos_token_id": list(stop_ids), "do_sample": True}
+    if (directory / "generation_config.json").exists():
+        generation = read_json(directory / "generation_config.json")
+        listed = generation.get("eos_token_id")
+        if sorted(listed if isinstance(listed, list) else [listed], key=repr) != sorted(stop_ids, key=repr):
+            generation["eos_token_id"] = list(stop_ids)
+            generation.pop("_from_model_config", None)  # with it transformers prefers the eos_token_id of config.json
+    contents = {"config.json": config, "generation_config.json": generation}
+    return {name: _as_text(directory / name, fields) for name, fields in contents.items()}
+
+
+def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
+    """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
+    try:
+        safe = json.loads(json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS})
+        # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand times its size.
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items())
+    except RecursionError as error:
+        raise InputError(f"cannot read the checkpoint's {shown(path)}: it is nested too deeply") from error
+    return f"{{\n{lines}\n}}\n".encode()
 
 
 def load_checkpoint(directory: Path) -> Decoder:

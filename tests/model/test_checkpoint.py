@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, load_checkpoint, save_checkpoint
+from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint, save_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
@@ -101,6 +101,36 @@ def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     for (name, a), b in zip(theirs.state_dict().items(), back.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+SPECIAL = {"bos_token_id": 11, "eos_token_id": [13, 14], "pad_token_id": 0}
+GENERATION = {**SPECIAL, "temperature": 0.6, "top_p": 0.9, "do_sample": True, "transformers_version": "4.51.0"}
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_every_key_of_a_loaded_configuration_is_kept(tmp_path, family):
+    AutoModelForCausalLM.from_config(THEIRS[family]).save_pretrained(tmp_path / "theirs")
+    edit_config(tmp_path / "theirs", **SPECIAL, initializer_range=0.02, its_own={"deep": [1, None, {"a": "\u00e4"}]})
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(GENERATION))
+    model = load_checkpoint(tmp_path / "theirs")
+    save_checkpoint(tmp_path / "ours", model.config, model.weights(), kept_files(tmp_path / "theirs", (14, 13)), (14, 13))
+    for name in ("config.json", "generation_config.json"):
+        theirs, ours = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))
+        assert ours == theirs
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert {name: getattr(back.config, name) for name in SPECIAL} == SPECIAL
+    assert (back.generation_config.temperature, back.generation_config.pad_token_id) == (0.6, 0)
+
+
+def test_only_the_stop_tokens_of_a_generation_configuration_change(tmp_path):
+    save(tmp_path / "a")
+    edit_config(tmp_path / "a", **SPECIAL)
+    path = tmp_path / "a" / "generation_config.json"
+    path.write_text(json.dumps({**GENERATION, "_from_model_config": True}))
+    assert json.loads(kept_files(tmp_path / "a", (2, 7))["generation_config.json"]) == {**GENERATION, "eos_token_id": [2, 7]}
+    path.unlink()
+    wanted = {"bos_token_id": 11, "pad_token_id": 0, "eos_token_id": [2], "do_sample": True}
+    assert json.loads(kept_files(tmp_path / "a", (2,))["generation_config.json"]) == wanted
 
 
 def test_bfloat16_checkpoints_stay_bfloat16_and_are_trained_in_float32(tmp_path):

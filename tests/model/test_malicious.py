@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES
 from maxrl_fast.model import prompt_process
-from maxrl_fast.model.checkpoint import load_checkpoint, read_config, save_checkpoint
+from maxrl_fast.model.checkpoint import kept_files, load_checkpoint, read_config, save_checkpoint
 from maxrl_fast.model.prompt_process import Worker
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.tasks import text_codec
@@ -107,6 +107,29 @@ def test_sizes_that_contradict_the_weights_are_refused(directory, name, value):
 def test_invalid_values_are_refused(directory, changes):
     edit_config(directory, changes)
     assert "config.json" in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_no_key_that_makes_transformers_run_code_is_kept(directory, name):
+    code = {"auto_map": {"AutoConfig": "evil.Config"}, "custom_pipelines": {"a": {}}, "_attn_implementation": "evil/kernel"}
+    path = directory / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | code | {"own": [{**code, "kept": 1}]}))
+    kept = kept_files(directory, TASK.stop_ids)[name].decode()
+    assert json.loads(kept)["own"] == [{"kept": 1}]
+    assert not any(key in kept for key in code)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b'{"a":' * 10**5, b'{"a": ' + b"[" * 500 + b"0," * 10**6 + b"0" + b"]" * 500 + b"}", b"[]"])
+def test_a_kept_configuration_is_bounded(directory, name, content):
+    """It is refused, or takes little more than the bytes that were read, however it is nested."""
+    (directory / name).write_bytes(content)
+    try:
+        kept = kept_files(directory, TASK.stop_ids)
+    except InputError as error:
+        assert name in str(error)
+    else:
+        assert len(kept[name]) < 2 * len(content)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])

@@ -10,6 +10,7 @@ from maxrl_fast.config.options import ResolvedConfig, RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
@@ -17,12 +18,13 @@ from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
+from maxrl_fast.run.fingerprints import fingerprints
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.gym import GymTask, check_config
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, dataset_spec, unknown_task
+from maxrl_fast.tasks.names import GYM, dataset_spec, is_file, unknown_task
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
@@ -140,6 +142,25 @@ def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None
     if config.run.compile:
         model.compile_layers()
     return model
+
+
+def build_policy_files(task: Task, model: Decoder, start: Path | None) -> dict[str, Any]:
+    """Return the files of the policy's checkpoints beside its weights, by name: JSON contents or bytes.
+
+    Args:
+        start: the checkpoint that the policy starts from, whose configuration is kept; None: it is a new one.
+
+    Raises:
+        InputError: where a file cannot be read.
+    """
+    kept = {} if start is None else kept_files(start, task.stop_ids)
+    return {**new_files(model.config, task.stop_ids), **task.tokenizer_files(), **kept}
+
+
+def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
+    """Return the fingerprints of the files that decide the run's result."""
+    reward, objective = config.reward.reward or task.reward, config.objective.objective
+    return fingerprints(task, {"reward": reward, "objective": objective if is_file(objective) else None})
 
 
 def build_engine(

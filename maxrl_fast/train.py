@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 
-from maxrl_fast.build import build_evaluator, build_policy, build_run_engine, build_scorer, build_task, build_trainer
+from maxrl_fast.build import (
+    build_evaluator,
+    build_fingerprints,
+    build_policy,
+    build_policy_files,
+    build_run_engine,
+    build_scorer,
+    build_task,
+    build_trainer,
+)
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
@@ -81,8 +90,9 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         saved = find_saved(out, ranks, screen.warn) if is_resumed else None
         model = build_policy(config, task, saved.decoder if saved else None)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
+        fingerprints = build_fingerprints(config, task)
         if saved:
-            check_same(saved, config.flat(), task.fingerprint, ranks, screen.warn, config.run.allow_changes)
+            check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
         if config.run.dry_run:
             screen.say(estimate(config, task, model))
             return 0
@@ -105,7 +115,17 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         tell = watch.say_stuck if watch else lambda message: None
         with StopSignal(ranks, device) as stop, Watchdog(clock, config.run.stall_limit, ranks, tell, scorer.dump_stacks):
             options = config.run
-            checkpoints = Checkpoints(files, task, options.save_every, options.keep_checkpoints, ranks, stop, clock, saved)
+            checkpoints = Checkpoints(
+                files,
+                build_policy_files(task, model, saved.directory if saved else config.model.model),
+                fingerprints,
+                options.save_every,
+                options.keep_checkpoints,
+                ranks,
+                stop,
+                clock,
+                saved,
+            )
             trainer, warm_start = build_trainer(config, task, engine, scorer, model, clock, ranks)
             loop = RunLoop(
                 trainer,

@@ -8,13 +8,14 @@ from typing import Any
 OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
 # options that change nothing that is learned,
 FREE = (
-    *("save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_samples", "stall_limit"),
+    *("save_every", "keep_checkpoints", "eval_every", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env", "max_reward_error_rate"),
     *("diagnose_every", "log_to"),
 )
 # options that fix the shape of the policy,
 POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")
-# and options that change the numbers by rounding alone. All others change the mathematics.
+# and options that change the numbers by rounding alone. All others change the mathematics, or, as eval_prompts
+# and eval_samples do, what is measured: the evaluation after the checkpoint is made again, and `best` compares evaluations.
 ROUNDING = ("device", "threads", "sharding", "token_budget", "checkpoint_activations", "compile", "kv_cache_gb")
 
 

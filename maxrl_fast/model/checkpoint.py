@@ -51,30 +51,28 @@ def save_checkpoint(
         shard_bytes: size limit of one file of weights; larger models are sharded.
     """
     with atomic_directory(directory) as temporary:
-        write_policy(temporary, config, weights, files, stop_ids, shard_bytes)
+        write_policy(temporary, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
 
 
 def write_policy(
     directory: Path,
-    config: DecoderConfig,
+    dtype: str,
     weights: Iterable[tuple[str, Tensor]],
     files: Mapping[str, Any],
-    stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the files of `save_checkpoint` into an existing folder."""
-    own = {"config.json": hf_config(config), "generation_config.json": {"eos_token_id": list(stop_ids), "do_sample": True}}
-    for name, content in {**own, **files}.items():
+    """Write all files of a checkpoint into an existing folder: `files` as they are, and the weights in `dtype`."""
+    for name, content in files.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
         (directory / name).write_bytes(text)
-    _save_weights(directory, config, weights, shard_bytes)
+    _save_weights(directory, DTYPES[dtype], weights, shard_bytes)
 
 
-def _save_weights(aside: Path, config: DecoderConfig, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, weight in weights:
-        tensor = weight.to("cpu", DTYPES[config.dtype]).contiguous()
+        tensor = weight.to("cpu", dtype).contiguous()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -112,6 +110,14 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def new_files(config: DecoderConfig, stop_ids: Collection[int]) -> dict[str, Any]:
+    """Return the JSON contents of config.json and generation_config.json of a new policy."""
+    return {
+        "config.json": hf_config(config),
+        "generation_config.json": {"eos_token_id": list(stop_ids), "do_sample": True},
+    }
+
+
 def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
     """Return config.json and generation_config.json for checkpoints of a policy that started from this directory.
 
@@ -123,8 +129,8 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
         InputError: if a file cannot be read, or is nested too deeply to be written; it names the file.
     """
     config = read_json(directory / "config.json")
-    special = {name: config[name] for name in ("bos_token_id", "pad_token_id") if name in config}
-    generation = {**special, "eos_token_id": list(stop_ids), "do_sample": True}
+    generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+    generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
         listed = generation.get("eos_token_id")

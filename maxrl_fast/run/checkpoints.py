@@ -11,9 +11,10 @@ OUT/latest, OUT/best            links to the newest checkpoint and to the one wi
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -26,7 +27,6 @@ from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import load_learner, random_states, save_learner, set_random_states
-from maxrl_fast.tasks import Task
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -38,6 +38,8 @@ class Checkpoints:
 
     Args:
         files: the files of the run; a checkpoint stores its options and the length of its logs.
+        policy_files: the files of a checkpoint beside its weights, by name: JSON contents or bytes.
+        fingerprints: of the files that decide the run's result.
         save_every: number of steps between checkpoints; 0: only at the end and when stopped.
         keep: number of newest checkpoints to keep, besides the best one and the one after the warm start; 0: all.
         ranks: every rank must call every method.
@@ -47,7 +49,8 @@ class Checkpoints:
     def __init__(
         self,
         files: RunFiles,
-        task: Task,
+        policy_files: Mapping[str, Any],
+        fingerprints: Mapping[str, str],
         save_every: int,
         keep: int,
         ranks: Ranks,
@@ -55,7 +58,8 @@ class Checkpoints:
         clock: Stopwatch,
         saved: Saved | None,
     ):
-        self.out, self._task, self._save_every, self._keep = files.out, task, save_every, keep
+        self.out, self._save_every, self._keep = files.out, save_every, keep
+        self._policy_files, self._fingerprints = policy_files, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved = saved
         self.newest = saved.directory if saved else None
@@ -135,14 +139,14 @@ class Checkpoints:
                 for _ in weights:
                     pass
                 return
-            write_policy(temporary, learner.model.config, weights, self._task.tokenizer_files(), self._task.stop_ids)
+            write_policy(temporary, learner.model.config.dtype, weights, self._policy_files)
             fields = {
                 "progress": dataclasses.asdict(progress),
                 "decoder": dataclasses.asdict(learner.model.config),
                 "logs": self._files.log_marks(),
                 "random": random_states(),
                 "options": self._files.options,
-                "data": self._task.fingerprint,
+                "fingerprints": self._fingerprints,
                 "machine": machine_of(self._ranks),
             }
             (temporary / "progress.json").write_text(json.dumps(fields))

@@ -13,6 +13,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import DamagedError, verify_checksums
 from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
+from maxrl_fast.run.fingerprints import differences
 from maxrl_fast.run.progress import Progress
 
 
@@ -26,7 +27,7 @@ class Saved:
     logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
-    data: str  # fingerprint of the task's prompts
+    fingerprints: dict[str, str] | None  # None: saved by a version that recorded none
     machine: dict[str, Any]  # of machine_of
 
     @classmethod
@@ -35,8 +36,9 @@ class Saved:
         sizes = dict(fields["decoder"])
         if sizes["rope_scaling"] is not None:
             sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-        rest = {name: fields[name] for name in ("logs", "random", "options", "data", "machine")}
-        return cls(directory, Progress.of_json(fields["progress"]), DecoderConfig(**sizes), **rest)
+        rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
+        recorded = dict(fields["fingerprints"]) if "fingerprints" in fields else None
+        return cls(directory, Progress.of_json(fields["progress"]), DecoderConfig(**sizes), fingerprints=recorded, **rest)
 
 
 def _order(directory: Path) -> tuple[bool, int]:
@@ -95,29 +97,39 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
 
 
 def check_same(
-    saved: Saved, options: dict[str, Any], data: str, ranks: Ranks, warn: Callable[[str], None], allow_changes: bool = False
+    saved: Saved,
+    options: dict[str, Any],
+    fingerprints: dict[str, str],
+    ranks: Ranks,
+    warn: Callable[[str], None],
+    allow_changes: bool = False,
 ) -> None:
-    """Compare the options and prompts of a resumed run with those of its checkpoint.
+    """Compare the options and files of a resumed run with those of its checkpoint.
 
     Args:
         options: the resolved options, by name.
-        data: the task's fingerprint.
+        fingerprints: of the code, prompts and tokenizer that the run uses now.
         warn: is called with the differences that keep the numbers from being bitwise identical.
 
     Raises:
-        InputError: if options that change the mathematics differ and `allow_changes` is false; it names them.
+        InputError: if options or files that change the result differ and `allow_changes` is false; it names them.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.mathematics], [*changed.rounding]
     if changed.policy:
         shape = "; ".join(changed.policy)
         raise InputError(f"the policy in {saved.directory} has another shape ({shape}), which cannot change on resuming")
-    if saved.data != data:
-        mathematics.append("the prompts of the files differ")
+    if saved.fingerprints is None:
+        warn(
+            f"{saved.directory} is of a version that did not record fingerprints: whether the files of the prompts, the "
+            "tokenizer, the reward and the objective are the same as before cannot be checked"
+        )
+    else:
+        mathematics += differences(saved.fingerprints, fingerprints)
     if mathematics and not allow_changes:
-        differing = "; ".join(mathematics)
         raise InputError(
-            f"{saved.directory} was trained with other options ({differing}); --allow-changes resumes with the new ones"
+            f"{saved.directory} was trained with other options or files ({'; '.join(mathematics)}); --allow-changes resumes "
+            "with the new ones"
         )
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"
@@ -125,7 +137,7 @@ def check_same(
         if saved.machine.get(name) != value
     ]
     if mathematics:
-        warn(f"the run resumes with other options ({'; '.join(mathematics)})")
+        warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
     if rounding:
         warn(f"the run resumes, but its numbers will not be bitwise identical ({'; '.join(rounding)})")
     if options["steps"] < saved.progress.step and saved.progress.phase == "training":

@@ -11,7 +11,7 @@ class Task(Protocol):
     """The interface between a task and the trainer."""
 
     name: str  # shown at the start of a run
-    fingerprint: str  # hash of the sources of the prompts that the options do not determine, such as files
+    fingerprint: str  # hash of what decides the prompts besides the options: lines of files, and how they are encoded
     vocab_size: int
     stop_ids: tuple[int, ...]  # the first of these tokens ends a response
     prompt_length: int  # the longest prompt, in tokens

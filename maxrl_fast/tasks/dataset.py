@@ -73,9 +73,11 @@ class DatasetTask:
             test = [line for line, is_test in zip(lines, is_held_out, strict=True) if is_test]
             lines = [line for line, is_test in zip(lines, is_held_out, strict=True) if not is_test]
         lines, test = ([(place, self._columns(line, answer_key)) for place, line in part] for part in (lines, test))
-        contents = [[line for _, line in part] for part in (lines, test)]
-        self.fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
+        # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
+        contents = [[line for _, line in part] for part in (lines, test)]
+        encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
+        self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
         self._order = lru_cache(2)(self._shuffle)
         limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
         for split, kept in self._lines.items():

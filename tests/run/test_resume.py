@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.files.durable import locked
+from maxrl_fast.files.durable import locked, write_checksums
 from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.training.learner import Learner
@@ -332,13 +332,15 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path,
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ("--lr 0.5", 2, "trained with other options (lr: 0.0003 before, 0.5 now); --allow-changes"),
+        ("--lr 0.5", 2, "trained with other options or files (lr: 0.0003 before, 0.5 now); --allow-changes"),
         ("--seed 1 --beta2 0.5", 2, "(beta2: 0.99 before, 0.5 now; seed: 0 before, 1 now)"),
         ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine schedule depends on it
-        ("--steps 8 --allow-changes", 0, "resumes with other options (steps: 6 before, 8 now)"),
+        ("--steps 8 --allow-changes", 0, "resumes with other options or files (steps: 6 before, 8 now)"),
         ("--steps 3 --allow-changes", 2, "--steps must be at least 6, the number of steps done, got 3"),
         ("--token-budget 100", 0, "will not be bitwise identical (token_budget: 4096 before, 100 now)"),
-        ("--eval-prompts 4", 0, ""),
+        ("--eval-every 3", 0, ""),
+        ("--eval-prompts 9", 2, "(eval_prompts: 6 before, 9 now)"),  # it would rewrite the last evaluation
+        ("--eval-samples 9", 2, "(eval_samples: 4 before, 9 now)"),
         ("--out elsewhere", 2, "--resume writes into the run's own folder"),
         ("--lora-rank 3 --allow-changes", 2, "has another shape (lora_rank: 0 before, 3 now), which cannot change on resuming"),
         ("--layers 3 --allow-changes", 2, "has another shape (layers: 2 before, 3 now)"),
@@ -352,6 +354,35 @@ def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, mess
     assert bool(error) == bool(message)
     options = json.loads((out / "config.json").read_text())
     assert (options["lora_rank"], options["lr"], options["steps"]) == (0, 3e-4, 8 if "--steps 8" in flags and not code else 6)
+
+
+def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    progress = out / "checkpoints" / "step-000006" / "progress.json"
+    fields = json.loads(progress.read_text())
+    del fields["fingerprints"]
+    progress.write_text(json.dumps({**fields, "data": ""}))
+    (progress.parent / "checksums.json").unlink()
+    write_checksums(progress.parent)
+    assert train.main(["--resume", str(out)]) == 0
+    error = capsys.readouterr().err
+    assert "did not record fingerprints" in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole_runs, tmp_path):
+    start, out = Path(shutil.copytree(whole_runs / "maxpo" / "latest", tmp_path / "start")), tmp_path / "run"
+    added = {"bos_token_id": 11, "pad_token_id": 0, "its_own": [1, None]}
+    wanted = {}
+    for name in ("config.json", "generation_config.json"):
+        wanted[name] = json.loads((start / name).read_text()) | added
+        (start / name).write_text(json.dumps(wanted[name]))
+    assert train.main([*SMALL, "--out", str(out), "--model", str(start), "--sft-steps", "0", "--steps", "1"]) == 0
+    shutil.rmtree(start)
+    assert train.main(["--resume", str(out), "--steps", "2", "--allow-changes"]) == 0
+    for step in (0, 1, 2):
+        for name, fields in wanted.items():
+            assert json.loads((out / "checkpoints" / f"step-00000{step}" / name).read_text()) == fields
 
 
 def test_only_a_runs_folder_is_resumed(tmp_path, capsys):

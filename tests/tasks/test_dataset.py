@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -260,7 +261,43 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert_same(tmp_path / "whole", tmp_path / "stopped")
     written(tmp_path / "sums.jsonl", SUMS[1:])
     assert train.main(["--resume", "../stopped"]) == 2
-    assert "trained with other options (the prompts of the files differ)" in capsys.readouterr().err
+    assert "trained with other options or files (the prompts: changed)" in capsys.readouterr().err
+
+
+VERIFIER = "def score(prompt, response, answer):\n    return float(response.strip()[:1] == answer)\n"
+OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
+
+
+@pytest.mark.slow
+def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, capsys):
+    """Code, chat template and stop tokens decide the result, and options name them only by path."""
+    out, model, package = tmp_path / "run", save_byte_level_policy(tmp_path), tmp_path / "own_rewards"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "verifier.py").write_text(VERIFIER)
+    (tmp_path / "objective.py").write_text(OBJECTIVE)
+    written(tmp_path / "sums.jsonl", SUMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--task", "dataset", "--data", tmp_path / "sums.jsonl", "--model", model, "--reward", "own_rewards.verifier:score"]
+    flags += ["--objective", f"{tmp_path / 'objective.py'}:advantage", "--steps", "1", "--prompts", "2", "--rollouts", "2"]
+    flags += ["--max-new-tokens", "3", "--eval-prompts", "2", "--threads", "1", "--dtype", "float32", "--reward-workers", "1"]
+    assert train.main([*map(str, flags), "--out", str(out)]) == 0
+    assert "own_rewards" not in sys.modules  # its code runs in the workers alone
+    changes = {
+        package / "verifier.py": "the file of --reward: changed",
+        tmp_path / "objective.py": "the file of --objective: changed",
+        model / "chat_template.jinja": "chat_template.jinja of the tokenizer: changed",
+        model / "generation_config.json": "the stop tokens: changed",
+    }
+    for file, words in changes.items():
+        before = file.read_bytes()
+        file.write_bytes(b'{"eos_token_id": 5}' if file.suffix == ".json" else before + b"\n")
+        assert train.main(["--resume", str(out)]) == 2
+        assert f"trained with other options or files ({words}); --allow-changes resumes" in capsys.readouterr().err
+        file.write_bytes(before)
+    (model / "chat_template.jinja").unlink()
+    assert train.main(["--resume", str(out), "--allow-changes"]) == 0
+    assert "resumes with other options or files (chat_template.jinja of the tokenizer: missing)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

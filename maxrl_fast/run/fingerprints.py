@@ -1,0 +1,49 @@
+"""Fingerprints of the files that decide the result of a run besides its options: code, prompts and the tokenizer."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.names import is_file
+
+
+def fingerprints(task: Task, functions: Mapping[str, str | None]) -> dict[str, str]:
+    """Return SHA-256 hashes by what they are of.
+
+    Args:
+        functions: FILE.py:FUNCTION or package.module:function, by the option that names it; None: the option names none. Only
+            the function's own file is read, not what it imports.
+    """
+    contents = {"the prompts": task.fingerprint.encode(), "the stop tokens": json.dumps(task.stop_ids).encode()}
+    for name, content in task.tokenizer_files().items():
+        if isinstance(content, bytes):  # a file that was read; the others are made by the task's own code
+            contents[f"{name} of the tokenizer"] = content
+    for option, function in functions.items():
+        file = None if function is None else source_file(function)
+        if file is not None:
+            contents[f"the file of --{option}"] = file.read_bytes()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def source_file(function: str) -> Path | None:
+    """Return the file of FILE.py:FUNCTION or package.module:function, without importing anything; None if there is none."""
+    place, spec, path = function.rpartition(":")[0], None, None
+    if is_file(function):
+        return Path(place) if Path(place).is_file() else None
+    parts = place.split(".")
+    for i in range(1, len(parts) + 1):  # importlib.util.find_spec would import the packages around the module
+        finders = (finder.find_spec(".".join(parts[:i]), path) for finder in sys.meta_path)
+        spec = next((found for found in finders if found is not None), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a few words about each fingerprint that is not the same."""
+    found = [f"{name}: missing" for name in before if name not in now] + [f"{name}: new" for name in now if name not in before]
+    return sorted([*found, *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name])])

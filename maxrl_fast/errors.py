@@ -14,7 +14,7 @@ class NonFiniteError(RuntimeError):
 class StorageError(RuntimeError):
     """A file of the run could not be written, for example on a full disk. The message says which and why; exit code 1."""
 
-    advice = "Free some disk space, then continue with --resume."
+    advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
 class RewardError(RuntimeError):

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(resolve(config, task, ranks), task, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
-    except StorageError:  # which `supervise` has said
+    except StorageError as error:
+        Screen().complain(str(error))
         return 1
     except torch.OutOfMemoryError as error:
         needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"

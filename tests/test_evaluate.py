@@ -1,5 +1,6 @@
 """The command line `python -m maxrl_fast.evaluate`: what it computes, writes, compares and refuses."""
 
+import errno
 import io
 import json
 import shutil
@@ -51,6 +52,16 @@ def untrained(tmp_path_factory):
     directory, model, task = tmp_path_factory.mktemp("models") / "untrained", tiny_decoder(), MazeTask(5)
     save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     return directory
+
+
+def test_a_full_disk_gives_one_sentence(untrained, tmp_path, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("maxrl_fast.files.durable.os.pwrite", full)
+    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 1
+    wanted = f"error: cannot write to --out {tmp_path / 'out'}: [Errno 28] No space left on device; nothing was kept\n"
+    assert capfd.readouterr().err == wanted
 
 
 def run(checkpoint, *flags):

@@ -1,6 +1,7 @@
 """Files that survive a kill: written to a temporary file, flushed to the disk and renamed. Also a lock for a folder."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, StorageError
 
 CHECKSUMS = "checksums.json"
 
@@ -149,6 +150,12 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             time.sleep(0.2)
 
 
+def refused(folder: Path, error: OSError) -> InputError | StorageError:
+    """Return the error for a folder of results that cannot be written to from the start: bad input, unless the disk is full."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
+
+
 @contextlib.contextmanager
 def locked(
     folder: Path, is_owner: bool = True, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
@@ -164,6 +171,7 @@ def locked(
 
     Raises:
         InputError: if another process still holds the lock (it names that process), or if the folder cannot be locked.
+        StorageError: if the disk is full.
     """
     if not is_owner:
         yield
@@ -172,14 +180,17 @@ def locked(
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(f"cannot write to --out {folder}: {error}") from error
+        raise refused(folder, error) from error
     try:
         try:
             _flock(descriptor, folder, limit, tell)
         except OSError as error:
             raise InputError(f"the file system of {folder} does not support locks ({error}); use another --out") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            raise refused(folder, error) from error
         yield
     finally:
         os.close(descriptor)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Plot the records of metrics.jsonl and eval.jsonl."""
+    """Plot the records of metrics.jsonl and eval.jsonl as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,7 +44,7 @@ def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
         passes.legend(loc="lower right")
     for axes in (reward, passes, entropy, length):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:

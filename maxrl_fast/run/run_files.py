@@ -1,6 +1,7 @@
 """The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard events, curves.png and
 timings.json. The same numbers go to wandb or trackio."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.files.durable import write_json
+from maxrl_fast.files.durable import atomic_file, refused, write_json
 from maxrl_fast.hardware import versions
+from maxrl_fast.run.events import EventFile
 from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.resume import Saved
 from maxrl_fast.run.trackers import Tracker
@@ -34,7 +34,8 @@ class RunFiles:
             length at that checkpoint.
 
     Raises:
-        InputError: if the folder cannot be written to, or holds another run.
+        InputError: if the folder cannot be written to, or holds another run or something else in place of a link.
+        StorageError: if the disk is full.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class RunFiles:
         try:
             if not is_resumed and (self.out / "config.json").exists():  # two runs were started at once, and one has ended
                 raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+            for link in (self.out / name for name in ("latest", "best")):
+                if os.path.lexists(link) and not link.is_symlink():
+                    raise InputError(f"{link} must be a link to a checkpoint, got something else")
             if saved is None:
                 self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # left by a killed process
@@ -60,9 +64,9 @@ class RunFiles:
             self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
-            self._board = SummaryWriter(str(self.out / "tensorboard"), purge_step=next_step if is_resumed else None)
+            self._board = EventFile(self.out / "tensorboard", next_step if is_resumed else None)
         except OSError as error:
-            raise InputError(f"cannot write to --out {self.out}: {error}") from error
+            raise refused(self.out, error) from error
 
     def write_config(self) -> None:
         """Write config.json: options, versions, command."""
@@ -109,14 +113,13 @@ class RunFiles:
                 numbers |= {f"{log}/{name.removesuffix('_k')}_{k}": number for k, number in value.items()}
             else:
                 numbers[f"{log}/{name}"] = value
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, record["step"])
+        self._board.write(numbers, record["step"])
         if self._tracker:
             self._tracker.log(numbers, record["step"])
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush every log to the disk, and return the size in bytes and the SHA-256 of each."""
-        self._board.flush()
+        self._board.sync()
         marks = {}
         for log, file in self._logs.items():
             os.fsync(file.fileno())
@@ -128,8 +131,8 @@ class RunFiles:
         """Return the paths of the run's results by name, for the closing listing."""
         newest, best = self.out / "latest", self.out / "best"
         return {
-            "checkpoint": str(self.out / os.readlink(newest)) if newest.exists() else "none was written",
-            **({"best": str(self.out / os.readlink(best))} if best.exists() else {}),
+            "checkpoint": str(self.out / os.readlink(newest)) if newest.is_symlink() else "none was written",
+            **({"best": str(self.out / os.readlink(best))} if best.is_symlink() else {}),
             "curves": str(self.out / "curves.png"),
             "metrics": str(self.out / "metrics.jsonl"),
             "evaluations": str(self.out / "eval.jsonl"),
@@ -141,12 +144,14 @@ class RunFiles:
         if not self._is_writer:
             return
         try:
-            draw_curves(self.history["metrics"], self.history["eval"], self.out / "curves.png")
-            write_json(self.out / "timings.json", seconds)
-            self._board.close()
-            if self._tracker:
-                self._tracker.finish()
-            for file in self._logs.values():
-                file.close()
+            with contextlib.ExitStack() as last:  # which closes all files, whatever fails before
+                for file in self._logs.values():
+                    last.callback(file.close)
+                if self._tracker:
+                    last.callback(self._tracker.finish)
+                last.callback(self._board.close)
+                write_json(self.out / "timings.json", seconds)
+                with atomic_file(self.out / "curves.png") as path:
+                    draw_curves(self.history["metrics"], self.history["eval"], path)
         except OSError as error:
-            raise StorageError(f"cannot write {self.out / 'curves.png'} or TensorBoard's events: {error}") from error
+            raise StorageError(f"cannot write timings.json, curves.png or the logs in {self.out}: {error}") from error

@@ -27,9 +27,10 @@ def supervise(
         return 128 + error.signal
     except (NonFiniteError, RewardError, StorageError) as error:
         kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
-        screen.complain(f"{error}; {kept}. {error.advice}")
+        sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError) and not is_alone:
-            raise
+            raise StorageError(sentence) from error
+        screen.complain(sentence)
         return 1
     except (KeyboardInterrupt, SystemExit):  # the second signal
         screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")

@@ -274,6 +274,41 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
     assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("code", "number"), [(1, errno.ENOSPC), (2, errno.EROFS)])
+@pytest.mark.parametrize(
+    "write", ["files.durable.os.pwrite", "run.run_files.write_json", "run.run_files.EventFile", "run.events.RecordWriter.write"]
+)
+def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(tmp_path, monkeypatch, capfd, write, code, number):
+    error = OSError(number, os.strerror(number))
+
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(f"maxrl_fast.{write}", refuse)
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == code
+    assert capfd.readouterr().err == f"error: cannot write to --out {tmp_path / 'run'}: {error}\n"
+
+
+def test_a_folder_in_place_of_a_link_gives_one_sentence(whole_runs, tmp_path, monkeypatch, capfd):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    (out / "latest").unlink()
+    (out / "latest").mkdir()
+    assert train.main(["--resume", str(out)]) == 2
+    assert capfd.readouterr().err == f"error: {out / 'latest'} must be a link to a checkpoint, got something else\n"
+    update = Learner.update
+
+    def in_the_way(self, *arguments, **options):
+        (tmp_path / "new" / "latest").mkdir(exist_ok=True)
+        return update(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "update", in_the_way)
+    assert run(tmp_path / "new", *OBJECTIVES["maxpo"].split(), "--sft-steps", "1") == 1
+    output = capfd.readouterr()
+    assert output.err.startswith(f"error: cannot write {tmp_path / 'new' / 'latest'} or config.json: ")
+    assert output.err.count("\n") == 1
+    assert re.search("checkpoint +none was written", output.out)
+
+
 def with_write_config(full):
     """Return RunFiles.__init__ with a disk that is full only after it."""
     start = RunFiles.__init__

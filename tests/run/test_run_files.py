@@ -6,10 +6,12 @@ import types
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.run.events import EventFile
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings
@@ -51,6 +53,21 @@ def test_diagnostics_cover_every_prompt_of_the_step(finished):
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
         assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # triangle inequality
+
+
+def test_tensorboard_reads_the_numbers_of_the_logs(finished):
+    events = EventAccumulator(str(finished / "tensorboard")).Reload()
+    for name in ("reward_mean", "entropy", "grad_norm"):
+        wanted = {record["step"]: record[name] for record in read(finished / "metrics.jsonl")}
+        assert {event.step: event.value for event in events.Scalars(f"metrics/{name}")} == pytest.approx(wanted)
+    passes = [event.value for event in events.Scalars("eval/pass_at_1")]
+    assert passes == pytest.approx([record["pass_at_k"]["1"] for record in read(finished / "eval.jsonl")])
+
+
+def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path):
+    EventFile(tmp_path).write({"a": 1.0}, 3)
+    EventFile(tmp_path, purge_step=3).write({"a": 2.0}, 3)
+    assert [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("a")] == [2.0]
 
 
 def test_timings_cover_all_stages(finished):

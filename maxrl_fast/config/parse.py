@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
+import pwd
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -18,8 +20,9 @@ from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 from maxrl_fast.run.resume import checkpoints_of
+from maxrl_fast.tasks.names import is_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,7 +46,8 @@ AnyOptions = TypeVar("AnyOptions")
 
 def parse(arguments: Sequence[str]) -> Config:
     """Return the configuration that the run of --resume, the TOML file of --config and flags give, each overriding those before
-    it. A flag that is wrong in itself exits with code 2.
+    it. A flag that is wrong in itself exits with code 2. A run's folder that is another user's prints a warning, before any
+    code that it names is loaded.
 
     `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
 
@@ -57,6 +61,12 @@ def parse(arguments: Sequence[str]) -> Config:
         run = _run_in(flags.get("out") or of_file.get("out"))
     # A run that ended before its first checkpoint is begun anew, with the options of this command.
     of_run = {} if run is None or (is_auto and not checkpoints_of(Path(run))) else _options_of_run(Path(run))
+    if run is not None and of_run:
+        overriding = {
+            name: value for name, value in _find(arguments, ("objective", "task", "reward", "log_to")).items() if value
+        }
+        if sentence := foreign_code(Path(run), of_run | overriding):
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)
@@ -73,6 +83,34 @@ def _run_in(out: str | None) -> str | None:
     if out is None:
         raise InputError("--resume auto needs --out DIR, the folder of the run")
     return out if (Path(out) / "config.json").exists() else None
+
+
+def foreign_code(out: Path, options: Options) -> str:
+    """Return a sentence on the code that a run runs if its folder is another user's; "" if the folder is the user's own.
+
+    Args:
+        options: of the folder's config.json, and flags that override them. Nothing that they name is imported here.
+    """
+    owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
+    if not owners:
+        return ""
+    code = [f"{name} {shown(options[name])}" for name in ("objective", "task", "reward", "log_to") if _is_code(name, options)]
+    whose = " and ".join(map(_user, owners))
+    return (
+        f"{shown(out)} belongs to {whose}, and what its config.json names runs with your rights: {', '.join(code) or 'no code'}"
+    )
+
+
+def _is_code(name: str, options: Options) -> bool:
+    """Return whether an option names code: a function of a file or module, or a tracker."""
+    return options.get(name) is not None and (name in ("reward", "log_to") or is_file(str(options[name])))
+
+
+def _user(number: int) -> str:
+    try:
+        return f"{pwd.getpwuid(number).pw_name} (uid {number})"
+    except KeyError:  # a user of another machine
+        return f"uid {number}"
 
 
 def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]:

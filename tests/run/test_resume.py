@@ -425,6 +425,25 @@ def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
     assert "--resume must be the folder of a run" in capsys.readouterr().err
 
 
+def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd, monkeypatch):
+    """The warning comes before the code: the objective's file is loaded while options are parsed."""
+    objective = tmp_path / "objective.py"
+    objective.write_text("import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('objective')\n")
+    reward = f"{tmp_path / 'reward.py'}:score"
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"objective": f"{objective}:advantage", "task": "maze", "reward": reward}))
+    assert train.main(["--resume", str(out)]) == 2
+    assert "belongs to" not in capfd.readouterr().err
+    monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
+    assert train.main(["--resume", str(out)]) == 2
+    first, second, *_ = capfd.readouterr().err.splitlines()
+    assert f"uid {os.stat(out).st_uid}" in first
+    assert first.startswith(f"warning: {out} belongs to ")
+    assert first.endswith(f"runs with your rights: objective {objective}:advantage, reward {reward}")
+    assert second == "it runs"
+
+
 def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path):
     assert run(tmp_path / "run", "--objective", "rloo", "--save-every", "1", "--keep-checkpoints", "2") == 0
     kept = {path.name for path in checkpoints_of(tmp_path / "run")}

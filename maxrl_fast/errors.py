@@ -20,4 +20,7 @@ class StorageError(RuntimeError):
 class RewardError(RuntimeError):
     """The reward function fails too often or no longer runs. The message says how, with an example; exit code 1."""
 
-    advice = "Fix it, or raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate; then continue with --resume."
+    advice = (
+        "Raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate and continue with --resume; or fix the function "
+        "and continue with --resume --allow-changes."
+    )

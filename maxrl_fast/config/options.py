@@ -248,7 +248,7 @@ class RunOptions:
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
     the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""
     allow_changes: bool = False
-    """Resume even if other options than the run's change what is computed."""
+    """Resume even if other options or files than the run's change what is computed."""
     config: Annotated[Path | None, unset("FILE", "none")] = None
     """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides the file."""
     seed: int = 0

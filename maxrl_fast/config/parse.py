@@ -41,6 +41,7 @@ ESTIMATOR_OPTIONS = (
     "false_positive_rate",
     "false_negative_rate",
 )
+CODE = ("objective", "task", "reward", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
 
@@ -62,9 +63,7 @@ def parse(arguments: Sequence[str]) -> Config:
     # A run that ended before its first checkpoint is begun anew, with the options of this command.
     of_run = {} if run is None or (is_auto and not checkpoints_of(Path(run))) else _options_of_run(Path(run))
     if run is not None and of_run:
-        overriding = {
-            name: value for name, value in _find(arguments, ("objective", "task", "reward", "log_to")).items() if value
-        }
+        overriding = {name: value for name, value in _find(arguments, CODE).items() if value is not None}
         if sentence := foreign_code(Path(run), of_run | overriding):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     hidden = hidden_options(of_run | of_file, arguments)
@@ -94,11 +93,10 @@ def foreign_code(out: Path, options: Options) -> str:
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
         return ""
-    code = [f"{name} {shown(options[name])}" for name in ("objective", "task", "reward", "log_to") if _is_code(name, options)]
+    code = [f"{name} {shown(options[name])}" for name in CODE if _is_code(name, options)]
     whose = " and ".join(map(_user, owners))
-    return (
-        f"{shown(out)} belongs to {whose}, and what its config.json names runs with your rights: {', '.join(code) or 'no code'}"
-    )
+    names = ", ".join(code) or "no code"
+    return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {names}"
 
 
 def _is_code(name: str, options: Options) -> bool:

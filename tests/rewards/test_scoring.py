@@ -177,9 +177,9 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     # The run stops after the third failure of 24 calls.
     assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
     assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
-    assert error.endswith("then continue with --resume.\n")
+    assert error.endswith("or fix the function and continue with --resume --allow-changes.\n")
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
-    assert train.main(["--resume", str(out)]) == 0
+    assert train.main(["--resume", str(out), "--allow-changes"]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]
     assert [record["step"] for record in read(out / "eval.jsonl")] == [0, 3]
 

@@ -90,6 +90,9 @@ def _memory(config: ResolvedConfig, task: Task, model: Decoder) -> dict[str, flo
     }
     if config.loss.kl_coef or objective_of(config).needs.reference:
         memory["reference policy (float32)"] = 4 * trained  # frozen weights are shared
+    if device.type == "cpu":  # on a GPU the copy is in the host's memory
+        references = memory.get("reference policy (float32)", 0)
+        memory["copy of the state while a checkpoint is written"] = 4 * parameters + 8 * trained + references
     return memory
 
 

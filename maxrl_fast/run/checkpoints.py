@@ -11,22 +11,25 @@ OUT/latest, OUT/best            links to the newest checkpoint and to the one wi
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
+from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.run.background import Background
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.state import load_learner, random_states, save_learner, set_random_states
+from maxrl_fast.run.state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -61,8 +64,8 @@ class Checkpoints:
         self.out, self._save_every, self._keep = files.out, save_every, keep
         self._policy_files, self._fingerprints = policy_files, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
-        self._saved = saved
-        self.newest = saved.directory if saved else None
+        self._saved, self._background = saved, Background()
+        self.newest = self._begun = saved.directory if saved else None  # complete; the newest that was begun
 
     def restore(self, learner: Learner) -> None:
         """Load the saved state into the first learner of the run; later calls do nothing.
@@ -88,11 +91,26 @@ class Checkpoints:
         self.stop_point(progress, learner)
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
-        """Save and raise Interrupted if a signal asked for a stop. The weights must be those after `progress.step`."""
+        """Save and raise Interrupted if a signal asked for a stop. The weights must be those after `progress.step`.
+
+        Raises:
+            StorageError: if the save before has failed.
+        """
         self._clock.beat()
+        self._background.check()
         if number := self._stop.number:
             self.save(progress, learner)
+            self.wait()
             raise Interrupted(number)
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            StorageError: if it failed.
+        """
+        with self._clock("checkpoint"):
+            self._background.wait()
 
     @contextmanager
     def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
@@ -104,23 +122,80 @@ class Checkpoints:
             raise
 
     def save(self, progress: Progress, learner: Learner) -> None:
-        """Write a checkpoint, unless this step already has one; then remove old ones.
+        """Begin to write a checkpoint, unless this step already has one.
+
+        The state is copied to the host, and a thread writes the copy while training goes on. One save is pending at most: the
+        next one waits for it, as do a stop and the end of the run. Where ranks share the weights (FSDP2), they write the
+        checkpoint together, with collectives that must not overlap those of the next step; then this waits until it is written.
 
         Raises:
-            StorageError: if writing fails, for example because the disk is full; earlier checkpoints are not changed.
+            StorageError: if this save or the one before fails, for example because the disk is full; earlier checkpoints are
+                not changed.
         """
         directory = self.out / "checkpoints" / progress.name
-        if directory == self.newest:
+        if directory == self._begun:
             return
         with self._clock("checkpoint"):
-            with self._stored(f"the checkpoint {directory}"):
-                self._write(directory, progress, learner)
-            self.newest = directory
+            self._background.wait()
+            self._begun = directory
+            record = self._record(directory, progress, learner.model.config)
+            if learner.shares_weights:
+                with self._stored(f"the checkpoint {directory}"):
+                    self._write_together(directory, record, learner)
+                self._finish(directory)
+            elif self._ranks.is_first:
+                snapshot = Snapshot.of(learner)
+                self._background.submit(lambda: self._write(directory, record, snapshot))
+            else:
+                self.newest = directory
+
+    def _record(self, directory: Path, progress: Progress, sizes: DecoderConfig) -> str:
+        """Return the content of progress.json as the run is now; only the first rank needs one."""
+        if not self._ranks.is_first:
+            return ""
+        with self._stored(f"the checkpoint {directory}"):
+            fields = {
+                "progress": dataclasses.asdict(progress),
+                "decoder": dataclasses.asdict(sizes),
+                "logs": self._files.log_marks(),
+                "random": random_states(),
+                "options": self._files.options,
+                "fingerprints": self._fingerprints,
+                "machine": machine_of(self._ranks),
+            }
+            return json.dumps(fields)
+
+    def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
+        """Write a checkpoint, in the thread."""
+        with self._stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
+            save_tensors(temporary / "state", snapshot.tensors)
+            self._write_policy(temporary, record, snapshot.dtype, snapshot.weights)
+        self._finish(directory)
+
+    def _write_policy(self, temporary: Path, record: str, dtype: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        write_policy(temporary, dtype, weights, self._policy_files)
+        (temporary / "progress.json").write_text(record)
+        write_checksums(temporary)
+
+    def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
+        """Write a checkpoint whose weights all ranks share."""
+        weights = learner.model.weights()  # gathered by all ranks together
+        with self._temporary(directory) as temporary:
+            save_shards(temporary / "state", learner)
             if self._ranks.is_first:
-                with self._stored(f"{self.out / 'latest'} or config.json"):
-                    point(self.out / "latest", directory)
-                    self._files.write_config()  # options may have changed on resuming
-                self._remove_old()
+                self._write_policy(temporary, record, learner.model.config.dtype, weights)
+            else:
+                for _ in weights:
+                    pass
+
+    def _finish(self, directory: Path) -> None:
+        """Point `latest` to a checkpoint that is written, and remove old ones."""
+        self.newest = directory
+        if self._ranks.is_first:
+            with self._stored(f"{self.out / 'latest'} or config.json"):
+                point(self.out / "latest", directory)
+                self._files.write_config()  # options may have changed on resuming
+            self._remove_old()
 
     @contextmanager
     def _stored(self, what: str) -> Iterator[None]:
@@ -130,50 +205,29 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             raise StorageError(f"cannot write {what}: {error}") from error
 
-    def _write(self, directory: Path, progress: Progress, learner: Learner) -> None:
-        weights = learner.model.weights()  # gathered by all ranks together
-        with self._temporary(directory, learner.shares_weights) as temporary:
-            if self._ranks.is_first or learner.shares_weights:
-                save_learner(temporary / "state", learner)
-            if not self._ranks.is_first:
-                for _ in weights:
-                    pass
-                return
-            write_policy(temporary, learner.model.config.dtype, weights, self._policy_files)
-            fields = {
-                "progress": dataclasses.asdict(progress),
-                "decoder": dataclasses.asdict(learner.model.config),
-                "logs": self._files.log_marks(),
-                "random": random_states(),
-                "options": self._files.options,
-                "fingerprints": self._fingerprints,
-                "machine": machine_of(self._ranks),
-            }
-            (temporary / "progress.json").write_text(json.dumps(fields))
-            write_checksums(temporary)
-
     @contextmanager
-    def _temporary(self, directory: Path, together: bool) -> Iterator[Path]:
-        """Give the temporary folder, which the first rank creates and renames. If `together`, the other ranks write into it."""
-        context = atomic_directory(directory) if self._ranks.is_first else nullcontext(temporary_path(directory))
-        with context as folder:
-            if together:
-                self._ranks.wait_for_all()
-                if not folder.is_dir():
-                    raise StorageError(
-                        f"{self.out} must be a folder that all processes share, but rank {self._ranks.rank} does not see it"
-                    )
+    def _temporary(self, directory: Path) -> Iterator[Path]:
+        """Give the temporary folder that the first rank creates and renames, and into which all ranks write."""
+        with atomic_directory(directory) if self._ranks.is_first else nullcontext(temporary_path(directory)) as folder:
+            self._ranks.wait_for_all()
+            if not folder.is_dir():
+                raise StorageError(
+                    f"{self.out} must be a folder that all processes share, but rank {self._ranks.rank} does not see it"
+                )
             yield folder
-            if together:
-                self._ranks.wait_for_all()
+            self._ranks.wait_for_all()
 
     def mark_best(self, progress: Progress, learner: Learner) -> None:
         """Save this step's policy as the best, if its evaluation has the highest pass@1 so far."""
         if progress.is_best(progress.step):
             self.save(progress, learner)
             if self._ranks.is_first:
-                with self._stored(str(self.out / "best")):
-                    point(self.out / "best", self.out / "checkpoints" / progress.name)
+                directory = self.out / "checkpoints" / progress.name
+                self._background.submit(lambda: self._point_best(directory))  # once it is written
+
+    def _point_best(self, directory: Path) -> None:
+        with self._stored(str(self.out / "best")):
+            point(self.out / "best", directory)
 
     def _remove_old(self) -> None:
         """Remove all checkpoints but the newest, the best, and the one after the warm start."""

@@ -69,6 +69,7 @@ class RunLoop:
                 self._keep(n, record)
                 checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
                 self._evaluate_if_due()
+            checkpoints.wait()
 
     def _warm_start(self) -> None:
         warm_start, progress = self.warm_start, self.progress

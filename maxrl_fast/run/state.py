@@ -2,6 +2,7 @@
 
 import base64
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,58 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     return tensors
 
 
-def save_learner(folder: Path, learner: Learner) -> None:
-    """Write the learner's tensors as safetensors. Where ranks shard the weights, all must call this, each for its shards."""
-    tensors = learner_tensors(learner)
-    parts = _parts(tensors)
-    if learner.shares_weights:
-        from torch.distributed.checkpoint.api import CheckpointException  # imported here: it takes two seconds
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy on the host of everything of a learner that a checkpoint has, as it was at one moment."""
 
-        where = {name: i for i, names in enumerate(parts, start=1) for name in names}
-        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=where, save_distributed=True)
-        try:
-            save(tensors, storage_writer=writer)
-        except CheckpointException as error:  # a BaseException; it holds the error of each rank
-            raise OSError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())) from error
-        return
-    folder.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor]  # of learner_tensors
+    weights: list[tuple[str, Tensor]]  # of Decoder.weights; in the memory of `tensors`, but for those merged with adapters
+    dtype: str  # in which the policy's weights are to be written
+
+    @classmethod
+    def of(cls, learner: Learner) -> "Snapshot":
+        """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
+        own = learner_tensors(learner)
+        tensors = {name: host_copy(tensor) for name, tensor in own.items()}
+        copies = {tensor.data_ptr(): tensors[name] for name, tensor in own.items()}
+        weights = []
+        for name, weight in learner.model.weights():
+            copy = copies.get(weight.data_ptr())  # none for weights merged with adapters
+            weights.append((name, host_copy(weight) if copy is None else copy))
+        if learner.model.lm_head.weight.is_cuda:
+            torch.cuda.synchronize()
+        return cls(tensors, weights, learner.model.config.dtype)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy on the host; from a GPU, through pinned memory, which is complete after the next synchronization."""
+    if not tensor.is_cuda:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors on the host as safetensors into a new folder."""
+    folder.mkdir()
+    parts = _parts(tensors)
     for i, names in enumerate(parts, start=1):
-        part = {name: tensors[name].cpu().contiguous() for name in names}
-        save_file(part, folder / f"state-{i:05d}-of-{len(parts):05d}.safetensors")
+        save_file({name: tensors[name] for name in names}, folder / f"state-{i:05d}-of-{len(parts):05d}.safetensors")
+
+
+def save_shards(folder: Path, learner: Learner) -> None:
+    """Write the learner's tensors as safetensors where ranks shard the weights; all must call this, each for its shards."""
+    from torch.distributed.checkpoint.api import CheckpointException  # imported here: it takes two seconds
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    tensors = learner_tensors(learner)
+    where = {name: i for i, names in enumerate(_parts(tensors), start=1) for name in names}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=where, save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer)
+    except CheckpointException as error:  # a BaseException; it holds the error of each rank
+        raise OSError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())) from error
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:

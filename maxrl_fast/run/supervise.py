@@ -26,6 +26,7 @@ def supervise(
         screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
         return 128 + error.signal
     except (NonFiniteError, RewardError, StorageError) as error:
+        _finish_saving(checkpoints, screen)
         kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
         sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError) and not is_alone:
@@ -35,7 +36,18 @@ def supervise(
     except (KeyboardInterrupt, SystemExit):  # the second signal
         screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
         raise
+    except BaseException:
+        _finish_saving(checkpoints, screen)
+        raise
     return 0
+
+
+def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
+    """Wait for a save that was begun before an error; its own error is printed."""
+    try:
+        checkpoints.wait()
+    except StorageError as error:
+        screen.complain(str(error))
 
 
 def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, code: int) -> int:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
+from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.files.durable import locked, write_checksums
+from maxrl_fast.run import state
 from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.training.learner import Learner
@@ -88,6 +91,57 @@ def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name, 
     torch.rand(3), random.random()  # other draws of the process must not matter
     assert train.main(["--resume", str(out)]) == 0
     assert_same(whole_runs / name, out)
+
+
+def slowed(monkeypatch, name, wait):
+    """Let the writing of one checkpoint call `wait` first."""
+    write = state.save_tensors
+
+    def slow(folder, tensors):
+        if name in str(folder):
+            wait()
+        write(folder, tensors)
+
+    monkeypatch.setattr("maxrl_fast.run.checkpoints.save_tensors", slow)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, monkeypatch):
+    """The checkpoint of step 2 is written after the update of step 3, and has the state of step 2."""
+    update, has_updated, waited = Learner.update, threading.Event(), []
+
+    def spy(self, *arguments, **options):
+        metrics = update(self, *arguments, **options)
+        if options["when"] == "step 3":
+            has_updated.set()
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", spy)
+    slowed(monkeypatch, "step-000002", lambda: waited.append(has_updated.wait(60)))
+    assert run(tmp_path / "run", *OBJECTIVES["maxrl"].split()) == 0
+    assert waited == [True]
+    assert_same(whole_runs / "maxrl", tmp_path / "run")
+    folders = [path / "checkpoints" / "step-000002" for path in (whole_runs / "maxrl", tmp_path / "run")]
+    for name in ("model.safetensors", STATE):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    size, _ = json.loads((folders[1] / "progress.json").read_text())["logs"]["metrics"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()[:size].splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch, capsys):
+    update = Learner.update
+
+    def fail(self, *arguments, **options):
+        if options["when"] == "step 3":
+            raise NonFiniteError("the loss is nan")
+        return update(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "update", fail)
+    slowed(monkeypatch, "step-000002", lambda: time.sleep(0.5))
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
+    newest = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert f"the loss is nan; the last good checkpoint is {newest}" in capsys.readouterr().err
+    assert (tmp_path / "run" / "latest").resolve() == newest
 
 
 def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path):

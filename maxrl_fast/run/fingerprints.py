@@ -34,6 +34,8 @@ def source_file(function: str) -> Path | None:
     if is_file(function):
         return Path(place) if Path(place).is_file() else None
     parts = place.split(".")
+    if not all(part.isidentifier() for part in parts):  # which is reported when the function is loaded
+        return None
     for i in range(1, len(parts) + 1):  # importlib.util.find_spec would import the packages around the module
         finders = (finder.find_spec(".".join(parts[:i]), path) for finder in sys.meta_path)
         spec = next((found for found in finders if found is not None), None)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
 
@@ -16,6 +17,9 @@ def fingerprints(task: Task, functions: Mapping[str, str | None]) -> dict[str, s
     Args:
         functions: FILE.py:FUNCTION or package.module:function, by the option that names it; None: the option names none. Only
             the function's own file is read, not what it imports.
+
+    Raises:
+        InputError: if a file cannot be read.
     """
     contents = {"the prompts": task.fingerprint.encode(), "the stop tokens": json.dumps(task.stop_ids).encode()}
     for name, content in task.tokenizer_files().items():
@@ -24,7 +28,10 @@ def fingerprints(task: Task, functions: Mapping[str, str | None]) -> dict[str, s
     for option, function in functions.items():
         file = None if function is None else source_file(function)
         if file is not None:
-            contents[f"the file of --{option}"] = file.read_bytes()
+            try:
+                contents[f"the file of --{option}"] = file.read_bytes()
+            except OSError as error:
+                raise InputError(f"cannot read the file of --{option} {function}: {error}") from error
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 

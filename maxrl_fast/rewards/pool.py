@@ -27,6 +27,7 @@ ENVIRONMENT = (
     "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD"
     "|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
+HASH_SEED = {"PYTHONHASHSEED": "0"}  # unless the user sets it: the order of a set must not depend on the process
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class RewardPool:
         self._is_closed = False
         try:
             for _ in range(workers):
-                self._workers.append(Worker(settings, environ | ONE_THREAD, time_limit, start_limit))
+                self._workers.append(Worker(settings, HASH_SEED | environ | ONE_THREAD, time_limit, start_limit))
                 self._workers[-1].is_ready(0)  # starts it
             for worker in self._workers:
                 while not worker.is_ready():

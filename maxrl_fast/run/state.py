@@ -80,11 +80,11 @@ class Snapshot:
         """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
-        copies = {tensor.data_ptr(): tensors[name] for name, tensor in own.items()}
         weights = []
         for name, weight in learner.model.weights():
-            copy = copies.get(weight.data_ptr())  # none for weights merged with adapters
-            weights.append((name, host_copy(weight) if copy is None else copy))
+            own_name = f"model.{name}"
+            is_merged = not weight.is_set_to(own[own_name])  # with an adapter, and so in memory of its own
+            weights.append((name, host_copy(weight) if is_merged else tensors[own_name]))
         if learner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
         return cls(tensors, weights, learner.model.config.dtype)

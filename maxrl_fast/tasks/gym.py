@@ -83,7 +83,8 @@ class GymTask:
         self._suffix = prompt_suffix or ""
         self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
         version = importlib.metadata.version("reasoning-gym")
-        encoded = self._text.encode(self._text.prompt("1 + 1 =" + self._suffix))  # by the tokenizer and its chat template
+        # By the tokenizer and its chat template.
+        encoded = self._text.encode([self._text.prompt("1 + 1 =" + self._suffix)], ["a question"])
         self.fingerprint = f"reasoning-gym {version}, {encoded}"
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = max_prompt_tokens

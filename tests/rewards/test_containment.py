@@ -108,6 +108,16 @@ def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
         assert one.score(calls).rewards == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
+def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (tmp_path / "hashes.py").write_text("def f(): return hash('maze') % 2**20\n")
+    rewards = set()
+    for _ in range(3):
+        with RewardPool(f"{tmp_path / 'hashes.py'}:f", workers=1, time_limit=10, memory_limit=10**9) as one:
+            rewards.update(one.score([{}]).rewards)
+    assert len(rewards) == 1
+
+
 def test_a_variable_that_is_not_set_is_refused():
     with pytest.raises(InputError, match="needs the environment variable NO_SUCH_NAME, which is not set"):
         RewardPool(f"{FUNCTIONS}:act", workers=1, time_limit=10, memory_limit=10**9, environment=["NO_SUCH_NAME"])

@@ -5,6 +5,7 @@ multiplication scores a prompt's keys for all of them. When a group has finished
 waiting, the grid is compacted. The device alone knows which samples have finished, and the host asks once every BURST steps.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -57,8 +58,10 @@ class DeviceDecoder:
 
         keys [S] int64 select the random numbers.
         """
-        job = _Job(prompts, num_samples, sampling, keys, group_size, self._grid)
-        return job.run(min(num_slots, len(job.groups)), self.model.config.vocab_size)
+        # Graphs are captured and replayed on the current device.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            job = _Job(prompts, num_samples, sampling, keys, group_size, self._grid)
+            return job.run(min(num_slots, len(job.groups)), self.model.config.vocab_size)
 
     def _grid(self, num_slots: int, group_size: int, prompt_length: int, limit: int) -> Grid:
         """Return a grid of this shape, an old one if there is one."""

@@ -55,8 +55,10 @@ class Grid:
         self.all_rows = torch.arange(batch, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
-        # The graphs write only to this grid and never run concurrently, so they can share one memory pool.
+        # The graphs write only to this grid and never run concurrently, so they can share one memory pool. They are captured on
+        # a stream of this device: PyTorch's default for captures is a stream of the device of the first capture.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def bytes(self) -> int:
@@ -84,7 +86,7 @@ class Grid:
                 graph = self.graphs[sampling, width]
                 if graph is None:
                     graph = self.graphs[sampling, width] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=self.pool):
+                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                         self.step(sampling, width)
                 graph.replay()
 

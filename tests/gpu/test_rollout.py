@@ -51,6 +51,17 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
         assert (rollouts.logprobs - expected).abs().max() < tolerance
 
 
+def test_a_policy_on_another_gpu_than_the_current_one():
+    """With one GPU the two are the same."""
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 6, SAMPLINGS[0], seed=4, step=2)
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        engine = NativeEngine(tiny_decoder().to(device), torch.float32)
+        for _ in range(2):  # captures, then replays
+            rollouts = engine.generate(PROMPTS.to(device), 6, SAMPLINGS[0], seed=4, step=2)
+            assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("options", [{}, {"max_batch": 12}, {"max_batch": 7}])
 def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):

@@ -70,7 +70,7 @@ def check_sampling(vocab, temperature, device, around_kernel):
     with around_kernel():
         sample_and_append(given[0], sampling, *given[1:])
 
-    token, log_p = sample(logits, uniforms(keys, length), sampling)
+    token, log_p = (x[:, 0] for x in sample(logits, uniforms(keys, length)[:, None], sampling))
     rows = (~done).nonzero()[:, 0]
     if vocab > 5000 and temperature:  # sums differ by rounding, so near a step of the CDF the next token may be drawn
         drawn = given[6].cpu()[torch.arange(len(length)), length].where(~done, token)[:, None]

@@ -105,16 +105,15 @@ class Grid:
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
             decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state)
         else:
-            self.append(self.all_rows, sample(logits, uniforms(self.keys, self.length), sampling), self.length)
+            token, log_p = sample(logits, uniforms(self.keys, self.length)[:, None], sampling)
+            self.append(self.all_rows, token[:, 0], log_p[:, 0], self.length)
 
-    def append(self, rows: Tensor, sampled: tuple[Tensor, Tensor], at: Tensor) -> None:
+    def append(self, rows: Tensor, token: Tensor, log_p: Tensor, at: Tensor) -> None:
         """Store sampled tokens and log-probs at column `at` of these rows, unless the sample has ended."""
         done = self.done[rows]
         at = at.clamp_max(self.limit - 1)
-        for name, values in zip(("tokens", "logprobs"), sampled, strict=True):
-            state: Tensor = getattr(self, name)
+        for state, values in ((self.tokens, token), (self.logprobs, log_p)):
             state[rows, at] = torch.where(done, state[rows, at], values)
-        token = sampled[0]
         self.last[rows] = torch.where(done, self.last[rows], token)
         self.length[rows] = torch.where(done, self.length[rows], at + 1)
         self.done[rows] = done | self.stops[token] | (at + 1 == self.limit)
@@ -140,8 +139,9 @@ class Grid:
         self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
         self.length[rows] = 1  # also in rows without a sample: an attention mask needs at least one key
         first = torch.zeros_like(rows)
-        logits = self.model.logits(hidden).repeat_interleave(self.group_size, 0)
-        self.append(rows, sample(logits, uniforms(self.keys[rows], first), sampling), first)
+        u = uniforms(self.keys[rows], first).view(-1, self.group_size)  # all samples of a prompt share its logits
+        token, log_p = sample(self.model.logits(hidden), u, sampling)
+        self.append(rows, token.flatten(), log_p.flatten(), first)
 
     def compact_from(self, other: "Grid", slots: Tensor, rows: Tensor) -> None:
         """Copy slots [g] with batch rows [g, r] of another grid into this grid's first slots, and empty all other slots."""

@@ -61,6 +61,23 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_the_samples_of_a_prompt_share_its_distribution():
+    """At a large vocabulary a copy of the logits for each sample would take more memory than the cache."""
+    rows = []  # of matrices with a column for each token of the vocabulary
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[1:] == (1009,):
+                rows.append(len(result))
+            return result
+
+    with Rows():
+        generate(tiny_decoder(vocab_size=1009), num_samples=7, limit=1, in_cpp=False)
+    assert len(PROMPTS) in rows
+    assert 7 * len(PROMPTS) not in rows
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
 def test_decoding_steps_never_wait_for_the_device(sampling, monkeypatch):
     steps, bursts = Grid.steps, []

@@ -119,6 +119,12 @@ MAXRL_HOST_DEVICE inline double safe_scale(const Formula& f, double largest) {
   return largest > 0.0 && largest < 0x1p-400 && f.eps < 1.0 ? 0x1p600 : 1.0;
 }
 
+// Whether values of this largest magnitude, from rewards that were multiplied by `scale`, need the scale no longer. The rank
+// transform can leave out the largest reward, and the squares of what remains would underflow.
+MAXRL_HOST_DEVICE inline bool is_ordinary_again(double scale, double largest) {
+  return scale < 1.0 && largest < 0x1p480 * scale;
+}
+
 // m for rewards that were multiplied by `scale`. `count`: rollouts, or for kLengthStd their tokens.
 MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, double count, double mean, double sum_of_squares, double scale) {
   double divisor = 1.0;

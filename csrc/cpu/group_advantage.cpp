@@ -139,17 +139,24 @@ auto count_tokens(Tile<kLanes>& t) {
   return Tokens<Lanes>{has_tokens ? total : t.n, powers_of_two_above(has_tokens ? longest : one)};
 }
 
-// Multiplies the rewards of each group by its safe_scale, and returns these.
 template <int kLanes>
-auto rescale(Tile<kLanes>& t, const Formula& f) {
+auto largest_magnitudes(const Tile<kLanes>& t) {
   using Lanes = typename Tile<kLanes>::Lanes;
   const Lanes zero = t.all(0.0);
-  Lanes scale, largest{};
+  Lanes largest{};
   for (int32_t i = 0; i < t.rows; ++i) {
     const Lanes magnitude = t.values[i] < zero ? -t.values[i] : t.values[i];
     largest = magnitude > largest ? magnitude : largest;
   }
-  largest = t.over_group(largest, [](double a, double b) { return std::max(a, b); });
+  return t.over_group(largest, [](double a, double b) { return std::max(a, b); });
+}
+
+// Multiplies the rewards of each group by its safe_scale, and returns these.
+template <int kLanes>
+auto rescale(Tile<kLanes>& t, const Formula& f) {
+  using Lanes = typename Tile<kLanes>::Lanes;
+  const Lanes largest = largest_magnitudes(t);
+  Lanes scale;
   bool is_ordinary = true;
   for (int lane = 0; lane < kLanes; ++lane) {
     scale[lane] = safe_scale(f, largest[lane]);
@@ -158,6 +165,20 @@ auto rescale(Tile<kLanes>& t, const Formula& f) {
   if (is_ordinary) return scale;
   for (int32_t i = 0; i < t.rows; ++i) t.values[i] *= scale;
   return scale;
+}
+
+// Takes the scale back from the groups that need it no longer after the rank transform.
+template <int kLanes>
+void unscale_ordinary(Tile<kLanes>& t, typename Tile<kLanes>::Lanes& scale) {
+  bool has_scaled = false;
+  for (int lane = 0; lane < kLanes; ++lane) has_scaled |= scale[lane] < 1.0;
+  if (!has_scaled) return;
+  const auto largest = largest_magnitudes(t);
+  auto factor = t.all(1.0);
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (is_ordinary_again(scale[lane], largest[lane])) factor[lane] = 1.0 / scale[lane];
+  for (int32_t i = 0; i < t.rows; ++i) t.values[i] *= factor;
+  scale *= factor;
 }
 
 // A_i = gain (v_i - baseline) multiplier + bias, in place, of rewards multiplied by `scale`. Moments are computed from the
@@ -315,6 +336,8 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
   auto scale = t.all(1.0);
   if constexpr (is_double) scale = rescale(t, a.formula);
   if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
+  if constexpr (is_double)
+    if (a.formula.value == Value::kRank) unscale_ordinary(t, scale);
   if (a.formula.value == Value::kBinary) look_up(t, a.tables);
   normalise<is_double>(t, a.formula, scale);
   scatter(a, first, t);

@@ -239,6 +239,15 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     rank_transform(values, static_cast<int>(n), tables.of(n), warps);
   else
     count_smaller(values, static_cast<int>(n));
+  if constexpr (std::is_same_v<Reward, double>)
+    if (scale < 1.0 && f.value == Value::kRank) {
+      largest = 0.0;
+      for (int i = threadIdx.x; i < n; i += blockDim.x) largest = fmax(largest, fabs(values[i]));
+      if (is_ordinary_again(scale, block_reduce(largest, warps, Greatest()))) {
+        for (int i = threadIdx.x; i < n; i += blockDim.x) values[i] *= 1.0 / scale;  // the values that this thread reads below
+        scale = 1.0;
+      }
+    }
   const auto length_at = [&](int i) { return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0; };
   const Normaliser normalise = normaliser(
       f, n, scale,

@@ -77,10 +77,13 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def can_look_at(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor may be read for a check. On a GPU that would wait for the device, and within
-    torch.compile and torch.func.vmap there are none."""
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return tensor.device.type == "cpu" and not is_traced
+    """Return whether the values of a tensor may be read for a check. On a GPU that would wait for the device."""
+    return tensor.device.type == "cpu" and not is_traced()
+
+
+def is_traced() -> bool:
+    """Return whether tensors have no values now, within torch.compile and torch.func.vmap."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer
+from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer, is_traced
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
@@ -377,7 +377,7 @@ def effective_weight(
     check_tensor("pass_rate", pass_rate)
     p = pass_rate.double().flatten()[:, None]
     is_rate = (p >= 0) & (p <= 1)
-    if p.device.type != "meta" and not torch.compiler.is_compiling() and not bool(is_rate.all()):
+    if p.device.type != "meta" and not is_traced() and not bool(is_rate.all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
     lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None

@@ -80,6 +80,9 @@ def _evaluate(
             ordered, order = r.sort(-1)
             gaps = torch.cat([ordered[:, :1], ordered.diff(dim=-1)], -1)
             value = torch.zeros_like(r).scatter(-1, order, gaps @ table[0][:, None] + (gaps * table[1]).cumsum(-1))
+            # The transform can leave out the largest reward, and the squares of what remains would underflow.
+            is_ordinary_again = (scale < 1) & (value.abs().amax(1, keepdim=True) < 2.0**480 * scale)
+            value, scale = value / torch.where(is_ordinary_again, scale, 1.0), torch.where(is_ordinary_again, 1.0, scale)
     distance = value - value.amin(1, keepdim=True)  # exactly 0 for equal values
     mean = distance.mean(1, keepdim=True)
     token_mean, tokens = mean, torch.full_like(mean, n)

@@ -436,7 +436,8 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
 
     On a GPU the device reads the scale, so that the host does not wait, and the gradient is always changed in place.
     """
-    if torch.compiler.is_compiling() or type(scale) is not Tensor:  # traced: the scale has no value yet
+    is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
+    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # the latter with is_grads_batched=True
         return gradient * scale.to(gradient.dtype)
     if _gate.is_gpu(gradient.device) and _gate.has_kernels(gradient.device):
         scale = scale.double().contiguous()

@@ -104,6 +104,16 @@ def test_vmap_is_right_and_differentiable(name):
     torch.testing.assert_close(torch.autograd.grad(values.sum(), xs), torch.autograd.grad(expected.sum(), xs))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "attention"])
+def test_gradients_of_several_factors_at_once(name):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    _, function, x = CASES[name]
+    x = x.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    (gradients,) = torch.autograd.grad(function(x).sum(), x, torch.tensor([1.0, -2.0], dtype=x.dtype), is_grads_batched=True)
+    torch.testing.assert_close(gradients, torch.stack([expected, -2 * expected]))
+
+
 def test_constants_may_have_tangents():
     """Advantages are constants of the loss in every mode, and group advantages constants of the policy."""
     with forward_ad.dual_level():

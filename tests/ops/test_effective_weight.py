@@ -130,3 +130,9 @@ def test_the_weight_compiles_as_one_graph():
         assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))
     outside = compiled(4, torch.tensor([-0.1, 0.5, 1.1, torch.nan], dtype=torch.float64))
     assert outside.isnan().tolist() == [True, False, True, True]
+
+
+def test_the_weight_within_vmap():
+    rates = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
+    within = torch.func.vmap(lambda p: ops.effective_weight("maxpo", 8, p, k=4))(rates)
+    torch.testing.assert_close(within, ops.effective_weight("maxpo", 8, rates, k=4))

@@ -605,6 +605,19 @@ def test_huge_and_tiny_rewards_equal_the_definition(name, scale):
     torch.testing.assert_close(reference[0] / expected.abs().max(), expected / expected.abs().max(), rtol=1e-11, atol=1e-11)
 
 
+def test_a_reward_far_below_the_others_changes_none_of_their_advantages():
+    """The maximum of two other rollouts never is the smallest reward, so only that it is the smallest matters."""
+    rewards = torch.tensor([[0.1, -1.0, 0.2, 0.3, 1.0], [0.1, 0.5, 0.2, 0.3, 1.0]], dtype=torch.float64)
+    expected = ops.group_advantage(rewards, "bon_mean", k=2)
+    assert expected.abs().max() > 1.5
+    for least in (-1e100, -1e145, -1e300):
+        lower = rewards.clone()
+        lower[0, 1] = least
+        torch.testing.assert_close(ops.group_advantage(lower, "bon_mean", k=2), expected, rtol=1e-9, atol=1e-9)
+        given = arguments("bon_mean") | {"eps": ops.ESTIMATORS["bon_mean"].options["eps"]}
+        torch.testing.assert_close(group_advantage_reference(lower, **given), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_rewards_give_the_right_advantages_or_are_refused(dtype):
     for name in set(ops.ESTIMATORS) - {"passk_training", "differential_smoothing"}:  # rewards 0 or 1

@@ -102,6 +102,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
+        for log in files.missing:
+            screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
         for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
             screen.say(line)
         screen.say(f"rollout engine: {engine.describe()}")

@@ -19,7 +19,8 @@ from maxrl_fast.tasks import Task
 def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
-    where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
+    threads = f"{config.run.threads} thread{'' if config.run.threads == 1 else 's'}"
+    where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]

@@ -95,7 +95,7 @@ def foreign_code(out: Path, options: Options) -> str:
         return ""
     code = [f"{name} {shown(options[name])}" for name in CODE if _is_code(name, options)]
     whose = " and ".join(map(_user, owners))
-    names = ", ".join(code) or "no code"
+    names = ", ".join(code) or "no code of its own"
     return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {names}"
 
 
@@ -211,11 +211,16 @@ def _options_of_toml(file: Path) -> Options:
 
 def _options_of_run(out: Path) -> Options:
     file = out / "config.json"
+    if not file.exists():
+        what = "has no config.json" if out.exists() else "does not exist"
+        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}")
     try:
         check_regular(file, JSON_BYTES)
         options = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} must be JSON, got {error}; restore it, or use another --out") from error
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
     own = {"versions", "command", *OF_ONE_START}

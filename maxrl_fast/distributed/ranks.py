@@ -143,12 +143,19 @@ class Ranks:
         except BaseException as error:
             # A collective mostly fails because another rank has failed and has already said why.
             cause = watch.say_failed(f"{type(error).__name__}: {error}")
-            if cause is None:
+            if cause is None and not _is_lost_connection(error):
                 raise
+            cause = cause or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
             raise SystemExit(1) from error
         watch.stop()
         dist.destroy_process_group()
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another process was killed, which can say nothing itself."""
+    texts = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def own_gpu() -> int:

@@ -61,6 +61,8 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         module = load_file(path) if path else importlib.import_module(place)
     except SyntaxError as error:
         raise LoadError(f"syntax error in {error.filename}, line {error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
     except BaseException as error:
         raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
     function = getattr(module, attribute, None)

@@ -49,11 +49,15 @@ class RunFiles:
     ):
         self.out, self.options, self._is_writer = out, options, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
+        self.missing: list[Path] = []  # logs that had lines at the checkpoint, and are begun anew
         if not is_writer:
             return
         try:
             if not is_resumed and (self.out / "config.json").exists():  # two runs were started at once, and one has ended
                 raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+            for file in (self.out / name for name in ("curves.png", "timings.json")):
+                if file.is_dir():
+                    raise InputError(f"{file} must be a file, got a folder")
             for link in (self.out / name for name in ("latest", "best")):
                 if os.path.lexists(link) and not link.is_symlink():
                     raise InputError(f"{link} must be a link to a checkpoint, got something else")
@@ -80,6 +84,8 @@ class RunFiles:
         """
         path = self.out / f"{log}.jsonl"
         kept = path.read_bytes()[:size] if path.exists() else b""
+        if size and not path.exists():
+            self.missing.append(path)
         if kept and sha256 not in (None, hashlib.sha256(kept).hexdigest()):
             wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
             got = f"got {path.stat().st_size:,} bytes that begin differently"

@@ -222,6 +222,7 @@ def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_por
         done = subprocess.run([*command, str(tmp_path / name)], env=environment, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("exitcode: -9") == (2 if name == "restarted" else 0)
+        assert "Traceback" not in done.stderr
         assert done.stdout.count("new; 4 prompts") == (2 if name == "restarted" else 1)
         assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}; 4 prompts") == (name == "restarted")
     assert_same(tmp_path / "whole", tmp_path / "restarted")

@@ -482,7 +482,7 @@ BAD_FILES = {
     "import no_such_module_anywhere": "No module named 'no_such_module_anywhere'",
     "def f(:\n": "syntax error in ",
     "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
-    "import sys; sys.exit(4)": "SystemExit: 4",
+    "import sys; sys.exit(4)": "called sys.exit(4)",
     "import os; os._exit(4)": "the worker process exited with code 4",
     "import ctypes; ctypes.string_at(0)": "the worker process was killed by SIGSEGV",
     "g = 1": "has no f",

@@ -277,6 +277,7 @@ def test_a_changed_log_is_refused_by_name(whole_runs, tmp_path, capsys, damage):
     assert re.search(r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err)
     (out / "metrics.jsonl").unlink()
     assert train.main(["--resume", str(out)]) == 0
+    assert f"warning: {out / 'metrics.jsonl'} is missing: a new one begins" in capsys.readouterr().err
 
 
 def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, monkeypatch):

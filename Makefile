@@ -3,6 +3,7 @@
 #   PYTHON           the interpreter that .venv is made from (python3)
 #   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: where there is a CUDA compiler)
 #   GPU_PYTHON       the Python of the machine for which gpu-wheels fetches wheels (3.12)
+#   GPU_PYTHON_PATH  such an interpreter here, with headers, for which gpu-wheels builds the extension (python3.12)
 #   WORKERS          how many tests run side by side (one more than there are cores, because some tests only wait; at most 8)
 
 PYTHON ?= python3
@@ -17,11 +18,12 @@ INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find cs
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
 GPU_PYTHON ?= 3.12
+GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
 GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-wheels clean
+.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,12 +63,18 @@ test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; nee
 sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (5 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
-gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: tests, memory check and benchmarks; bench/README.md (8 minutes)
-	CUDAARCHS=$${CUDAARCHS:-native} MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	$(PYTHON) -m bench.gpu
+gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: build, tests and benchmarks; bench/README.md (at most 9 minutes)
+	$(PYTHON) -m bench.gpu --part figures
 
-gpu-wheels:  ## fetch what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (3 MB)
+gpu-profile:  ## the same needs: profiles, hardware counters, torch.compile and peers (at most 9 minutes)
+	$(PYTHON) -m bench.gpu --part profile
+
+gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
+	$(PYTHON) -m bench.gpu --part races
+
+gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (8 MB)
 	rm -rf build/gpu-wheels
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m bench.gpu_build --for-python $(GPU_PYTHON_PATH) --to build/gpu-wheels
 	$(PYTHON) -m pip download -q --disable-pip-version-check -d build/gpu-wheels --no-deps --only-binary=:all: \
 	  --python-version $(GPU_PYTHON) -c constraints.txt $(GPU_WHEELS)
 

@@ -1,12 +1,16 @@
-"""`python -m bench.gpu`, the second half of `make gpu`: tests, memory check and benchmarks on this machine's GPU.
+"""`python -m bench.gpu [--part figures|profile|races]`: tests, benchmarks, profiles or race checks on this machine's GPU.
 
-Steps run one after another, each in its own process and with its own time limit, at most 8 minutes in all. A step that exceeds
+Every part begins with the extension: the one that was carried here, or one that is built here. `figures` then has the tests
+and everything that has an aim; `profile` has profiles, hardware counters, torch.compile and peers; `races` has
+compute-sanitizer's memcheck, racecheck and synccheck on the smallest tests.
+
+Steps run one after another, each in its own process and with its own time limit, at most 9 minutes in all. A step that exceeds
 its limit is killed with all its processes, and the next one starts. The output of tests and benchmarks is shown and kept in a
 log. One JSON document has the machine, the versions and every figure; it is written again after each step. The last lines are a
 table of figures, aims, floors and peers; the aims are for an H200.
 
-Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME.json and
-gpu_NAME.log. Nothing is installed or downloaded: a peer that is not installed is left out, and so is a step that needs a
+Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME_PART.json and
+gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not installed is left out, and so is a step that needs a
 missing package. On a machine that can install nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come
 before the installed packages; `make gpu-wheels` fetches them.
 
@@ -30,16 +34,15 @@ from typing import Any
 
 import torch
 
+from bench.gpu_build import WHEELS
 from bench.gpu_run import ROOT, run_step
-from bench.gpu_steps import Step, dry_steps, gpu_steps, missing
+from bench.gpu_steps import PARTS, Step, dry_steps, gpu_steps, missing
 from bench.gpu_table import lines, rows
-from maxrl_fast import _C
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import write_json
 from maxrl_fast.hardware import memory_bytes, versions
 
 VARIABLE = "MAXRL_FAST_GPU_RESULTS"
-WHEELS = "MAXRL_FAST_WHEELS"
 NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy", "vllm", "flash-attn")
 
@@ -76,14 +79,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def check(device: torch.device) -> None:
-    """Raise InputError where the GPU, its kernels or a package is missing."""
+    """Raise InputError where the GPU or a package is missing."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
             "dry run without one"
         )
-    if device.type == "cuda" and not _C.cuda:
-        raise InputError("the extension was built without CUDA kernels; `make gpu` builds it with them")
     absent = [package for package in NEEDED if missing(package)]
     if absent:
         raise InputError(f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}")
@@ -161,18 +162,26 @@ def _stop(*_: object) -> None:
     sys.exit(143)  # an exception, so that the step's processes are ended too
 
 
+def chosen_steps(steps: list[Step], part: str, only: list[str] | None) -> list[Step]:
+    """Return the steps of a part, or those of them that are named.
+
+    Raises:
+        InputError: where the part has no step of that name.
+    """
+    names = [step.name for step in steps]
+    if unknown := set(only or ()) - set(names):
+        raise InputError(f"--only must name steps of --part {part}, {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    return [step for step in steps if only is None or step.name in only]
+
+
 def main() -> int:
     """Run the command line."""
-    names = [step.name for step in gpu_steps()]
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--part", choices=PARTS, default=PARTS[0], help="default: %(default)s")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="STEP",
-        choices=names,
-        help=f"run these steps, and keep the last results of the others: {', '.join(names)}",
+        "--only", nargs="+", metavar="STEP", help="run these steps, and keep the last results of the part's others"
     )
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run at tiny sizes (default: cuda)"
@@ -183,18 +192,19 @@ def main() -> int:
     try:
         use_wheels()
         check(device)
+        by_part = gpu_steps() if device.type == "cuda" else dry_steps()  # after use_wheels: steps need packages
+        steps = chosen_steps(by_part[options.part], options.part, options.only)
         if not 0 < options.stretch <= 1000:
             raise InputError(f"--stretch must be above 0 and at most 1000, got {options.stretch:g}")
         folder = results_folder(is_dry=device.type == "cpu")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "dry run"
-        file = folder / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower()).strip('_')}.json"
+        file = folder / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower()).strip('_')}_{options.part}.json"
         earlier = earlier_steps(file) if options.only else {}
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _stop)
-    steps = [step for step in (gpu_steps() if device.type == "cuda" else dry_steps()) if step.name in (options.only or names)]
-    result: dict[str, Any] = {"benchmark": "gpu", "machine": machine(device), "steps": earlier}
+    result: dict[str, Any] = {"benchmark": "gpu", "part": options.part, "machine": machine(device), "steps": earlier}
     result["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if not options.only:
         file.with_suffix(".log").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The steps of `make gpu`: the command of each, and its time limit."""
+"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: the command of each, and its time limit."""
 
 import importlib.util
 import os
@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LIMIT_SECONDS = 480  # of all steps together
+LIMIT_SECONDS = 540  # of all steps of a part together: a machine may be lent for ten minutes at a time
+PARTS = ("figures", "profile", "races")
 
 
 @dataclass(frozen=True)
@@ -46,65 +47,104 @@ def marked_gpu(seconds: float, absent: str = "") -> Step:
     return Step("tests", command, seconds, has_figures=False, absent=absent)
 
 
-def sanitizer(seconds: float, absent: str = "") -> Step:
-    """Return a step that runs the smallest tests under memcheck, 10 to 100 times slower.
+def build(seconds: float, absent: str = "") -> Step:
+    """Return the step that puts the extension into the package: the carried one, or one that it builds."""
+    return Step("build", [sys.executable, "-m", "bench.gpu_build"], seconds, has_figures=False, absent=absent)
+
+
+# For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several sizes and all formulas.
+SMALLEST = "any_address or bad_values or pacs or sampling_equals and not 151936 or attention_equals_float64 and dtype1"
+SMALLEST_FILES = ["tests/gpu/test_token_loss.py", "tests/gpu/test_advantage.py", "tests/gpu/test_rollout.py"]
+
+
+def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
+    """Return a step that runs the smallest tests under a tool of compute-sanitizer, 10 to 100 times slower.
 
     It leaves out the tests that capture graphs: they need torch's memory cache, which is off here so that memcheck knows where
     every tensor ends.
     """
     found = compute_sanitizer()
-    command = [found or "compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1"]
-    command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "any_address or what_cannot", "--tb=short"]
-    command += ["tests/gpu/test_token_loss.py", "tests/gpu/test_advantage.py"]
+    command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", SMALLEST, "--tb=short", *SMALLEST_FILES]
     absent = absent or ("" if found else "compute-sanitizer is not on the PATH")
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Step("sanitizer", command, seconds, has_figures=False, absent=absent, environment=environment)
+    return Step(tool, command, seconds, has_figures=False, absent=absent, environment=environment)
 
 
-def gpu_steps() -> list[Step]:
-    """Return the steps on a GPU: correctness first, then the ceilings and the figures that have an aim, and peers last."""
+def gpu_steps() -> dict[str, list[Step]]:
+    """Return the steps on a GPU, by part: of each call first what matters most."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
+    step17 = "--device cuda --cases step17 --rounds 5"
     no_options = missing("tyro", "docstring_parser")  # the trainer's options need them
-    return [
-        marked_gpu(85),
-        sanitizer(35),
-        bench("ceilings", "ceilings", "--device cuda", 15),
-        bench("launches", "launches", "--device cuda", 15),
-        bench("token_loss", "token_loss", "--device cuda", 75),
-        bench("rollout", "rollout", "--device cuda --peers", 45),
-        bench("whole_step", "train_step", "--device cuda --cases step17 --rounds 5", 75, no_options),
-        bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 25, no_options),
-        bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 30, no_options),
-        bench("advantages", "advantages", "--device cuda --rounds 5", 15),
-        bench(
-            *("rollout_peer", "rollout", "--device cuda --cases maze17x32 --peers transformers --rounds 1", 25),
-            absent=missing("transformers"),
-        ),
-        bench("trl", "peers", "--device cuda --turns 1", 35, absent=missing("trl")),
-    ]
+    return {
+        "figures": [
+            build(60),
+            marked_gpu(150),
+            bench("ceilings", "ceilings", "--device cuda", 15),
+            bench("launches", "launches", "--device cuda", 15),
+            bench("token_loss", "token_loss", "--device cuda --no-compile", 60),
+            bench("rollout", "rollout", "--device cuda --no-compile --peers", 35),
+            bench("whole_step", "train_step", f"{step17} --no-compile", 60, no_options),
+            bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 30, no_options),
+            bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 35, no_options),
+            bench("advantages", "advantages", "--device cuda --rounds 5", 15),
+        ],
+        "profile": [
+            build(60),
+            bench("profiles", "profiles", "--device cuda", 75, no_options),
+            bench("counters", "counters", "--device cuda", 90, "" if shutil.which("ncu") else "ncu is not on the PATH"),
+            bench("rollout_compiled", "rollout", "--device cuda --peers", 55),
+            bench("whole_step_compiled", "train_step", step17, 90, no_options),
+            bench("token_loss_peers", "token_loss", "--device cuda", 90),
+            bench(
+                *(
+                    "rollout_peer",
+                    "rollout",
+                    "--device cuda --no-compile --cases maze17x32 --peers transformers --rounds 1",
+                    30,
+                ),
+                absent=missing("transformers"),
+            ),
+            bench("trl", "peers", "--device cuda --turns 1", 40, absent=missing("trl")),
+        ],
+        "races": [build(60), sanitizer("memcheck", 120), sanitizer("racecheck", 210), sanitizer("synccheck", 120)],
+    }
 
 
-def dry_steps() -> list[Step]:
-    """Return the same steps at sizes that take a CPU a few seconds each, to test that everything runs and is recorded."""
+def dry_steps() -> dict[str, list[Step]]:
+    """Return the same steps at sizes that take a CPU a few seconds each, to test that everything runs and is recorded.
+
+    Their limits are wide, because the cores of such a machine may be busy.
+    """
     no_gpu = "it needs a GPU"
     update = "--layouts shared --rounds 1 --prompts 1 --rollouts 2 --cases"
-    return [
-        marked_gpu(105, no_gpu),
-        sanitizer(35, no_gpu),
-        bench("ceilings", "ceilings", "--dtype float32", 20),
-        bench("launches", "launches", "--rounds 1", 15),
-        bench(
-            *("token_loss", "token_loss", "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"),
-            *(60,),
-        ),
-        bench("rollout", "rollout", "--cases maze7 --peers --rounds 1", 30),
-        bench("whole_step", "train_step", f"--warm-start 1 {update} step17", 40),
-        bench("qwen_0.5b", "train_step", "", 25, no_gpu),
-        bench("qwen_1.5b", "train_step", "", 40, no_gpu),
-        bench("advantages", "advantages", "--rounds 1", 120),
-        bench("rollout_peer", "rollout", "", 35, no_gpu),
-        bench("trl", "peers", "", 40, no_gpu),
-    ]
+    small_loss = "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"
+    return {
+        "figures": [
+            build(60, no_gpu),
+            marked_gpu(150, no_gpu),
+            bench("ceilings", "ceilings", "--dtype float32", 20),
+            bench("launches", "launches", "--rounds 1", 15),
+            bench("token_loss", "token_loss", small_loss, 60),
+            bench("rollout", "rollout", "--cases maze7 --peers --rounds 1 --no-compile", 30),
+            bench("whole_step", "train_step", f"--warm-start 1 --no-compile {update} step17", 150),
+            bench("qwen_0.5b", "train_step", "", 30, no_gpu),
+            bench("qwen_1.5b", "train_step", "", 35, no_gpu),
+            bench("advantages", "advantages", "--rounds 1", 240),
+        ],
+        "profile": [
+            build(60, no_gpu),
+            bench("profiles", "profiles", "--prompts 1 --rollouts 2 --dtype float32", 240),
+            bench("counters", "counters", "", 90, no_gpu),
+            bench("rollout_compiled", "rollout", "", 55, no_gpu),
+            bench("whole_step_compiled", "train_step", "", 90, no_gpu),
+            bench("token_loss_peers", "token_loss", small_loss, 90),
+            bench("rollout_peer", "rollout", "", 30, no_gpu),
+            bench("trl", "peers", "", 40, no_gpu),
+        ],
+        "races": [build(60, no_gpu), *(sanitizer(tool, 120, no_gpu) for tool in ("memcheck", "racecheck", "synccheck"))],
+    }
 
 
 def environment_of(step: Step) -> dict[str, str]:

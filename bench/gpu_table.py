@@ -74,7 +74,7 @@ def rollout(x: Any) -> Iterator[Row]:
         for figure, name in {f"rollout, {rows:,} rows": "native", "  with torch.compile": "native, compiled"}.items():
             if side := case["sides"].get(name):
                 rate = side["tokens_per_second"]
-                aim, reached = (">= 5,000,000", rate >= 5e6) if rows >= 4096 else ("", None)
+                aim, reached = (">= 8,000,000", rate >= 8e6) if rows >= 4096 else ("", None)
                 beside = f"floor {case['floor_milliseconds']:.1f} of {side['milliseconds']:.1f} ms"
                 yield Row(figure, f"{rate:,.0f} tokens/s", aim, reached, beside)
 
@@ -99,13 +99,16 @@ def whole_step(x: Any) -> Iterator[Row]:
             yield Row(figure, f"{ms:,.0f} ms", "<= 100 ms", ms <= 100, beside)
 
 
+MFU_AIMS = {"qwen-0.5b": 0.5, "qwen-1.5b": 0.6}  # the output matrix has a larger share of the smaller policy's work
+
+
 def qwen(x: Any) -> Iterator[Row]:
     for name, case in x["cases"].items():
         shared, padded = (case["layouts"].get(layout) for layout in ("shared", "padded"))
-        mfu = shared["model_flops_utilisation"]
+        mfu, aim = shared["model_flops_utilisation"], MFU_AIMS[name]
         beside = f"floor {shared['floor_milliseconds']:,.0f} of {shared['milliseconds']:,.0f} ms"
         beside += f", padded {padded['times_shared']:.2f} x" if padded else ""
-        yield Row(f"update, {name}", f"{mfu:.0%} of GEMM", ">= 45%", mfu >= 0.45, beside)
+        yield Row(f"update, {name}", f"{mfu:.0%} of GEMM", f">= {aim:.0%}", mfu >= aim, beside)
 
 
 def advantages(x: Any) -> Iterator[Row]:
@@ -114,6 +117,29 @@ def advantages(x: Any) -> Iterator[Row]:
     for name, peer in (("grpo", "grpo by view, mean, std"), ("maxpo", "maxpo by matrix")):
         beside = f"an operator {nothing:.1f} us; by {peer.partition(' by ')[2]} {times[f'peer: {peer}'] / times[name]:.1f} x"
         yield Row(f"{name}, one call", f"{times[name]:.1f} us", beside=beside)
+
+
+def profiles(x: Any) -> Iterator[Row]:
+    for name, case in x["profiles"].items():
+        longest = case["kernels"][0]
+        beside = f"longest, {longest['share']:.0%}: {longest['name']:.60}"
+        yield Row(f"profile, {name}", f"{case['busy']:.0%} busy", beside=f"{case['launches']:,} launches; {beside}")
+
+
+def counters(x: Any) -> Iterator[Row]:
+    for name, kernel in x["kernels"].items():
+        of_peak = (
+            f"memory {kernel['memory_percent']:.0f}%, multiprocessors {kernel['multiprocessor_percent']:.0f}% of their peak"
+        )
+        beside = f"{of_peak}, {kernel['registers']:.0f} registers"
+        yield Row(f"counters, {short_name(name)}", f"{kernel['nanoseconds'] / 1e3:,.1f} us", beside=beside)
+
+
+def short_name(kernel: str) -> str:
+    """Return a kernel's name without return type, namespaces and arguments: `attend_to_own<__nv_bfloat16, 2>`."""
+    plain = kernel.replace("(anonymous namespace)::", "").replace("<unnamed>::", "").partition("(")[0]
+    function, bracket, arguments = plain.partition("<")
+    return f"{function.rpartition('::')[2]}{bracket}{arguments}"[:40]
 
 
 def trl(x: Any) -> Iterator[Row]:
@@ -133,6 +159,11 @@ SECTIONS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "qwen_0.5b": qwen,
     "qwen_1.5b": qwen,
     "advantages": advantages,
+    "profiles": profiles,
+    "counters": counters,
+    "rollout_compiled": rollout,
+    "whole_step_compiled": whole_step,
+    "token_loss_peers": token_loss,
     "trl": trl,
 }
 

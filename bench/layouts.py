@@ -106,6 +106,13 @@ class LayoutUpdates:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # allocates the moments, before memory is measured
 
+    @classmethod
+    def on_device(cls, case: Case, device: torch.device, dtype: torch.dtype) -> "LayoutUpdates":
+        """Return the updates of a case whose policy and batch this moves to the device."""
+        case.model.to(device).checkpoint_activations = case.checkpoint_activations
+        case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
+        return cls(case, dtype)
+
     def update(self, layout: str) -> None:
         """Take one optimizer step in this layout."""
         model, budget = self.case.model, self.case.token_budget
@@ -178,10 +185,8 @@ def update_in_layouts(
         rounds: timed rounds; 0: the first call is timed.
         layouts: "shared" among them.
     """
-    model = case.model.to(device)
-    model.checkpoint_activations = case.checkpoint_activations
-    case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
-    updates = LayoutUpdates(case, dtype)
+    updates = LayoutUpdates.on_device(case, device, dtype)
+    model = case.model
     times, memory, differences = first_updates(updates, layouts, device)
     if rounds:
         times = milliseconds({layout: partial(updates.update, layout) for layout in layouts}, rounds, device)

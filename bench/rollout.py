@@ -114,7 +114,9 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
     return generate
 
 
-def measure(name: str, peers: list[str], rounds: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, peers: list[str], compiles: bool, rounds: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
     """Give the figures of a case: of the native engine, then again with each of its other forms and of the peers."""
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
     task = MazeTask(maze_size, 0)
@@ -174,7 +176,7 @@ def measure(name: str, peers: list[str], rounds: int, device: torch.device, dtyp
 
     yield figures()
     with tempfile.TemporaryDirectory() as folder:
-        engines = other_engines(model, dtype, peers, len(prompts) * num_samples)
+        engines = other_engines(model, dtype, peers, compiles, len(prompts) * num_samples)
         makers: dict[str, Callable[[], Callable[[], int]]] = {n: partial(sampler, n, make) for n, make in engines.items()}
         if "transformers" in peers:
             makers["transformers"] = lambda: hf_generate(model.to(dtype), task, prompts, num_samples, limit, folder)
@@ -182,12 +184,14 @@ def measure(name: str, peers: list[str], rounds: int, device: torch.device, dtyp
             yield figures()
 
 
-def other_engines(model: Decoder, dtype: torch.dtype, peers: list[str], max_batch: int) -> dict[str, Callable[[], Engine]]:
+def other_engines(
+    model: Decoder, dtype: torch.dtype, peers: list[str], compiles: bool, max_batch: int
+) -> dict[str, Callable[[], Engine]]:
     """Return what makes the other forms of the native engine, and vLLM's engine if it is one of the peers."""
     engines: dict[str, Callable[[], Engine]] = {}
     if model.lm_head.weight.device.type == "cpu":
         engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
-    else:
+    elif compiles:
         engines["native, compiled"] = lambda: NativeEngine(model, dtype, compiled=True)
     if "vllm" in peers:
         from maxrl_fast.rollout.vllm import VllmEngine
@@ -245,6 +249,7 @@ def main() -> int:
     parser.add_argument(
         "--peers", nargs="*", choices=["transformers", "vllm"], default=installed, help="default: those installed"
     )
+    parser.add_argument("--no-compile", action="store_true", help="leave out the native engine with torch.compile, on a GPU")
     options = parser.parse_args()
     if missing := set(options.peers) - set(installed):
         raise InputError(f"--peers {' '.join(sorted(missing))} must be installed")
@@ -254,7 +259,7 @@ def main() -> int:
     print(describe(about))
     result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
     for name in options.cases or USUAL[device.type]:
-        for case in measure(name, options.peers, options.rounds, device, dtype):
+        for case in measure(name, options.peers, not options.no_compile, options.rounds, device, dtype):
             result["cases"][name] = case
             keep(result)
         report(name, result["cases"][name])

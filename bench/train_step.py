@@ -205,7 +205,7 @@ def measure(
     figures: dict[str, Any] = {}
     if name == "step17":
         config = step17(prompts, rollouts, options.warm_start, device, dtype)
-        for figures in whole_step(config, max(rounds, 1)):
+        for figures in whole_step(config, max(rounds, 1), compiles=device.type == "cuda" and not options.no_compile):
             result["cases"][name] = figures
             if device.type == "cuda":
                 print(json.dumps(result), flush=True)  # already now: compilation may take longer than the limit
@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 3; maze17: 0, which times the first call)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of the update (default: all)")
     parser.add_argument("--warm-start", type=int, default=100, help="warm-start steps of step17 (default: %(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out step17 with torch.compile, on a GPU")
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")
     parser.add_argument("--rollouts", type=int, help="rollouts per prompt (default: the case's)")
     options, flags = parser.parse_known_args()

@@ -117,8 +117,8 @@ def time_steps(config: ResolvedConfig, task: Task, model: Decoder, rounds: int) 
     }
 
 
-def whole_step(config: Config, rounds: int) -> Iterator[dict[str, Any]]:
-    """Give the figures of a step after the warm start; on a GPU then again, with torch.compile too."""
+def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[str, Any]]:
+    """Give the figures of a step after the warm start; then again, with torch.compile too, if it `compiles`."""
     resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -128,6 +128,6 @@ def whole_step(config: Config, rounds: int) -> Iterator[dict[str, Any]]:
     }
     result |= time_steps(resolved, task, model, rounds)
     yield result
-    if resolved.run.device == "cuda":
+    if compiles:
         model.compile_layers()
         yield result | {"compiled": time_steps(resolved.replace(compile=True), task, model, rounds)}

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, gpu_build
+from bench.counters import kernels
 from bench.gpu_run import last_document, run_step
-from bench.gpu_steps import LIMIT_SECONDS, Step, dry_steps, gpu_steps
+from bench.gpu_steps import LIMIT_SECONDS, PARTS, SMALLEST, SMALLEST_FILES, Step, dry_steps, gpu_steps
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
+from maxrl_fast.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 GPU = {"device": "cuda", "dtype": "torch.bfloat16"}
@@ -37,9 +40,19 @@ def loss_case(vocabulary, share, **liger):
     }
 
 
+def rollout_case(rate):
+    side = {"tokens_per_second": rate, "milliseconds": 737280 / rate * 1e3}
+    return {"prompts": 32, "samples": 128, "floor_milliseconds": 9.0, "sides": {"native": side}}
+
+
+def update_case(mfu):
+    shared = {"model_flops_utilisation": mfu, "floor_milliseconds": 168.0, "milliseconds": 168.0 / mfu}
+    return {"layouts": {"shared": shared, "padded": {"times_shared": 1.9}}}
+
+
 RECORDS = {
     "tests": {"state": "failed", "why": "exit code 1", "figures": {"failed": 2, "passed": 310}},
-    "sanitizer": {"state": "absent", "why": "compute-sanitizer is not on the PATH"},
+    "racecheck": {"state": "absent", "why": "compute-sanitizer is not on the PATH"},
     "ceilings": done(copy_bytes_per_second=4.25e12, matrix_flops_per_second=7.8e14),
     "launches": done(
         launches={"empty kernel": 1, "maxpo": 1, "log_ratio_reward": 1, "pacs_loss": 9},
@@ -61,14 +74,38 @@ RECORDS = {
             }
         },
     ),
+    "qwen_0.5b": done(cases={"qwen-0.5b": update_case(0.52)}),
     "qwen_1.5b": {"state": "past its limit", "why": "killed after 40 s", "figures": None},
+    "rollout": done(cases={"maze17x32": rollout_case(7.9e6)}),
+    "rollout_compiled": done(cases={"maze17x32": rollout_case(8.1e6)}),
+    "profiles": done(
+        profiles={
+            "maze update": {
+                "milliseconds": 12.0,
+                "busy": 0.8,
+                "launches": 1234,
+                "kernels": [{"name": "gemm", "calls": 9, "microseconds": 4000.0, "share": 0.41}],
+            }
+        }
+    ),
+    "counters": done(
+        kernels={
+            "void maxrl::cuda::(anonymous namespace)::attend_to_own<__nv_bfloat16, 2>(maxrl::DecodeAttention<T1>, int)": {
+                "launches": 4,
+                "nanoseconds": 91500.0,
+                "memory_percent": 88.4,
+                "multiprocessor_percent": 31.0,
+                "registers": 110.0,
+            }
+        }
+    ),
 }
 
 
 def test_the_table_of_recorded_steps():
     table = {row.figure: row for row in rows(RECORDS)}
     assert (table["tests"].value, table["tests"].reached) == ("FAILED, 2 failed, 310 passed", False)
-    assert (table["sanitizer"].value, table["sanitizer"].reached) == ("not run", None)
+    assert (table["racecheck"].value, table["racecheck"].reached) == ("not run", None)
     assert (table["copy bandwidth"].value, table["bfloat16 GEMM"].value) == ("4,250 GB/s", "780.0 TFLOP/s")
     reached = {name.split(",")[0]: row.reached for name, row in table.items() if "1024 x 16" in name}
     # log_ratio_reward is too slow, pacs_loss has too many launches
@@ -80,25 +117,113 @@ def test_the_table_of_recorded_steps():
     assert table["linear, 16384 x 4096 x 151936 bfloat16"].reached
     assert (table["  besides its gradients"].value, table["  besides its gradients"].reached) == ("1,100 MiB", False)
     assert (table["qwen_1.5b"].value, table["qwen_1.5b"].beside) == ("FAILED", "past its limit: killed after 40 s")
+    assert (table["update, qwen-0.5b"].aim, table["update, qwen-0.5b"].reached) == (">= 50%", True)
+    reached = [(row.value, row.reached) for row in rows(RECORDS) if row.figure == "rollout, 4,096 rows"]
+    assert reached == [("7,900,000 tokens/s", False), ("8,100,000 tokens/s", True)]
+    assert table["profile, maze update"].beside == "1,234 launches; longest, 41%: gemm"
+    assert table["counters, attend_to_own<__nv_bfloat16, 2>"].value == "91.5 us"
     text = lines(rows(RECORDS))
     assert len(text) == len(rows(RECORDS)) + 1
     assert text[0].split() == ["figure", "measured", "aim", "reached", "floor", "or", "peer"]
     assert "NO" in text[1]
 
 
-def test_steps_fit_into_eight_minutes_and_every_figure_has_a_section():
-    steps = gpu_steps()
-    assert sum(step.seconds for step in steps) < LIMIT_SECONDS
-    assert [step.name for step in steps] == [step.name for step in dry_steps()]
-    assert {step.name for step in steps if step.has_figures} == set(SECTIONS)
+def test_the_steps_of_each_part_fit_into_nine_minutes_and_every_figure_has_a_section():
+    parts = gpu_steps()
+    assert tuple(parts) == PARTS
+    names = [[step.name for step in steps] for steps in parts.values()]
+    assert names == [[step.name for step in steps] for steps in dry_steps().values()]
+    for steps in parts.values():
+        assert steps[0].name == "build"
+        assert sum(step.seconds for step in steps) <= LIMIT_SECONDS
+    assert {step.name for steps in parts.values() for step in steps if step.has_figures} == set(SECTIONS)
+
+
+def test_figures_come_before_anything_compiled_and_peers():
+    commands = {step.name: " ".join(step.command) for step in gpu_steps()["figures"]}
+    for name in ("token_loss", "rollout", "whole_step"):
+        assert "--no-compile" in commands[name]
+    assert commands["rollout"].endswith("--peers")  # none of them
 
 
 def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name))
-    absent = {step.name: step.absent for step in gpu_steps() if step.has_figures and step.absent}
-    assert absent.keys() == {"whole_step", "qwen_0.5b", "qwen_1.5b", "trl"}
-    assert absent["whole_step"] == "tyro is not installed"
+    parts = gpu_steps()
+    absent = {step.name: step.absent for steps in parts.values() for step in steps if "tyro" in step.absent}
+    assert absent.keys() == {"whole_step", "whole_step_compiled", "qwen_0.5b", "qwen_1.5b", "profiles"}
+    assert set(absent.values()) == {"tyro is not installed"}
+    assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
+
+
+def test_every_kernel_has_a_test_in_the_race_checks():
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "-m", "gpu", "-k", SMALLEST, *SMALLEST_FILES]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    names = {line.partition("::")[2].partition("[")[0] for line in run.stdout.splitlines() if "::" in line}
+    assert names == {
+        "test_rows_at_any_address_and_in_place",
+        "test_pacs",
+        "test_bad_values_become_nan_or_are_refused",
+        "test_attention_equals_float64",
+        "test_sampling_equals_pytorchs",
+    }
+    tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
+    assert tools == ["memcheck", "racecheck", "synccheck"]
+
+
+NCU = """==PROF== Connected to process 17
+some output
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","17","void maxrl::cuda::softmax_rows<float>(int)","gpu__time_duration.sum","ns","1,200,000"
+"0","17","void maxrl::cuda::softmax_rows<float>(int)","launch__registers_per_thread","register/thread","60"
+"1","17","void maxrl::cuda::softmax_rows<float>(int)","gpu__time_duration.sum","ns","1,000,000"
+"2","17","void maxrl::cuda::sample_rows(int)","gpu__time_duration.sum","ns","3500"
+"""
+
+
+def test_the_counters_of_a_kernel_are_medians_over_its_launches():
+    rows, sample = kernels(NCU).values()
+    assert rows == {"launches": 2, "nanoseconds": 1.1e6, "registers": 60}
+    assert sample == {"launches": 1, "nanoseconds": 3500}
+    with pytest.raises(InputError, match="no table"):
+        kernels("==ERROR== the profiler cannot be used here")
+
+
+def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "CMakeLists.txt").write_text("project(x)")
+    (tmp_path / "csrc/a.cu").write_text("kernel")
+    folder = tmp_path / "carried"
+    folder.mkdir()
+    assert "has no _C" in gpu_build.carried(folder)[1]
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    extension.write_text("machine code")
+    (folder / gpu_build.DIGEST).write_text(gpu_build.digest_of_sources())
+    assert gpu_build.carried(folder) == (extension, "")
+    (tmp_path / "csrc/a.cu").write_text("kernels")
+    assert gpu_build.carried(folder) == (None, f"{extension} was built from other sources")
+
+
+def test_an_extension_that_does_not_load_is_built_here_instead(tmp_path, monkeypatch, capsys):
+    """The carried file is no library, so that the package has none until the build, which a script imitates."""
+    (tmp_path / "maxrl_fast").mkdir()
+    (tmp_path / "maxrl_fast/__init__.py").write_text("")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "CMakeLists.txt").write_text("")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / "setup.py").write_text(
+        "import pathlib\n"
+        f"pathlib.Path('maxrl_fast/_C{suffix}').unlink()\n"
+        "pathlib.Path('maxrl_fast/_C.py').write_text('cuda = True')\n"
+    )
+    monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
+    (tmp_path / f"_C{suffix}").write_text("not a library")
+    (tmp_path / gpu_build.DIGEST).write_text(gpu_build.digest_of_sources())
+    assert gpu_build.install()
+    assert "is built here: " in capsys.readouterr().out
 
 
 def test_carried_wheels_come_before_installed_packages(tmp_path, monkeypatch):
@@ -187,16 +312,35 @@ def test_the_dry_run_writes_its_results(tmp_path):
     environment = os.environ | {gpu.VARIABLE: str(tmp_path / "results")}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    result = json.loads((tmp_path / "results" / "gpu_dry_run.json").read_text())
+    result = json.loads((tmp_path / "results" / "gpu_dry_run_figures.json").read_text())
     assert result["machine"]["torch"] == torch.__version__
     assert {name: record["state"] for name, record in result["steps"].items()} == {"tests": "absent", "ceilings": "done"}
     assert result["steps"]["ceilings"]["figures"]["copy_bytes_per_second"] > 0
     assert [row["figure"] for row in result["table"]] == ["tests", "copy bandwidth", "float32 GEMM"]
     assert all(row["reached"] is None for row in result["table"])
     assert run.stdout.splitlines()[-3].startswith("tests")
-    assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run.log").read_text()
-    kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run.json")
+    assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run_figures.log").read_text()
+    kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run_figures.json")
     assert kept["ceilings"]["is_earlier"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "only"), [("profile", ["profiles", "counters"]), ("races", [])])
+def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, *(["--only", *only] if only else [])]
+    environment = os.environ | {gpu.VARIABLE: str(tmp_path)}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]
+    assert steps.keys() == set(only or [step.name for step in dry_steps()[part]])
+    assert {name for name, record in steps.items() if record["state"] != "absent"} == {"profiles"} & set(only)
+    if only:
+        found = steps["profiles"]["figures"]["profiles"]
+        assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
+        for case in found.values():
+            times = [kernel["microseconds"] for kernel in case["kernels"]]
+            assert times == sorted(times, reverse=True)
+            assert 0 < times[0] <= 1e3 * case["milliseconds"]
 
 
 def refusal(monkeypatch, capsys, *arguments):
@@ -224,5 +368,8 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     assert code == 2
     assert "must be a folder of wheels" in error
     monkeypatch.delenv(gpu.WHEELS)
-    (tmp_path / "gpu_dry_run.json").write_text("[]")
+    (tmp_path / "gpu_dry_run_figures.json").write_text("[]")
     assert refusal(monkeypatch, capsys, "--device", "cpu", "--only", "ceilings")[0] == 2
+    code, error = refusal(monkeypatch, capsys, "--device", "cpu", "--part", "races", "--only", "ceilings")
+    assert code == 2
+    assert "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got ceilings" in error

@@ -1,0 +1,121 @@
+"""`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built here.
+
+`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER` writes it for that interpreter, of which
+only the headers are needed, with a digest of its sources. Without these options, on the machine with the GPU, an extension in
+the folder of MAXRL_FAST_WHEELS is used if it was built for this interpreter from the sources that are here. Otherwise the
+extension is built here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA kernels.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WHEELS = "MAXRL_FAST_WHEELS"
+DIGEST = "extension_sources.sha256"
+ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names no other one
+
+
+def digest_of_sources() -> str:
+    """Return the SHA-256 of the names and contents of the files that the extension is built from."""
+    files = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def carried(folder: Path) -> tuple[Path | None, str]:
+    """Return the extension in a folder that can be used here; or None, and why."""
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not extension.exists():
+        return None, f"{folder} has no {extension.name}"
+    if (folder / DIGEST).read_text().strip() != digest_of_sources():
+        return None, f"{extension} was built from other sources"
+    return extension, ""
+
+
+def build_for(python: str, folder: Path) -> None:
+    """Build the extension for another interpreter, and write it and the digest of its sources into a folder."""
+    import pybind11
+
+    build = ROOT / "build/extension-gpu"
+    configure: list[str | Path] = [
+        "cmake",
+        "-S",
+        ROOT,
+        "-B",
+        build,
+        "-G",
+        "Ninja",
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder.resolve()}",
+    ]
+    configure += [f"-DPython_EXECUTABLE={shutil.which(python)}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    configure += ["-DMAXRL_FAST_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}"]
+    subprocess.run(configure, check=True)
+    subprocess.run(["cmake", "--build", build], check=True)
+    (folder / DIGEST).write_text(digest_of_sources() + "\n")
+
+
+def has_kernels() -> bool:
+    """Return whether the extension in the package loads, in a new process, and has CUDA kernels."""
+    code = "from maxrl_fast import _C; raise SystemExit(not _C.cuda)"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def install() -> bool:
+    """Copy the carried extension into the package, or build it in place; return whether it has CUDA kernels."""
+    folder = os.environ.get(WHEELS)
+    extension, why = carried(Path(folder)) if folder else (None, f"{WHEELS} is not set")
+    if extension is not None:
+        shutil.copy(extension, ROOT / "maxrl_fast")
+        if has_kernels():
+            print(f"the extension is the one that was carried here, {extension}", flush=True)
+            return True
+        why = f"{extension} does not load, or has no CUDA kernels"
+    print(f"the extension is built here: {why}", flush=True)
+    environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
+    subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True)
+    return has_kernels()
+
+
+def can_build_for(python: str) -> str:
+    """Return "" if an interpreter runs here and has its headers; otherwise why not."""
+    code = "import sysconfig, os; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+    try:
+        run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return str(error)
+    return "" if run.stdout.strip() == "True" else f"{python} {'has no headers' if not run.returncode else 'does not run'} here"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_build", description=__doc__)
+    parser.add_argument("--for-python", metavar="PYTHON", help="build for this interpreter, and leave the package as it is")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where --for-python writes the extension")
+    options = parser.parse_args()
+    if (options.for_python is None) != (options.to is None):
+        parser.error("--for-python and --to must be given together")
+    try:
+        if options.for_python is None:
+            return 0 if install() else 1
+        if why := can_build_for(options.for_python):
+            print(f"no extension is built: {why}; the machine with the GPU builds its own")
+            return 0
+        options.to.mkdir(parents=True, exist_ok=True)
+        build_for(options.for_python, options.to)
+    except (subprocess.CalledProcessError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

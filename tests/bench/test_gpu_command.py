@@ -328,7 +328,7 @@ def test_the_dry_run_writes_its_results(tmp_path):
 @pytest.mark.parametrize(("part", "only"), [("profile", ["profiles", "counters"]), ("races", [])])
 def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, *(["--only", *only] if only else [])]
-    environment = os.environ | {gpu.VARIABLE: str(tmp_path)}
+    environment = os.environ | {gpu.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]

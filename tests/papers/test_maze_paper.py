@@ -31,7 +31,7 @@ def test_the_papers_settings():
     options = config.flat()
     assert [options[name] for name in ("objective", "order", "maze_size", "max_new_tokens")] == ["maxrl", 127, 17, 180]
     assert [options[name] for name in ("sft_steps", "sft_batch", "sft_lr", "sft_beta2")] == [1500, 32, 5e-4, 0.95]
-    assert [options[name] for name in ("steps", "prompts", "rollouts", "updates_per_step")] == [9000, 32, 128, 1]
+    assert [options[name] for name in ("steps", "prompts", "rollouts", "updates_per_step")] == [20000, 32, 128, 1]
     assert [options[name] for name in ("lr", "lr_schedule", "warmup_steps")] == [1e-4, "constant", 0]
     assert [options[name] for name in ("beta2", "weight_decay")] == [0.999, 0.01]
     assert [options[name] for name in ("temperature", "kl_coef", "entropy_coef")] == [1.0, 0.0, 0.0]

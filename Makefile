@@ -23,7 +23,7 @@ GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-wheels clean
+.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,13 +72,16 @@ gpu-profile:  ## the same needs: profiles, hardware counters, torch.compile and 
 gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part races
 
+gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table (at most 9 minutes a call)
+	$(PYTHON) -m bench.gpu --part maze
+
 gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (8 MB)
 	rm -rf build/gpu-wheels
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m bench.gpu_build --for-python $(GPU_PYTHON_PATH) --to build/gpu-wheels
 	$(PYTHON) -m pip download -q --disable-pip-version-check -d build/gpu-wheels --no-deps --only-binary=:all: \
 	  --python-version $(GPU_PYTHON) -c constraints.txt $(GPU_WHEELS)
 
-sanitize-gpu:  ## needs compute-sanitizer and a GPU: all GPU tests under memcheck (make gpu: the smallest)
+sanitize-gpu:  ## needs compute-sanitizer and a GPU: all GPU tests under memcheck (make gpu-races: the smallest)
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
 	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
 

@@ -1,8 +1,9 @@
-"""`python -m bench.gpu [--part figures|profile|races]`: tests, benchmarks, profiles or race checks on this machine's GPU.
+"""`python -m bench.gpu [--part figures|profile|races|maze]`: what this machine's GPU is for, within nine minutes.
 
 Every part begins with the extension: the one that was carried here, or one that is built here. `figures` then has the tests
 and everything that has an aim; `profile` has profiles, hardware counters, torch.compile and peers; `races` has
-compute-sanitizer's memcheck, racecheck and synccheck on the smallest tests.
+compute-sanitizer's memcheck, racecheck and synccheck on the smallest tests; `maze` continues the MaxRL paper's maze experiment
+in runs/maze_table (examples/papers/maze_table.py).
 
 Steps run one after another, each in its own process and with its own time limit, at most 9 minutes in all. A step that exceeds
 its limit is killed with all its processes, and the next one starts. The output of tests and benchmarks is shown and kept in a

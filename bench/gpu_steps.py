@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LIMIT_SECONDS = 540  # of all steps of a part together: a machine may be lent for ten minutes at a time
-PARTS = ("figures", "profile", "races")
+PARTS = ("figures", "profile", "races", "maze")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,13 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
     return Step(tool, command, seconds, has_figures=False, absent=absent, environment=environment)
 
 
+def maze(seconds: float, absent: str = "") -> Step:
+    """Return a step that continues the MaxRL paper's maze experiment in runs/maze_table."""
+    command = [sys.executable, "examples/papers/maze_table.py", "--out", "runs/maze_table"]
+    command += ["--minutes", f"{(seconds - 60) / 60:g}"]  # a minute for starting, saving and drawing
+    return Step("maze", command, seconds, has_figures=False, absent=absent)
+
+
 def gpu_steps() -> dict[str, list[Step]]:
     """Return the steps on a GPU, by part: of each call first what matters most."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
@@ -109,6 +116,7 @@ def gpu_steps() -> dict[str, list[Step]]:
             bench("trl", "peers", "--device cuda --turns 1", 40, absent=missing("trl")),
         ],
         "races": [build(60), sanitizer("memcheck", 120), sanitizer("racecheck", 210), sanitizer("synccheck", 120)],
+        "maze": [build(60), maze(480, missing("tyro", "docstring_parser", "rich", "matplotlib"))],
     }
 
 
@@ -144,6 +152,7 @@ def dry_steps() -> dict[str, list[Step]]:
             bench("trl", "peers", "", 40, no_gpu),
         ],
         "races": [build(60, no_gpu), *(sanitizer(tool, 120, no_gpu) for tool in ("memcheck", "racecheck", "synccheck"))],
+        "maze": [build(60, no_gpu), maze(480, no_gpu)],
     }
 
 

@@ -186,6 +186,7 @@ def report_step(case: dict[str, Any]) -> None:
     print(
         f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x {case['rollouts']} rollouts, "
         f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: {case['step_milliseconds']:,.1f} ms, "
+        f"floor {case['floor_milliseconds']:,.1f} ms, "
         f"{case['step_tokens_per_second']:,.0f} tokens/s"
     )
     print("  by stage: " + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items()))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure import DeviceStopwatch, milliseconds
+from bench.layouts import update_flops
+from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
 from maxrl_fast.build import build_policy, build_run_engine, build_scorer, build_task, build_trainer, build_warm_start
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config, ResolvedConfig
@@ -19,6 +20,7 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer
 
 FIRST_PROMPT = 10**6  # the warm start has not seen the prompts from this index on
@@ -98,6 +100,20 @@ def timed_trainer(config: ResolvedConfig, task: Task, model: Decoder, *, trains:
     return TimedTrainer(trainer)
 
 
+def floor_milliseconds(trainer: Trainer) -> float:
+    """Return the least time of a step's matrix multiplications at the GEMM throughput measured now.
+
+    The rollout does the forward third of an update on all rollouts, and each prompt counts once in both. Memory traffic of the
+    rollout, such as the reading of keys, comes on top.
+    """
+    collected, model = trainer.collector.collect(1, FIRST_PROMPT), trainer.learner.model
+    rollouts = collected.rollouts
+    nothing = torch.zeros(len(rollouts), device=rollouts.tokens.device)
+    batch = Packer(collected.prompts, rollouts, nothing, 0.0).pack(torch.arange(len(rollouts)))
+    throughput = gemm_throughput(4096, model.config.hidden_size, trainer.learner.dtype, rollouts.tokens.device)
+    return 4 / 3 * update_flops(model.config, batch) / throughput * 1e3
+
+
 def time_steps(config: ResolvedConfig, task: Task, model: Decoder, rounds: int) -> dict[str, Any]:
     """Return the milliseconds of a step by GRPO, whole and by stage, in which every rollout has a gradient."""
     timed = timed_trainer(config, task, model, trains=False)
@@ -112,6 +128,7 @@ def time_steps(config: ResolvedConfig, task: Task, model: Decoder, rounds: int) 
         "share_with_gradient": timed.metric("num_sequences_trained", rounds)
         / (config.rollout.prompts * config.rollout.rollouts),
         "step_milliseconds": step_milliseconds,
+        "floor_milliseconds": floor_milliseconds(timed.trainer),
         "step_tokens_per_second": tokens / step_milliseconds * 1e3,
         "milliseconds_by_stage": timed.median_stages(rounds),
     }

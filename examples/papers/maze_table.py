@@ -130,10 +130,8 @@ def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float
     package = str(Path(maxrl_fast.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
     command, log, start = [sys.executable, "-m", "maxrl_fast.train", *place], out / f"{name}.log", time.monotonic()
-    with log.open("ab") as file:  # a session of its own: Ctrl-C in the terminal reaches it once, from here
-        process = subprocess.Popen(
-            command, cwd=out, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, cwd=out, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         process.wait(max(seconds, 0.0))
     except subprocess.TimeoutExpired:
@@ -150,7 +148,7 @@ def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Make a run save and end, if it has not ended."""
+    """Make a run save and end, if it has not ended. After Ctrl-C this is its second signal, which it takes for the first."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -197,7 +195,7 @@ def markdown(results: dict[str, Any], settings: TableSettings) -> str:
         "# The MaxRL paper's maze experiment\n",
         f"    python examples/papers/maze_table.py --steps {settings.steps} --objectives {' '.join(settings.objectives)}\n",
         f"{len(pieces)} pieces of {minutes:.1f} minutes in total, on {' and '.join(machines)}. The warm start has seed "
-        f"{settings.seed}. Every objective starts from it once, with seed {settings.seed + 1}, so that all see the same mazes.\n",
+        f"{settings.seed}. Every objective starts from it with seed {settings.seed + 1}, so that all see the same mazes.\n",
     ]
     if not runs:
         return "\n".join([*lines, "No objective has been evaluated yet.\n"])

@@ -50,6 +50,14 @@ def update_case(mfu):
     return {"layouts": {"shared": shared, "padded": {"times_shared": 1.9}}}
 
 
+STAGES = {"rollout": 60.0, "update": 20.0, "prompts": 5.0}
+STEP = {
+    "prompts": 32,
+    "rollouts": 128,
+    "step_milliseconds": 101.0,
+    "floor_milliseconds": 9.0,
+    "milliseconds_by_stage": STAGES,
+}
 RECORDS = {
     "tests": {"state": "failed", "why": "exit code 1", "figures": {"failed": 2, "passed": 310}},
     "racecheck": {"state": "absent", "why": "compute-sanitizer is not on the PATH"},
@@ -78,6 +86,7 @@ RECORDS = {
     "qwen_1.5b": {"state": "past its limit", "why": "killed after 40 s", "figures": None},
     "rollout": done(cases={"maze17x32": rollout_case(7.9e6)}),
     "rollout_compiled": done(cases={"maze17x32": rollout_case(8.1e6)}),
+    "whole_step": done(cases={"step17": STEP}),
     "profiles": done(
         profiles={
             "maze update": {
@@ -120,6 +129,8 @@ def test_the_table_of_recorded_steps():
     assert (table["update, qwen-0.5b"].aim, table["update, qwen-0.5b"].reached) == (">= 50%", True)
     reached = [(row.value, row.reached) for row in rows(RECORDS) if row.figure == "rollout, 4,096 rows"]
     assert reached == [("7,900,000 tokens/s", False), ("8,100,000 tokens/s", True)]
+    whole = table["whole step, 17x17, 32 x 128"]
+    assert (whole.aim, whole.reached, whole.beside) == ("<= 100 ms", False, "floor 9.0, rollout 60, update 20, prompts 5")
     assert table["profile, maze update"].beside == "1,234 launches; longest, 41%: gemm"
     assert table["counters, attend_to_own<__nv_bfloat16, 2>"].value == "91.5 us"
     text = lines(rows(RECORDS))
@@ -151,7 +162,7 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name))
     parts = gpu_steps()
     absent = {step.name: step.absent for steps in parts.values() for step in steps if "tyro" in step.absent}
-    assert absent.keys() == {"whole_step", "whole_step_compiled", "qwen_0.5b", "qwen_1.5b", "profiles"}
+    assert absent.keys() == {"whole_step", "whole_step_compiled", "qwen_0.5b", "qwen_1.5b", "profiles", "maze"}
     assert set(absent.values()) == {"tyro is not installed"}
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
@@ -325,7 +336,7 @@ def test_the_dry_run_writes_its_results(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "only"), [("profile", ["profiles", "counters"]), ("races", [])])
+@pytest.mark.parametrize(("part", "only"), [("profile", ["profiles", "counters"]), ("races", []), ("maze", [])])
 def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, *(["--only", *only] if only else [])]
     environment = os.environ | {gpu.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -30,6 +30,7 @@ def test_every_rollout_has_a_gradient_and_every_stage_a_time():
     assert figures["milliseconds_by_stage"].keys() == STAGES
     assert all(time > 0 for time in figures["milliseconds_by_stage"].values())
     assert figures["response_tokens"] > 0
+    assert 0 < figures["floor_milliseconds"] < figures["step_milliseconds"]
 
 
 @pytest.mark.parametrize("trains", [True, False])

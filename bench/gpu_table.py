@@ -95,7 +95,8 @@ def whole_step(x: Any) -> Iterator[Row]:
     for figure, timed in {name: case, "  with torch.compile": case.get("compiled")}.items():
         if timed:
             ms, stages = timed["step_milliseconds"], timed["milliseconds_by_stage"]
-            beside = f"floor {timed['floor_milliseconds']:.1f}, rollout {stages['rollout']:.0f}, update {stages['update']:.0f}, prompts {stages['prompts']:.0f}"
+            beside = f"floor {timed['floor_milliseconds']:.1f}, rollout {stages['rollout']:.0f}, "
+            beside += f"update {stages['update']:.0f}, prompts {stages['prompts']:.0f}"
             yield Row(figure, f"{ms:,.0f} ms", "<= 100 ms", ms <= 100, beside)
 
 

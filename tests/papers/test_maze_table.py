@@ -10,6 +10,10 @@ import time
 
 import pytest
 
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.tasks.maze import MazeTask
 from tests.papers.load import FOLDER, load
 
 maze_table, read = load("maze_table"), load("training_runs").records
@@ -137,12 +141,22 @@ def test_objectives_are_compared_after_equal_steps(tmp_path):
     assert "2 pieces of 3.0 minutes in total, on CPU, torch 2.13.0." in text
 
 
-def test_the_objectives_are_options_of_the_recipe():
-    from maxrl_fast.config.checks import check
-    from maxrl_fast.config.parse import parse
-
-    for flags in maze_table.OBJECTIVES.values():
-        check(parse(["--config", str(FOLDER / "maze_paper.toml"), *flags, "--out", "none"]))
+def test_the_objectives_are_the_papers_losses():
+    """Appendix F: advantages of a sample standard deviation for GRPO, and an average over all tokens of a batch."""
+    losses = {}
+    for name, flags in maze_table.OBJECTIVES.items():
+        config = parse(["--config", str(maze_table.RECIPE), *flags, "--out", "none"])
+        check(config)
+        options = resolve(config, MazeTask(17)).flat()
+        losses[name] = [options[key] for key in ("aggregation", "order", "k", "ddof", "updates_per_step")]
+    assert losses == {
+        "maxrl": ["token_mean", 127, None, None, 1],
+        "grpo": ["token_mean", None, None, 1, 1],
+        "rloo": ["token_mean", None, None, None, 1],
+        "maxpo-k4": ["token_mean", None, 4, None, 1],
+        "maxpo-k16": ["token_mean", None, 16, None, 1],
+        "pacs": ["seq_mean_token_sum", None, None, None, 1],
+    }
 
 
 def test_a_run_that_fails_is_named_and_bad_settings_are_refused(command, tmp_path, capsys):

@@ -10,7 +10,6 @@ caches are flushed before each launch.
 import csv
 import io
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_steps import cuda_tool
 from bench.measure import argument_parser, describe, machine, prepare, run_command
 from maxrl_fast.errors import InputError
 
@@ -90,8 +90,8 @@ def main() -> int:
     if options.run:
         run(device)
         return 0
-    if (ncu := shutil.which("ncu")) is None:
-        raise InputError("bench.counters needs Nsight Compute, and ncu is not on the PATH")
+    if (ncu := cuda_tool("ncu")) is None:
+        raise InputError("bench.counters needs Nsight Compute, and ncu is not installed")
     result: dict[str, Any] = {"benchmark": "counters", "machine": machine(device)}
     print(describe(result["machine"]), flush=True)
     counted = subprocess.run(command(ncu), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LIMIT_SECONDS = 540  # of all steps of a part together: a machine may be lent for ten minutes at a time
+NSIGHT = Path("/opt/nvidia/nsight-compute")
 PARTS = ("figures", "profile", "races", "maze")
 
 
@@ -34,11 +35,12 @@ def missing(*packages: str) -> str:
     return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed" if absent else ""
 
 
-def compute_sanitizer() -> str | None:
-    """Return the path of compute-sanitizer, on the PATH or beside nvcc."""
+def cuda_tool(name: str) -> str | None:
+    """Return the path of one of CUDA's tools: on the PATH, beside nvcc, or in the newest folder of Nsight Compute."""
     nvcc = shutil.which("nvcc")
-    beside = Path(nvcc).resolve().parent / "compute-sanitizer" if nvcc else None
-    return shutil.which("compute-sanitizer") or (str(beside) if beside and beside.exists() else None)
+    places = [Path(nvcc).resolve().parent / name] if nvcc else []
+    places += sorted(NSIGHT.glob(f"*/{name}"), reverse=True)
+    return shutil.which(name) or next((str(place) for place in places if place.is_file()), None)
 
 
 def marked_gpu(seconds: float, absent: str = "") -> Step:
@@ -63,11 +65,11 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
     It leaves out the tests that capture graphs: they need torch's memory cache, which is off here so that memcheck knows where
     every tensor ends.
     """
-    found = compute_sanitizer()
+    found = cuda_tool("compute-sanitizer")
     command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", SMALLEST, "--tb=short", *SMALLEST_FILES]
-    absent = absent or ("" if found else "compute-sanitizer is not on the PATH")
+    absent = absent or ("" if found else "compute-sanitizer is not installed")
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(tool, command, seconds, has_figures=False, absent=absent, environment=environment)
 
@@ -100,7 +102,7 @@ def gpu_steps() -> dict[str, list[Step]]:
         "profile": [
             build(60),
             bench("profiles", "profiles", "--device cuda", 75, no_options),
-            bench("counters", "counters", "--device cuda", 90, "" if shutil.which("ncu") else "ncu is not on the PATH"),
+            bench("counters", "counters", "--device cuda", 90, "" if cuda_tool("ncu") else "ncu is not installed"),
             bench("rollout_compiled", "rollout", "--device cuda --peers", 55),
             bench("whole_step_compiled", "train_step", step17, 90, no_options),
             bench("token_loss_peers", "token_loss", "--device cuda", 90),

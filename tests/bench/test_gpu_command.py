@@ -16,7 +16,7 @@ import torch
 from bench import gpu, gpu_build
 from bench.counters import kernels
 from bench.gpu_run import last_document, run_step
-from bench.gpu_steps import LIMIT_SECONDS, PARTS, SMALLEST, SMALLEST_FILES, Step, dry_steps, gpu_steps
+from bench.gpu_steps import LIMIT_SECONDS, PARTS, SMALLEST, SMALLEST_FILES, Step, cuda_tool, dry_steps, gpu_steps
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
 from maxrl_fast.errors import InputError
@@ -180,6 +180,20 @@ def test_every_kernel_has_a_test_in_the_race_checks():
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]
+
+
+def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr("bench.gpu_steps.NSIGHT", tmp_path / "nsight")
+    files = [tmp_path / place for place in ("cuda/nvcc", "cuda/compute-sanitizer", "nsight/2024.1/ncu", "nsight/2025.3/ncu")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(0o755)
+    assert cuda_tool("compute-sanitizer") is None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").symlink_to(files[0])
+    assert cuda_tool("compute-sanitizer") == str(files[1])
+    assert cuda_tool("ncu") == str(files[3])
 
 
 NCU = """==PROF== Connected to process 17

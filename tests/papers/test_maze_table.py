@@ -52,9 +52,10 @@ def stopped(command, out, name):
     """Stop the script once the run NAME has taken three more steps; return how many steps it had saved."""
     metrics = out / name / "metrics.jsonl"
     before = len(read(metrics)) if metrics.exists() else 0
-    process = subprocess.Popen([*command, out])
+    process, limit = subprocess.Popen([*command, out]), time.monotonic() + 300
     while not metrics.exists() or len(metrics.read_text().splitlines()) < before + 3:
         assert process.poll() is None
+        assert time.monotonic() < limit
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
@@ -74,14 +75,15 @@ def test_runs_that_are_stopped_twice_and_moved_equal_uninterrupted_ones_bitwise(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole, parts, moved = tmp_path / "whole", tmp_path / "parts", tmp_path / "moved"
     assert subprocess.run([*command, whole], check=True, capture_output=True, text=True).stdout.count("| grpo |") == 1
-    assert 3 <= stopped(command, parts, "maxrl") < STEPS
-    assert 3 <= stopped(command, parts, "grpo") < STEPS
+    saved = {name: stopped(command, parts, name) for name in ("maxrl", "grpo")}
+    assert all(3 <= step < STEPS for step in saved.values())
     # Links and the finished warm start stay behind.
     shutil.copytree(parts, moved, ignore=lambda _, names: [n for n in names if n in ("latest", "best", "warm-start")])
     shutil.copytree(parts / "warm-start", moved / "warm-start", ignore=shutil.ignore_patterns("checkpoints", "latest", "best"))
     shutil.rmtree(parts)
     subprocess.run([*command, moved], check=True, capture_output=True)
-    for name in ("maxrl", "grpo"):
+    for name, step in saved.items():
+        assert f", from {name}/checkpoints/step-{step:06d};" in (moved / f"{name}.log").read_text()  # not from the beginning
         assert len(results(whole, name)[2][0]) == STEPS
         assert results(moved, name) == results(whole, name)
     records = [json.loads((out / "maze_table.json").read_text())["results"]["runs"] for out in (whole, moved)]

@@ -19,7 +19,8 @@ CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -
 PIP_INSTALL := install --disable-pip-version-check
 GPU_PYTHON ?= 3.12
 GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
-GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel
+GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
+  trl datasets "dill<0.4.2" "multiprocess<0.70.20"
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
@@ -75,7 +76,7 @@ gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on
 gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table (at most 9 minutes a call)
 	$(PYTHON) -m bench.gpu --part maze
 
-gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (8 MB)
+gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)
 	rm -rf build/gpu-wheels
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m bench.gpu_build --for-python $(GPU_PYTHON_PATH) --to build/gpu-wheels
 	$(PYTHON) -m pip download -q --disable-pip-version-check -d build/gpu-wheels --no-deps --only-binary=:all: \

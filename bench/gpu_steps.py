@@ -92,7 +92,7 @@ def gpu_steps() -> dict[str, list[Step]]:
             marked_gpu(150),
             bench("ceilings", "ceilings", "--device cuda", 15),
             bench("launches", "launches", "--device cuda", 15),
-            bench("token_loss", "token_loss", "--device cuda --no-compile", 60),
+            bench("token_loss", "token_loss", "--device cuda --no-compile", 85),
             bench("rollout", "rollout", "--device cuda --no-compile --peers", 35),
             bench("whole_step", "train_step", f"{step17} --no-compile", 60, no_options),
             bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 30, no_options),

@@ -173,12 +173,15 @@ def build_engine(
     max_batch: int,
     kv_cache_gb: float | None = None,
     compiled: bool = False,
+    ranks: Ranks | None = None,
+    vllm_tensor_parallel: int = 1,
 ) -> Engine:
     """Return the rollout engine of this name, "native" or "vllm", with the model's weights.
 
     Args:
         max_batch: responses that vLLM samples side by side.
         kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
+        vllm_tensor_parallel: number of neighbouring ranks that share a vLLM engine.
 
     Raises:
         InputError: where it is not installed, or cannot run this model within the KV-cache limit.
@@ -188,13 +191,20 @@ def build_engine(
     if name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
 
-        return VllmEngine(model, dtype, cache_bytes=cache_bytes, max_batch=min(max(max_batch, 256), MAX_BATCH[device.type]))
+        return VllmEngine(
+            model,
+            dtype,
+            cache_bytes=cache_bytes,
+            max_batch=min(max(max_batch, 256), MAX_BATCH[device.type]),
+            ranks=ranks,
+            tensor_parallel=vllm_tensor_parallel,
+        )
     engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
     engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
     return engine
 
 
-def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task) -> Engine:
+def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task, ranks: Ranks | None = None) -> Engine:
     """Return the rollout engine of a run; raises as `build_engine` does."""
     options = config.rollout
     return build_engine(
@@ -206,6 +216,8 @@ def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task) -> Engi
         max_batch=options.prompts * options.rollouts,
         kv_cache_gb=options.kv_cache_gb,
         compiled=config.run.compile,
+        ranks=ranks,
+        vllm_tensor_parallel=options.vllm_tensor_parallel,
     )
 
 
@@ -331,6 +343,7 @@ def build_evaluator(
         seed=config.run.seed,
         device=torch.device(config.run.device),
         ranks=ranks or Ranks(),
+        shares_engine=config.rollout.vllm_tensor_parallel > 1,
     )
 
 

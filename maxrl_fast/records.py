@@ -58,6 +58,12 @@ class Prompts:
     def lengths(self) -> Tensor:  # [G]
         return self.cu_seqlens.diff()
 
+    @classmethod
+    def none(cls, device: torch.device) -> "Prompts":
+        """Return no prompts."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(nothing, cumulative(nothing), nothing)
+
     def take(self, start: int, count: int) -> "Prompts":
         """Return prompts `start` to `start + count - 1`, fewer at the end."""
         cu_seqlens = self.cu_seqlens[start : start + count + 1]

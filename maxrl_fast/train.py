@@ -97,7 +97,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if config.run.dry_run:
             screen.say(estimate(config, task, model))
             return 0
-        engine = build_run_engine(config, model.to(device), task)
+        engine = build_run_engine(config, model.to(device), task, ranks)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))

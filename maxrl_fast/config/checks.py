@@ -18,7 +18,7 @@ from maxrl_fast.training.objective_registry import OBJECTIVES, make_objective
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
         "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads reward_workers max_prompt_tokens",
+        "kv_heads eval_prompts eval_samples threads reward_workers max_prompt_tokens vllm_tensor_parallel",
         "at least 1",
         lambda x: x >= 1,
     ),

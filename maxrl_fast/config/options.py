@@ -114,6 +114,8 @@ class RolloutOptions:
 
     rollout: Literal["native", "vllm"] = "native"
     """Rollout engine: native, or vllm where that is installed."""
+    vllm_tensor_parallel: int = 1
+    """Number of neighbouring processes of torchrun that share one vLLM engine; it divides their number."""
     prompts: int = 32
     """Prompts per step (G)."""
     rollouts: int = 16

@@ -25,6 +25,7 @@ class Choices:
     resume: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
+    rollout: str = "native"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Choices":
@@ -43,6 +44,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
+    if choices.rollout != "vllm":
+        found["vllm_tensor_parallel"] = "a run without --rollout vllm"
     if choices.resume is None:
         found["allow_changes"] = "a run without --resume"
     return found

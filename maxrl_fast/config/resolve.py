@@ -35,8 +35,9 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> ResolvedC
     ranks = ranks or Ranks()
     if config.rollout.prompts < ranks.size:
         raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
-    if config.rollout.rollout == "vllm" and ranks.size > 1:
-        raise InputError(f"--rollout vllm runs in one process, got {ranks.size}; --rollout native samples on all of them")
+    if ranks.size % config.rollout.vllm_tensor_parallel:
+        number = config.rollout.vllm_tensor_parallel
+        raise InputError(f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}")
     config = config.replace(**_absolute(config))
     rollouts, chosen = config.rollout.rollouts, config.objective
     defaults = objective_options(chosen.objective, rollouts)

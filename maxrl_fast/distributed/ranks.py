@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.distributed.attempt import name_of_attempt
 from maxrl_fast.distributed.watch import START_LIMIT, Watch
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
 LATECOMER = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
@@ -33,6 +34,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    group: ProcessGroup | None = None  # None: all processes of the run
 
     @classmethod
     def of_environment(cls) -> "Ranks":
@@ -49,10 +51,18 @@ class Ranks:
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
+    def neighbours(self, count: int) -> "Ranks":
+        """Return this process among `count` neighbouring ranks; `count` divides the ranks, and all ranks call this together."""
+        if count == 1:
+            return Ranks()
+        starts = range(0, self.size, count)
+        groups = [dist.new_group(list(range(a, a + count)), timeout=COLLECTIVE_LIMIT) for a in starts]
+        return Ranks(self.rank % count, count, groups[self.rank // count])
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over ranks, on every rank; x may be overwritten."""
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def any(self, flag: bool, device: torch.device) -> bool:
@@ -62,7 +72,7 @@ class Ranks:
     def from_first(self, x: Tensor) -> Tensor:
         """Return the first rank's x, on every rank; x may be overwritten."""
         if self.size > 1:
-            dist.broadcast(x, 0)
+            dist.broadcast(x, group=self.group, group_src=0)
         return x
 
     def text_from_first(self, text: str) -> str:
@@ -83,7 +93,7 @@ class Ranks:
     def wait_for_all(self) -> None:
         """Wait until every rank has called this."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def concatenate(self, x: Tensor) -> Tensor:
         """Concatenate the rows of x [n, ...] of all ranks in rank order; n may differ."""
@@ -95,8 +105,15 @@ class Ranks:
         padded = x.new_zeros(max(rows), *x.shape[1:])
         padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in rows]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
+
+    def concatenate_prompts(self, prompts: Prompts) -> Prompts:
+        """Concatenate the prompts of all ranks in rank order, without their columns."""
+        if self.size == 1:
+            return prompts
+        tokens, lengths, ids = (self.concatenate(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
+        return Prompts(tokens, cumulative(lengths), ids)
 
     def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
         """Concatenate the rollouts of all ranks in rank order."""

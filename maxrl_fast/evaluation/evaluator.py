@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
-from maxrl_fast.records import Samples
+from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.tasks import Task
@@ -48,6 +48,7 @@ class Evaluator:
     Args:
         num_samples: number of responses per prompt.
         chunk: number of prompts that a rank samples at a time.
+        shares_engine: whether ranks share an engine: then a rank without prompts takes part in sampling for the others.
     """
 
     engine: Engine
@@ -61,6 +62,7 @@ class Evaluator:
     split: str = "test"
     chunk: int = 32
     ranks: Ranks = field(default_factory=Ranks)
+    shares_engine: bool = False
 
     def evaluate(
         self,
@@ -88,6 +90,8 @@ class Evaluator:
                 failed.append(rewards.isnan())
                 lengths.append(rollouts.lengths)
                 truncated.append(rollouts.truncated)
+            elif self.shares_engine:
+                self.engine.generate(Prompts.none(self.device), num_samples, self.sampling, seed=self.seed, step=0)
             progress(start + count)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         num_correct, num_tokens, num_truncated, num_failed = (

@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
-        """Free memory until the next call, if the engine can."""
+        """Free memory, if the engine can. The weights may be lost, so `load_weights` must follow before `generate`."""
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt.

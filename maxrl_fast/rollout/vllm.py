@@ -1,4 +1,8 @@
-"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place, without a file."""
+"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place, without a file.
+
+With torchrun every process has an engine of its own, or shares one with its neighbours (tensor parallelism). This is vLLM's
+"external launcher": all processes of an engine are given the same requests in the same order, and schedule them alike.
+"""
 
 import contextlib
 import gc
@@ -21,14 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maxrl_fast.distributed.ranks import Ranks, own_gpu
 from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.checkpoint import hf_config
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
 
-TESTED = "0.32"  # on the CPU
 NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
@@ -66,36 +71,49 @@ def check_installed() -> str:
 class VllmEngine:
     """Samples responses with vLLM.
 
-    Unlike the native engine's, its random numbers depend on (seed, step) and on the whole batch.
+    Unlike the native engine's, its random numbers depend on (seed, step), the first prompt and the whole batch.
 
     Args:
-        model: the policy.
+        model: the policy, not sharded yet.
         dtype: the compute dtype.
-        cache_bytes: size of the KV cache.
+        cache_bytes: size of each rank's KV cache.
         max_batch: maximum number of samples decoded at a time.
+        ranks: the processes of the run, which must build their engines together.
+        tensor_parallel: number of neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
+            together, each with its own prompts or with none, and each gets the responses to its own.
 
     Raises:
-        InputError: if vLLM is not installed, its version is not supported, or it rejects the model.
+        InputError: if vLLM is not installed, its version is not supported, it rejects the model, or memory is short.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, *, cache_bytes: int | None = None, max_batch: int = 256):
-        self.version = check_installed()
-        self.config, self.dtype = model.config, dtype
-        device = model.lm_head.weight.device
-        self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        *,
+        cache_bytes: int | None = None,
+        max_batch: int = 256,
+        ranks: Ranks | None = None,
+        tensor_parallel: int = 1,
+    ):
+        self.version, ranks = check_installed(), ranks or Ranks()
+        self.config, self.dtype, self._device = model.config, dtype, model.lm_head.weight.device
+        is_cpu = self._device.type == "cpu"
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
+        self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
+        _check_division(self.config, tensor_parallel)
+        _check_memory(model, dtype, self.cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
-        self._can_sleep, self._is_asleep = device.type == "cuda", False
-        fields = hf_config(model.config)
-        if model.config.model_type == "qwen2":
-            # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v is the same model.
-            fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": True}
+        self._can_sleep, self._is_asleep = not is_cpu, False
+        self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         with _process_restored(), tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(fields))
+            (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(self.config)))
             vllm = importlib.import_module("vllm")
-            if device.type == "cpu":
+            if is_cpu:
                 _pad_heads()
+                _use_gloo()
             self._llm = _make_llm(
                 vllm.LLM,
                 model=folder,
@@ -103,31 +121,51 @@ class VllmEngine:
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # read no generation_config.json
                 dtype=str(dtype).removeprefix("torch."),
-                enforce_eager=device.type == "cpu",  # on a GPU it uses CUDA graphs
+                enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
                 kv_cache_memory_bytes=self.cache_bytes,
-                max_model_len=model.config.max_position_embeddings,
+                max_model_len=self.config.max_position_embeddings,
                 max_num_seqs=max_batch,
                 logprobs_mode="processed_logprobs",  # under the distribution sampled from
                 enable_sleep_mode=self._can_sleep,
-                **({"block_size": 32} if device.type == "cpu" else {}),  # a third faster than the default of 128 tokens
+                **({"block_size": 32} if is_cpu else {}),  # a third faster than the default of 128 tokens
+                **_launch_options(ranks, tensor_parallel, self._device),
             )
+        if ranks.size > 1:
+            # Else vLLM would end the process group of the run, which it has joined, together with the engine.
+            self._llm.llm_engine.engine_core._finalizer.detach()
         self.load_weights(model)
 
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
+        where = "in this process" if self._peers.size == 1 else f"tensor parallel over {self._peers.size} processes"
         return (
-            f"vllm ({self.version}, in this process, {str(self.dtype).removeprefix('torch.')}, key/value cache of "
+            f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value cache of "
             f"{self.cache_bytes / 1e9:.3g} GB)"
         )
 
     def load_weights(self, model: Decoder) -> None:
-        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its prefix cache."""
-        self._wake()
-        weights = list(model.weights())
-        if model.config.tie_word_embeddings:  # vLLM stores the output matrix separately
-            weights.append(("lm_head.weight", dict(weights)["model.embed_tokens.weight"]))
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its prefix cache.
+
+        With sharded weights or a shared engine, the ranks must call this together.
+        """
+        if self._is_asleep:
+            self._llm.wake_up(tags=["weights"])  # the KV cache later, when the gathered weights have been freed
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights(model)})
+        if self._is_asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._is_asleep = False
         self._llm.reset_prefix_cache()
+
+    def _weights(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all."""
+        embedding = None
+        for name, weight in model.weights():
+            cast = weight.to(self.dtype)
+            if name == "model.embed_tokens.weight":
+                embedding = cast
+            yield name, cast
+        if self.config.tie_word_embeddings and embedding is not None:  # vLLM may store the output matrix separately
+            yield "lm_head.weight", embedding
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
@@ -135,12 +173,26 @@ class VllmEngine:
         Raises:
             InputError: if the prompts do not fit the model.
         """
-        check_request(prompts, num_samples, sampling, self.config)
-        self._wake()
+        if self._is_asleep:
+            raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights, before generate is called")
+        requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
+        counts = self._peers.concatenate(torch.tensor([len(prompts)], device=prompts.ids.device)).tolist()
+        check_request(requested, num_samples, sampling, self.config)
+        start = time.perf_counter()
+        outputs = self._sample(requested, 1 if sampling.temperature == 0 else num_samples, sampling, seed, step)
+        seconds = time.perf_counter() - start
+        first = sum(counts[: self._peers.rank])
+        rollouts = _rollouts(outputs[first : first + len(prompts)], num_samples, is_greedy=sampling.temperature == 0)
+        longest = max(rollouts.lengths.tolist(), default=0)
+        numbers = longest, len(prompts.tokens), len(rollouts.tokens), self.cache_bytes
+        self.statistics = RolloutStatistics(0.0, seconds, *numbers)
+        return rollouts.to(prompts.tokens.device)
+
+    def _sample(self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int) -> list[Any]:
+        """Return vLLM's outputs, one for each prompt."""
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
-        is_greedy = sampling.temperature == 0  # all samples of a prompt are equal: one is enough
         parameters = importlib.import_module("vllm").SamplingParams(
-            n=1 if is_greedy else num_samples,
+            n=num_samples,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -153,34 +205,71 @@ class VllmEngine:
             ignore_eos=True,  # the end-of-text token of the configuration; stop_token_ids still apply
         )
         requests = [{"prompt_token_ids": tokens[a:b]} for a, b in itertools.pairwise(bounds)]
-        start = time.perf_counter()
-        with torch.random.fork_rng(), torch.inference_mode():
-            torch.manual_seed(hash((seed, step)) % 2**63)
-            outputs = self._llm.generate(requests, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        samples = [sample for output in outputs for sample in output.outputs * (num_samples if is_greedy else 1)]
-        packed, cu_seqlens = pack([list(sample.token_ids) for sample in samples])
-        sampled = torch.tensor([x for sample in samples for x in sample.logprobs.logprobs])
-        rollouts = Rollouts(
-            packed,
-            cu_seqlens,
-            torch.zeros_like(sampled) if is_greedy else sampled,
-            torch.tensor([sample.finish_reason == "length" for sample in samples]),
-        )
-        longest = int(rollouts.lengths.max())
-        self.statistics = RolloutStatistics(0.0, seconds, longest, len(prompts.tokens), len(packed), self.cache_bytes)
-        return rollouts.to(prompts.tokens.device)
+        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []  # all GPUs if not named
+        with torch.random.fork_rng(devices), torch.inference_mode():
+            # The ranks of an engine draw the same numbers; ranks with other prompts draw others.
+            torch.manual_seed(hash((seed, step, int(prompts.ids[0]))) % 2**63)
+            outputs: list[Any] = self._llm.generate(requests, parameters, use_tqdm=False)
+        return outputs
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache until the next call, on a GPU."""
+        """Free the memory of weights and KV cache, on a GPU. The weights are discarded: `load_weights` must follow."""
         if self._can_sleep:
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=2)
             self._is_asleep = True
 
-    def _wake(self) -> None:
-        if self._is_asleep:
-            self._llm.wake_up()
-            self._is_asleep = False
+
+def _rollouts(outputs: list[Any], num_samples: int, is_greedy: bool) -> Rollouts:
+    """Return the samples in vLLM's outputs; a greedy one stands for all samples of its prompt."""
+    samples = [sample for output in outputs for sample in output.outputs * (num_samples if is_greedy else 1)]
+    packed, cu_seqlens = pack([list(sample.token_ids) for sample in samples])
+    sampled = torch.tensor([x for sample in samples for x in sample.logprobs.logprobs])
+    truncated = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)
+    return Rollouts(packed, cu_seqlens, torch.zeros_like(sampled) if is_greedy else sampled, truncated)
+
+
+def _vllm_config(config: DecoderConfig) -> dict[str, Any]:
+    """Return the contents of config.json for vLLM."""
+    fields = hf_config(config)
+    if config.model_type == "qwen2":
+        # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v is the same model.
+        fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": True}
+    return fields
+
+
+def _check_division(config: DecoderConfig, tensor_parallel: int) -> None:
+    """Raise InputError where the model cannot be divided among this many ranks."""
+    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    for name, size in sizes.items():
+        if size % tensor_parallel:
+            raise InputError(f"vllm_tensor_parallel must divide {name}, {size} in this model, got {tensor_parallel}")
+    heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
+    if heads % tensor_parallel and tensor_parallel % heads:
+        raise InputError(
+            f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a multiple of it, "
+            f"got {tensor_parallel}"
+        )
+
+
+def _check_memory(model: Decoder, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> None:
+    """Raise InputError where vLLM's weights and KV cache do not fit; `sharing` ranks share the memory."""
+    device = model.lm_head.weight.device
+    available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes(device)) // sharing
+    weights = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters()) // tensor_parallel
+    if weights + cache_bytes > available:
+        raise InputError(
+            f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} GB for --kv-cache-gb in each "
+            f"process, got {available / 1e9:.3g} GB"
+        )
+
+
+def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
+    """Return vLLM's options for this process of torchrun, and set the variables that vLLM reads with them."""
+    if ranks.size == 1:
+        return {}
+    os.environ["RANK"] = str(ranks.rank)
+    os.environ["LOCAL_RANK"] = str(own_gpu() if device.type == "cuda" else ranks.rank)
+    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel}
 
 
 def _make_llm(llm_class: Any, **options: Any) -> Any:
@@ -228,6 +317,15 @@ def _quiet_stderr() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
+
+
+def _use_gloo() -> None:
+    """Let the ranks of an engine on the CPU exchange tensors by gloo, which fails when one of them is killed.
+
+    vLLM's own shared memory would wait without end, and every run on a machine would give it the same name.
+    """
+    module: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
+    module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _pad_heads() -> None:

@@ -161,9 +161,20 @@ def test_bad_options_are_named(flags, message):
         check(parse(flags.split()))
 
 
-def test_vllm_runs_in_one_process():
-    with pytest.raises(InputError, match="--rollout vllm runs in one process, got 2"):
-        resolve(parse(["--rollout", "vllm"]), MazeTask(9), Ranks(0, 2))
+def test_vllm_engines_divide_the_processes():
+    def sharing(number, size):
+        flags = ["--rollout", "vllm", "--vllm-tensor-parallel", str(number)]
+        return resolve(parse(flags), MazeTask(9), Ranks(0, size)).rollout.vllm_tensor_parallel
+
+    assert sharing(1, 3) == 1
+    assert sharing(2, 4) == 2
+    for number, size in ((2, 1), (2, 3), (4, 2)):
+        with pytest.raises(InputError, match=f"vllm_tensor_parallel must divide the number of processes, {size}, got {number}"):
+            sharing(number, size)
+    with pytest.raises(InputError, match="vllm_tensor_parallel must be at least 1, got 0"):
+        check(parse(["--rollout", "vllm", "--vllm-tensor-parallel", "0"]))
+    with pytest.raises(InputError, match="a run without --rollout vllm takes no vllm_tensor_parallel"):
+        check(parse(["--vllm-tensor-parallel", "2"]))
 
 
 def test_an_impossible_output_folder_is_refused():

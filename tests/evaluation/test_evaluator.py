@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
@@ -54,6 +55,17 @@ def test_keep_gets_every_chunk_once():
     assert torch.cat([rewards for _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
     assert sum(len(samples.rollouts.tokens) for samples, _ in kept) == result.num_tokens
     assert evaluated(Oracle(task, 3), task) == result
+
+
+def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engine(monkeypatch):
+    """Of 40 prompts in chunks of 13 on three ranks, the last is alone in its chunk: only the last rank has it."""
+    task, oracle, counts = MazeTask(7), Oracle(MazeTask(7), 3), []
+    generate = oracle.generate
+    oracle.generate = lambda prompts, *a, **options: counts.append(len(prompts)) or generate(prompts, *a, **options)
+    monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x if len(x) else x.new_zeros(8))
+    for shares_engine in (False, True):
+        evaluated(oracle, task, ranks=Ranks(0, 3), chunk=13, shares_engine=shares_engine)
+    assert counts == [13, 13, 0]
 
 
 def test_the_training_split_has_other_prompts():

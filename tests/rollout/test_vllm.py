@@ -7,15 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from maxrl_fast import train
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
+from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
@@ -56,6 +62,99 @@ def test_other_versions_are_refused(installed, version):
 def test_supported_versions_are_accepted(installed, version):
     installed(version)
     assert check_installed() == version
+
+
+def test_the_package_asks_for_the_supported_versions():
+    first, end = (".".join(map(str, version)) for version in NEEDS)
+    assert f'vllm = ["vllm>={first},<{end}"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+class FakeLLM:
+    """Stands for vLLM's LLM: records what it is told, and takes weights one at a time as vLLM does."""
+
+    def __init__(self, **options):
+        self.options, self.calls, self.loaded, self.most_alive = options, [], {}, 0
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append(method)
+        alive = []
+        for name, weight in kwargs["weights_iterator"]:
+            alive = [*(reference for reference in alive if reference() is not None), weakref.ref(weight)]
+            self.most_alive = max(self.most_alive, len(alive))
+            self.loaded[name] = weight.clone()
+            del weight
+
+
+@pytest.fixture
+def make_fake_engine(installed, monkeypatch):
+    """Return what makes an engine around FakeLLM."""
+    installed("0.33.0")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
+    for name in ("_pad_heads", "_use_gloo"):  # they change the real vLLM
+        monkeypatch.setattr(rollout_vllm, name, lambda: None)
+    return lambda model, **options: VllmEngine(model, torch.bfloat16, **options)
+
+
+def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
+    """Beside the tensor in vLLM's hands only the embedding is kept, which is the output matrix too."""
+    model = tiny_decoder()
+    assert model.config.tie_word_embeddings
+    llm = make_fake_engine(model)._llm
+    expected = dict(model.weights())
+    assert llm.loaded.keys() == {*expected, "lm_head.weight"}
+    for name, weight in llm.loaded.items():
+        assert torch.equal(weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()), name
+    assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
+
+
+def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_fake_engine):
+    engine = make_fake_engine(tiny_decoder())
+    engine._can_sleep = True  # as on a GPU
+    engine._llm.calls.clear()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="load_weights must follow sleep"):
+        engine.generate(PROMPTS, 1, Sampling(1.0, 4, STOPS), seed=0, step=0)
+    engine.load_weights(tiny_decoder(1))
+    engine.load_weights(tiny_decoder(2))
+    woken = ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
+    assert engine._llm.calls == [*woken, "reload_weights", "reset"]
+
+
+def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_fake_engine):
+    """Before the ranks meet, so that none waits for another."""
+
+    def refused(message, cache_bytes=2**20, tensor_parallel=2, **changes):
+        with pytest.raises(InputError, match=message):
+            make_fake_engine(
+                tiny_decoder(**changes), cache_bytes=cache_bytes, ranks=Ranks(0, 4), tensor_parallel=tensor_parallel
+            )
+
+    refused("vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
+    refused("vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2", intermediate_size=49)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    refused("must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads)
+    refused(r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got", cache_bytes=10**15)
+
+
+def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
+    alone = make_fake_engine(tiny_decoder()).cache_bytes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert make_fake_engine(tiny_decoder()).cache_bytes == alone  # one process, whatever started it
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeLLM, "llm_engine", SimpleNamespace(engine_core=Mock()), raising=False)
+        engine = make_fake_engine(tiny_decoder(), ranks=Ranks(5, 8))
+    assert engine.cache_bytes == alone // 4
+    assert engine._llm.options["distributed_executor_backend"] == "external_launcher"
+    assert engine._llm.options["tensor_parallel_size"] == 1
 
 
 @pytest.fixture(scope="module")

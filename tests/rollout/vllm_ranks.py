@@ -61,7 +61,9 @@ def main(tensor_parallel):
             again = engine.generate(own, NUM_SAMPLES, SAMPLING, seed=0, step=seed)
             assert again.tokens.tolist() == rollouts.tokens.tolist()
         for prompts, count in ((PROMPTS.take(0, 1), 1), (Prompts.none(CPU), 0)):  # as in the last chunk of an evaluation
-            prompts = prompts if (ranks.rank == 0) == (count == 1) else (PROMPTS.take(1, 1) if count == 0 else Prompts.none(CPU))
+            prompts = (
+                prompts if (ranks.rank == 0) == (count == 1) else (PROMPTS.take(1, 1) if count == 0 else Prompts.none(CPU))
+            )
             if tensor_parallel > 1 or len(prompts):
                 assert len(engine.generate(prompts, 2, SAMPLING.greedy, seed=0, step=0)) == 2 * len(prompts)
         print(f"rank {ranks.rank}: done", flush=True)

@@ -175,6 +175,7 @@ def build_engine(
     compiled: bool = False,
     ranks: Ranks | None = None,
     vllm_tensor_parallel: int = 1,
+    vllm_url: str | None = None,
 ) -> Engine:
     """Return the rollout engine of this name, "native" or "vllm", with the model's weights.
 
@@ -182,12 +183,17 @@ def build_engine(
         max_batch: responses that vLLM samples side by side.
         kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
         vllm_tensor_parallel: number of neighbouring ranks that share a vLLM engine.
+        vllm_url: address of the vLLM server that samples; None: vLLM runs in this process.
 
     Raises:
         InputError: where it is not installed, or cannot run this model within the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
+    if vllm_url is not None:
+        from maxrl_fast.rollout.vllm_server import VllmServerEngine
+
+        return VllmServerEngine(model, dtype, vllm_url, ranks=ranks)
     if name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
 
@@ -218,6 +224,7 @@ def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task, ranks: 
         compiled=config.run.compile,
         ranks=ranks,
         vllm_tensor_parallel=options.vllm_tensor_parallel,
+        vllm_url=options.vllm_url,
     )
 
 

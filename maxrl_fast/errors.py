@@ -17,6 +17,12 @@ class StorageError(RuntimeError):
     advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
+class ServerError(RuntimeError):
+    """A server that the run needs does not answer, or not as it should. The message says which and how; exit code 1."""
+
+    advice = "Start the server again, then continue with --resume."
+
+
 class RewardError(RuntimeError):
     """The reward function fails too often or no longer runs. The message says how, with an example; exit code 1."""
 

@@ -25,7 +25,7 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
 from maxrl_fast.distributed.watch import Watch
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.output import protect_output
@@ -45,8 +45,8 @@ LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards or a full disk; 2 on bad input; 129 on SIGHUP,
-    130 on Ctrl-C and 143 on SIGTERM."""
+    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
+    129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM."""
     protect_output()
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(resolve(config, task, ranks), task, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
-    except StorageError as error:
+    except (StorageError, ServerError) as error:
         Screen().complain(str(error))
         return 1
     except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
 FREE = (
     *("save_every", "keep_checkpoints", "eval_every", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env", "max_reward_error_rate"),
-    *("diagnose_every", "log_to"),
+    *("diagnose_every", "log_to", "vllm_url"),
 )
 # options that fix the shape of the policy,
 POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")

@@ -116,6 +116,8 @@ class RolloutOptions:
     """Rollout engine: native, or vllm where that is installed."""
     vllm_tensor_parallel: int = 1
     """Number of neighbouring processes of torchrun that share one vLLM engine; it divides their number."""
+    vllm_url: Annotated[str | None, unset("URL", "vLLM runs in the trainer's processes")] = None
+    """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this machine's TMPDIR."""
     prompts: int = 32
     """Prompts per step (G)."""
     rollouts: int = 16

@@ -26,6 +26,7 @@ class Choices:
     lora_rank: int = 0
     kl_coef: float = 0.0
     rollout: str = "native"
+    vllm_url: str | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Choices":
@@ -45,7 +46,9 @@ def not_taken(choices: Choices) -> dict[str, str]:
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
     if choices.rollout != "vllm":
-        found["vllm_tensor_parallel"] = "a run without --rollout vllm"
+        found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
+    elif choices.vllm_url is not None:  # they are options of the server
+        found |= dict.fromkeys(("vllm_tensor_parallel", "kv_cache_gb"), "a run with --vllm-url")
     if choices.resume is None:
         found["allow_changes"] = "a run without --resume"
     return found

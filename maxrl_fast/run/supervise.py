@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
+from maxrl_fast.errors import NonFiniteError, RewardError, ServerError, StorageError
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.control import Interrupted
 from maxrl_fast.run.progress import Progress
@@ -14,23 +14,24 @@ from maxrl_fast.training.stopwatch import Stopwatch
 def supervise(
     run: Callable[[], None], checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
 ) -> int:
-    """Run to the end and return the exit code: 0; 1 on non-finite values, failing rewards or a full disk; 128 + the signal's
-    number when stopped.
+    """Run to the end and return the exit code: 0; 1 on non-finite values, failing rewards, a full disk or a failing server;
+    128 + the signal's number when stopped.
 
     Args:
-        is_alone: whether this is the only rank. Otherwise an error of this rank's disk is raised, for the others to hear of it.
+        is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
+            hear of it.
     """
     try:
         run()
     except Interrupted as error:
         screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
         return 128 + error.signal
-    except (NonFiniteError, RewardError, StorageError) as error:
+    except (NonFiniteError, RewardError, StorageError, ServerError) as error:
         _finish_saving(checkpoints, screen)
         kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
         sentence = f"{error}; {kept}. {error.advice}"
-        if isinstance(error, StorageError) and not is_alone:
-            raise StorageError(sentence) from error
+        if isinstance(error, StorageError | ServerError) and not is_alone:
+            raise type(error)(sentence) from error
         screen.complain(sentence)
         return 1
     except (KeyboardInterrupt, SystemExit):  # the second signal

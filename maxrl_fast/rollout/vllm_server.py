@@ -1,0 +1,195 @@
+"""The vLLM rollout engine on a server. It is asked over HTTP, and reads the policy's weights from a folder that both sides see.
+
+The requests are those of vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-scale-out); `/server_info`,
+`/collective_rpc` and `/reset_prefix_cache` are there with VLLM_SERVER_DEV_MODE=1. vLLM's own transfer of weights needs NCCL.
+"""
+
+import http.client
+import itertools
+import json
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError, ServerError, StorageError
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout.vllm import check_version, named_weights
+
+_START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode processed_logprobs"
+QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer
+WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses or to load weights
+MAX_REQUESTS = 256  # prompts sent at a time
+
+T = TypeVar("T")
+
+
+class VllmServerEngine:
+    """Samples responses with a vLLM server.
+
+    Its random numbers depend on (seed, step, prompt id, sample), and its rounding on the batch.
+
+    Args:
+        model: the policy, which the server must have been started with.
+        dtype: the compute dtype.
+        url: where the server is, such as http://127.0.0.1:8000.
+        ranks: the processes of the run, which all ask this server.
+
+    Raises:
+        InputError: if no server answers, it has another version, or it was started with other options.
+    """
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, url: str, *, ranks: Ranks | None = None):
+        self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
+        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
+        try:
+            self.version: str = self._ask("/version", lambda answer: answer["version"])
+            options: dict[str, Any] = self._ask(
+                "/server_info?config_format=json", lambda answer: dict(answer["vllm_config"]["model_config"])
+            )
+        except ServerError as error:
+            raise InputError(f"{error}; {_START}") from error
+        check_version(self.version)
+        if (mode := options.get("logprobs_mode")) != "processed_logprobs":
+            raise InputError(f"--vllm-url needs a server with --logprobs-mode processed_logprobs, got {mode}; {_START}")
+        self._folder = Path(tempfile.gettempdir())
+        if self._ranks.is_first:  # it alone writes
+            self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.load_weights(model)
+
+    def describe(self) -> str:
+        """Describe the engine in a few words, for the report at the start of a run."""
+        return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
+
+    def load_weights(self, model: Decoder) -> None:
+        """Write the policy's weights into the folder and let the server load them; all ranks call this together."""
+        for i, (name, weight) in enumerate(named_weights(model, self.dtype)):  # gathered by all ranks together
+            if self._ranks.is_first:
+                file = self._folder / f"model-{i:05d}.safetensors"  # a file for each, so that there is no second copy of all
+                try:
+                    save_file({name: weight.cpu().contiguous()}, file)
+                except (OSError, SafetensorError) as error:
+                    raise StorageError(f"cannot write weights for the vLLM server, {file}: {error}") from error
+        if self._ranks.is_first:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+            self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
+            if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
+                raise ServerError(f"the vLLM server at {self.url} could not clear its prefix cache: it has other requests")
+        self._ranks.wait_for_all()  # before the others sample
+
+    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
+
+        Raises:
+            InputError: if the prompts do not fit the model.
+            ServerError: if the server fails, or takes longer than WORK_LIMIT.
+        """
+        check_request(prompts, num_samples, sampling, self.config)
+        is_greedy = sampling.temperature == 0  # all samples of a prompt are equal: one is enough
+        count, start = 1 if is_greedy else num_samples, time.perf_counter()
+        bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
+        requests = [
+            {"token_ids": tokens[a:b], "sampling_params": _parameters(sampling, count, hash((seed, step, index)) % 2**62)}
+            for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
+        ]
+
+        def sampled(request: dict[str, Any]) -> list[tuple[list[int], list[float], bool]]:
+            return self._ask("/inference/v1/generate", lambda answer: _samples(answer, count), request, WORK_LIMIT)
+
+        pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
+        try:
+            answers = list(pool.map(sampled, requests))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        samples = [sample for answer in answers for sample in answer * (num_samples if is_greedy else 1)]
+        packed, cu_seqlens = pack([tokens for tokens, _, _ in samples])
+        logprobs = torch.tensor([x for _, logprobs, _ in samples for x in logprobs])
+        truncated = torch.tensor([is_truncated for _, _, is_truncated in samples])
+        rollouts = Rollouts(packed, cu_seqlens, torch.zeros_like(logprobs) if is_greedy else logprobs, truncated)
+        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(packed), 0
+        self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
+        return rollouts.to(prompts.tokens.device)
+
+    def sleep(self) -> None:
+        """Do nothing: the server's memory is not the trainer's."""
+
+    def _ask(self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT) -> T:
+        """Return what `read` finds in the JSON answer to a GET request, or to a POST request with a JSON body.
+
+        Raises:
+            ServerError: if there is no such answer within `limit` seconds.
+        """
+        who = f"the vLLM server at {self.url}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with _OPENER.open(request, timeout=limit) as reply:
+                text = reply.read()
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(500).decode(errors="replace").split())
+            raise ServerError(f"{who} answered {path} with status {error.code}: {said}") from error
+        except TimeoutError as error:
+            raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
+            raise ServerError(f"{who} cannot be reached, or closed the connection: {reason or type(error).__name__}") from error
+        try:
+            return read(json.loads(text))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ServerError(f"{who} answered {path} with something else than expected: {text[:200]!r}") from error
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is for the internet
+
+
+def _parameters(sampling: Sampling, num_samples: int, seed: int) -> dict[str, Any]:
+    """Return vLLM's sampling parameters; sample i of a request has seed + i."""
+    return {
+        "n": num_samples,
+        "seed": seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "logprobs": 0,  # only of the sampled token
+        "detokenize": False,
+        "ignore_eos": True,  # the end-of-text token of the configuration; stop_token_ids still apply
+    }
+
+
+def _samples(answer: Any, num_samples: int) -> list[tuple[list[int], list[float], bool]]:
+    """Return each sample's tokens, their log-probs, and whether the length limit ended it.
+
+    Raises:
+        ValueError: where they are not all there. Other exceptions mean that the answer has another form.
+    """
+    samples = []
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        tokens = [int(token) for token in choice["token_ids"]]
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        if not tokens or len(tokens) != len(logprobs) or choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError("a sample is not complete")
+        samples.append((tokens, logprobs, choice["finish_reason"] == "length"))
+    if len(samples) != num_samples:
+        raise ValueError("samples are missing")
+    return samples

@@ -1,0 +1,247 @@
+"""--rollout vllm with --vllm-url. Tests marked vllm need the real server (`make test-vllm`)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxrl_fast import train
+from maxrl_fast.errors import InputError, ServerError
+from maxrl_fast.model.checkpoint import new_files, write_policy
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import vllm_server as module
+from maxrl_fast.rollout.vllm_server import VllmServerEngine
+from tests.batches import make_prompts
+from tests.distributed.test_torchrun import ROOT, finished, torchrun, unused_port  # noqa: F401
+from tests.models import tiny_decoder
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
+SAMPLING = Sampling(1.0, 8, (3,))
+
+
+class FakeServer:
+    """Answers as vLLM does; a test replaces answers by path. An answer is (status, text), or a function of the request."""
+
+    def __init__(self):
+        self.requests, self.loaded = [], []
+        options = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+        self.answers = {
+            "/version": (200, '{"version": "0.32.0"}'),
+            "/server_info?config_format=json": (200, json.dumps(options)),
+            "/collective_rpc": self.reload,
+            "/reset_prefix_cache": (200, '{"success": true}'),
+            "/inference/v1/generate": self.generate,
+        }
+
+    def reload(self, request):
+        folder = Path(request["kwargs"]["weights_path"])
+        self.loaded.append([load_file(file) for file in sorted(folder.glob("*.safetensors"))])
+        return 200, '{"results": [null]}'
+
+    def generate(self, request):
+        """Return samples i that repeat the prompt's first token i + 1 times, in the wrong order."""
+        token, choices = request["token_ids"][0], []
+        for i in reversed(range(request["sampling_params"]["n"])):
+            content = [{"token_id": token, "logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)]
+            reason = "stop" if i else "length"
+            choices.append(
+                {"index": i, "finish_reason": reason, "token_ids": [token] * (i + 1), "logprobs": {"content": content}}
+            )
+        return 200, json.dumps({"choices": choices})
+
+
+@pytest.fixture
+def server():
+    fake = FakeServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            request = json.loads(body) if body else None
+            fake.requests.append((self.path, request))
+            answer = fake.answers[self.path]
+            status, text = answer(request) if callable(answer) else answer
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments):
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    fake.url = f"http://127.0.0.1:{listening.server_port}"
+    yield fake
+    listening.shutdown()
+    listening.server_close()
+
+
+def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
+    engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url + "/")
+    rollouts = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
+    assert rollouts.tokens.tolist() == [5, 5, 5, 9, 9, 9, 9, 9, 9]
+    assert rollouts.lengths.tolist() == [1, 2] * 3
+    assert rollouts.logprobs.tolist() == [-0.5, -0.5, -1.5] * 3
+    assert rollouts.truncated.tolist() == [True, False] * 3
+    greedy = engine.generate(PROMPTS, 2, SAMPLING.greedy, seed=0, step=1)
+    assert greedy.tokens.tolist() == [5, 5, 9, 9, 9, 9]
+    assert not greedy.logprobs.any()
+    engine.generate(PROMPTS.take(1, 2), 2, SAMPLING, seed=0, step=1)  # some of them again
+    seeds = {}
+    for path, request in server.requests:
+        if path == "/inference/v1/generate" and request["sampling_params"]["temperature"]:
+            seeds.setdefault(tuple(request["token_ids"]), set()).add(request["sampling_params"]["seed"])
+    assert len(seeds) == len(set.union(*seeds.values())) == 3
+
+
+def test_weights_are_written_in_the_compute_dtype_and_removed_at_the_end(server):
+    model = tiny_decoder(1)
+    engine = VllmServerEngine(tiny_decoder(), torch.bfloat16, server.url)
+    engine.load_weights(model)
+    expected = dict(model.weights())
+    loaded = {name: weight for file in server.loaded[1] for name, weight in file.items()}
+    assert loaded.keys() == {*expected, "lm_head.weight"}  # tied
+    for name, weight in loaded.items():
+        assert torch.equal(weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16())
+    assert all(len(file) == 1 for file in server.loaded[1])
+    folder = engine._folder
+    assert folder.exists()
+    del engine
+    assert not folder.exists()
+
+
+ANSWER = "the vLLM server at http://127.0.0.1:\\d+ answered"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/version", (200, '{"version": "0.34.1"}'), "needs a version of vLLM from 0.32 to below 0.34, got 0.34.1"),
+        (
+            "/version",
+            (200, "<html>"),
+            ANSWER + " /version with something else than expected: b'<html>'; start it as VLLM_SERVER",
+        ),
+        (
+            "/server_info?config_format=json",
+            (404, "Not Found"),
+            ANSWER + " /server_info.* with status 404: Not Found; start it as",
+        ),
+        (
+            "/server_info?config_format=json",
+            (200, '{"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}'),
+            "--logprobs-mode processed_logprobs, got raw_logprobs; start it as",
+        ),
+    ],
+)
+def test_a_server_that_is_started_otherwise_is_refused(server, path, answer, message):
+    server.answers[path] = answer
+    with pytest.raises(InputError, match=message):
+        VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:1"])
+def test_a_missing_server_is_reported_before_any_work(tmp_path, capsys, url):
+    assert train.main(["--rollout", "vllm", "--vllm-url", url, "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    assert not (tmp_path / "run").exists()
+    wanted = "must begin with http" if ":8000" in url else "cannot be reached, or closed the connection: "
+    assert wanted in capsys.readouterr().err
+
+
+def test_failures_while_sampling_are_sentences(server, monkeypatch):
+    engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+
+    def fails(answer, message):
+        server.answers["/inference/v1/generate"] = answer
+        with pytest.raises(ServerError, match=message):
+            engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
+
+    fails((500, '{"error": "engine dead"}'), ANSWER + " /inference/v1/generate with status 500: .*engine dead")
+    fails((200, '{"choices": []}'), ANSWER + " /inference/v1/generate with something else than expected")
+    fails(lambda request: (200, server.generate(request)[1].replace('"stop"', '"abort"')), "with something else than expected")
+    monkeypatch.setattr(module, "WORK_LIMIT", 0.2)
+    fails(lambda request: time.sleep(0.5) or (200, ""), "has not answered /inference/v1/generate for 0.2 s")
+    server.answers["/reset_prefix_cache"] = (200, '{"success": false}')
+    with pytest.raises(ServerError, match="could not clear its prefix cache"):
+        engine.load_weights(tiny_decoder())
+
+
+def test_the_servers_own_options_are_refused():
+    flags = ["--rollout", "vllm", "--vllm-url", "http://127.0.0.1:1"]
+    for more in (["--vllm-tensor-parallel", "2"], ["--kv-cache-gb", "1"]):
+        with pytest.raises(InputError, match="a run with --vllm-url takes no"):
+            train.parse([*flags, *more])
+    with pytest.raises(InputError, match="a run without --rollout vllm takes no vllm_url"):
+        train.parse(flags[2:])
+
+
+JOB = ["--rollout", "vllm", "--task", "chain", "--chain-length", "3", "--objective", "grpo", "--lr", "2e-2", "--steps", "8"]
+JOB += ["--prompts", "4", "--rollouts", "32", "--eval-prompts", "8", "--eval-samples", "2", "--threads", "1"]
+JOB += ["--dtype", "float32"]  # the tolerances below are for float32
+
+
+def answers(url):
+    """Return whether the server there is ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=2) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.vllm
+def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unused_port):  # noqa: F811
+    """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command does not start."""
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    sizes = {"vocab_size": 8, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_decoder(**sizes)
+    model.initialise(0)
+    write_policy(policy, "float32", model.weights(), new_files(model.config, (2,)))
+    options = ["--model", str(policy), "--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager", "--dtype", "float32"]
+    options += ["--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", "30000000", "--port", str(unused_port)]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
+    environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *options]
+    log = (tmp_path / "log").open("w")
+    serving = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    url, start = f"http://127.0.0.1:{unused_port}", time.monotonic()
+    try:
+        while not answers(url):
+            assert serving.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() - start < 150
+            time.sleep(1)
+        flags = [*JOB, "--vllm-url", url, "--model", str(policy), "--sharding", "full", "--out", str(tmp_path / "run")]
+        process = torchrun(2, "-m", "maxrl_fast.train", *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = finished(process, 200)
+    finally:
+        os.killpg(serving.pid, signal.SIGKILL)
+        serving.wait()
+        log.close()
+    assert process.returncode == 0, output
+    assert "rollout engine: vllm (0.3" in output
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    rewards = [record["reward_mean"] for record in records]
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
+    assert all(0 < record["logprob_diff"] < 1e-4 for record in records)
+    done = subprocess.run(
+        [sys.executable, "-m", "maxrl_fast.train", "--resume", str(tmp_path / "run"), "--steps", "9", "--allow-changes"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "cannot be reached, or closed the connection" in done.stderr

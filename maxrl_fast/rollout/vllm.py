@@ -107,7 +107,7 @@ class VllmEngine:
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
         self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
         _check_division(self.config, tensor_parallel)
-        _check_memory(model, dtype, self.cache_bytes, tensor_parallel, sharing)
+        share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
         self._can_sleep, self._is_asleep = not is_cpu, False
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
@@ -128,6 +128,7 @@ class VllmEngine:
                 dtype=str(dtype).removeprefix("torch."),
                 enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
                 kv_cache_memory_bytes=self.cache_bytes,
+                gpu_memory_utilization=share,  # vLLM refuses to start where less than this is free: 0.92 if not given
                 max_model_len=self.config.max_position_embeddings,
                 max_num_seqs=max_batch,
                 logprobs_mode="processed_logprobs",  # under the distribution sampled from
@@ -136,8 +137,10 @@ class VllmEngine:
                 **_launch_options(ranks, tensor_parallel, self._device),
             )
         if ranks.size > 1:
-            # Else vLLM would end the process group of the run, which it has joined, together with the engine.
-            self._llm.llm_engine.engine_core._finalizer.detach()
+            # Else vLLM, since 0.32, ends the process group of the run, which it has joined, together with the engine.
+            finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
+            if finalizer is not None:
+                finalizer.detach()
         self.load_weights(model)
 
     def describe(self) -> str:
@@ -260,16 +263,22 @@ def _check_division(config: DecoderConfig, tensor_parallel: int) -> None:
         )
 
 
-def _check_memory(model: Decoder, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> None:
-    """Raise InputError where vLLM's weights and KV cache do not fit; `sharing` ranks share the memory."""
+def _memory_share(model: Decoder, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> float:
+    """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing` ranks share the memory.
+
+    Raises:
+        InputError: if so much is not free.
+    """
     device = model.lm_head.weight.device
-    available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes(device)) // sharing
+    total = memory_bytes(device)
+    available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
     weights = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters()) // tensor_parallel
     if weights + cache_bytes > available:
         raise InputError(
             f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} GB for --kv-cache-gb in each "
             f"process, got {available / 1e9:.3g} GB"
         )
+    return (weights + cache_bytes) / total
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from maxrl_fast import train
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
@@ -155,6 +156,14 @@ def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
     assert engine.cache_bytes == alone // 4
     assert engine._llm.options["distributed_executor_backend"] == "external_launcher"
     assert engine._llm.options["tensor_parallel_size"] == 1
+
+
+def test_vllm_asks_for_no_more_memory_than_its_weights_and_cache_take(make_fake_engine):
+    """The policy is in the same memory, of which vLLM by itself wants 92 percent to be free."""
+    model = tiny_decoder()
+    wanted = 2**20 + 2 * sum(parameter.numel() for parameter in model.parameters())
+    share = make_fake_engine(model, cache_bytes=2**20)._llm.options["gpu_memory_utilization"]
+    assert share == pytest.approx(wanted / memory_bytes(torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")

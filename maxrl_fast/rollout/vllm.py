@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -324,14 +325,19 @@ def _process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to sys.stderr."""
+    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to sys.stderr, and ignore warnings.
+
+    sys.stderr itself still works: another thread prints there why the run ends, if a rank fails meanwhile.
+    """
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        yield
+        with warnings.catch_warnings(), open(saved, "w", buffering=1, closefd=False) as still:
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stderr(still):
+                yield
     finally:
-        sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +165,16 @@ def test_vllm_asks_for_no_more_memory_than_its_weights_and_cache_take(make_fake_
     wanted = 2**20 + 2 * sum(parameter.numel() for parameter in model.parameters())
     share = make_fake_engine(model, cache_bytes=2**20)._llm.options["gpu_memory_utilization"]
     assert share == pytest.approx(wanted / memory_bytes(torch.device("cpu")))
+
+
+def test_only_the_trainer_is_heard_while_vllm_starts(capfd):
+    """A thread of the trainer says there why the run ends, for example that another rank was killed."""
+    with rollout_vllm._process_restored():
+        os.write(2, b"from a library\n")
+        warnings.warn("from vLLM", stacklevel=1)
+        print("error: rank 1 failed; rank 0 stops", file=sys.stderr, flush=True)
+    print("after", file=sys.stderr)
+    assert capfd.readouterr().err == "error: rank 1 failed; rank 0 stops\nafter\n"
 
 
 @pytest.fixture(scope="module")

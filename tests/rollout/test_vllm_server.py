@@ -178,6 +178,26 @@ def test_failures_while_sampling_are_sentences(server, monkeypatch):
         engine.load_weights(tiny_decoder())
 
 
+def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_path, capsys):
+    generate, steps = server.answers["/inference/v1/generate"], []
+
+    def failing(request):
+        is_training = request["sampling_params"]["n"] == 4
+        steps.extend([None] * is_training)
+        return (503, "shutting down") if len(steps) == 3 else generate(request)
+
+    server.answers["/inference/v1/generate"] = failing
+    flags = ["--rollout", "vllm", "--vllm-url", server.url, "--task", "chain", "--objective", "grpo", "--out", str(tmp_path)]
+    flags += ["--prompts", "2", "--rollouts", "4", "--steps", "2", "--eval-prompts", "2", "--eval-samples", "1"]
+    assert train.main([*flags, "--save-every", "1", "--threads", "1"]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint is" in error
+    assert "Start the server again, then continue with --resume." in error
+    server.answers["/inference/v1/generate"] = generate
+    assert train.main(["--resume", str(tmp_path)]) == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_the_servers_own_options_are_refused():
     flags = ["--rollout", "vllm", "--vllm-url", "http://127.0.0.1:1"]
     for more in (["--vllm-tensor-parallel", "2"], ["--kv-cache-gb", "1"]):

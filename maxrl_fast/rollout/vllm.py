@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import random
 import sys
@@ -325,19 +326,21 @@ def _process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to sys.stderr, and ignore warnings.
+    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to sys.stderr, and drop warnings.
 
     sys.stderr itself still works: another thread prints there why the run ends, if a rank fails meanwhile.
     """
     sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved, null, disabled = os.dup(2), os.open(os.devnull, os.O_WRONLY), logging.root.manager.disable
     os.dup2(null, 2)
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), open(saved, "w", buffering=1, closefd=False) as still:
             warnings.simplefilter("ignore")
             with contextlib.redirect_stderr(still):
                 yield
     finally:
+        logging.disable(disabled)
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)

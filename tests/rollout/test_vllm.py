@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -172,6 +173,7 @@ def test_only_the_trainer_is_heard_while_vllm_starts(capfd):
     with rollout_vllm._process_restored():
         os.write(2, b"from a library\n")
         warnings.warn("from vLLM", stacklevel=1)
+        logging.getLogger("vllm").warning("from its logger")
         print("error: rank 1 failed; rank 0 stops", file=sys.stderr, flush=True)
     print("after", file=sys.stderr)
     assert capfd.readouterr().err == "error: rank 1 failed; rank 0 stops\nafter\n"

@@ -4,31 +4,38 @@
 
 namespace maxrl {
 
-// A rows, Hq query heads, Hkv key/value heads, head size D. All arrays except prompt_lse are contiguous and 16-byte aligned.
+// A rows, Hq query heads, Hkv key/value heads, head size D. All arrays are 16-byte aligned, and contiguous except q, k, v and
+// prompt_lse.
 template <typename Element>
 struct DecodeAttention {
   int64_t num_rows, limit;  // A; capacity of the caches in tokens
   int heads, kv_heads, head_dim;
-  const Element *q, *k, *v;                // [A, Hq, D], [A, Hkv, D] of the newest token
+  const Element *q, *k, *v;                // [A, Hq, D], [A, Hkv, D] of the newest token,
+  int64_t q_stride, k_stride, v_stride;    // and the elements from one row to the next, a multiple of 16 bytes
   Element *k_cache, *v_cache;              // [A, limit, Hkv, D]; k and v are written at lengths - 1
   const int64_t* lengths;                  // [A] number of tokens including the newest, 1 to limit
   const Element* prompt_out;               // [A, Hq, D] attention to the prompt only,
   const float* prompt_lse;                 // and its log-sum-exp [A, Hq] with these strides
   int64_t lse_row_stride, lse_head_stride;
+  int num_splits;                          // parts of a row's tokens that different blocks attend to
+  float* partial;                          // [A, Hq, num_splits, D + 2], unused if num_splits is 1
   Element* out;                            // [A, Hq, D]
 };
 
-// A rows, vocabulary V, at most `limit` tokens per row. Rows that are done do not change.
+// R of A rows, each once, vocabulary V, at most `limit` tokens per row. Rows that are done do not change.
+template <typename Element>
 struct DecodeSample {
-  int64_t num_rows, vocab_size, limit;
-  const float* logits;    // [A, V]
-  double temperature;     // 0: greedy decoding
-  const int64_t* keys;    // [A] select the random numbers (random.h)
-  const bool* stops;      // [V] tokens that end a response
-  int64_t *last, *length; // [A] newest token, number of tokens: the next one is written at `length`
-  bool* done;             // [A]
-  int64_t* tokens;        // [A, limit]
-  float* logprobs;        // [A, limit] under the distribution sampled from, 0 at temperature 0
+  int64_t num_rows, vocab_size, limit;  // R
+  const Element* logits;       // [R / samples_per_logits, V]
+  int64_t samples_per_logits;  // consecutive ones of the R rows that are sampled from the same logits
+  const int64_t* rows;         // [R], null: 0 to R - 1
+  double temperature;          // 0: greedy decoding
+  const int64_t* keys;         // [A] select the random numbers (random.h)
+  const bool* stops;           // [V] tokens that end a response
+  int64_t *last, *length;      // [A] newest token, number of tokens: the next one is written at `length`
+  bool* done;                  // [A]
+  int64_t* tokens;             // [A, limit]
+  float* logprobs;             // [A, limit] under the distribution sampled from, 0 at temperature 0
 };
 
 }  // namespace maxrl

@@ -104,7 +104,8 @@ void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxie
 // a key/value head.
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
-void decode_sample(const DecodeSample& in, cudaStream_t stream);
+template <typename Element>
+void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

@@ -3,12 +3,12 @@
 import torch
 
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.decode_attention import Step
+from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
-# Query heads, key/value heads, head size; groups, samples per group; prompt width, limit.
+# Query heads, key/value heads, head size; prompts, samples of one at most; prompt width, limit.
 SHAPES = [
     (4, 2, 64, 3, 5, 7, 40),
     (8, 1, 16, 2, 4, 5, 70),
@@ -17,29 +17,38 @@ SHAPES = [
     (10, 2, 8, 2, 2, 3, 300),
     (12, 4, 128, 1, 3, 2, 17),
     (4, 2, 64, 40, 40, 3, 12),
+    (8, 2, 64, 2, 2, 5, 700),  # several blocks share a row's keys
+    (7, 1, 96, 1, 1, 3, 1100),
 ]
 
 
 def attention(shape, dtype, device, in_kernel):
-    """Return the attention of one step and its caches afterwards. The inputs are the same on every device."""
-    heads, kv_heads, dim, groups, rows, prompt_width, limit = shape
+    """Return the attention of one step and its caches afterwards. The inputs are the same on every device.
+
+    The first prompt has all its rows, the others have fewer or none, and q, k and v are parts of one tensor.
+    """
+    heads, kv_heads, dim, prompts, most, prompt_width, limit = shape
     generator = torch.Generator().manual_seed(sum(shape))
 
     def numbers(*size):
-        x = 2 * torch.randn(*size, kv_heads, dim, generator=generator)
+        x = 2 * torch.randn(*size, dim, generator=generator)
         return (x.to(torch.bfloat16) if dtype != torch.float32 else x).to(device, dtype)
 
-    size = groups * rows
-    prompt_lengths = torch.randint(1, prompt_width + 1, (groups,), generator=generator)
+    counts = torch.randint(0, most + 1, (prompts,), generator=generator)
+    counts[0] = most
+    size = int(counts.sum())
+    prompt_lengths = torch.randint(1, prompt_width + 1, (prompts,), generator=generator)
     lengths = torch.randint(1, limit + 1, (size,), generator=generator)
     lengths[0], lengths[-1] = 1, limit
-    prompt = numbers(groups, prompt_width), numbers(groups, prompt_width)
-    own = numbers(size, limit), numbers(size, limit)
-    k, v = numbers(size), numbers(size)
-    q = numbers(size, heads // kv_heads).flatten(1, 2)
+    prompt = numbers(prompts, prompt_width, kv_heads), numbers(prompts, prompt_width, kv_heads)
+    own = numbers(size, limit, kv_heads), numbers(size, limit, kv_heads)
+    q, k, v = numbers(size, heads + 2 * kv_heads).split([heads, kv_heads, kv_heads], dim=1)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    cache_starts = torch.arange(prompts + 1) * prompt_width
+    groups = [starts.int(), prompt_lengths.int(), cache_starts.int()]
+    groups = Groups(torch.repeat_interleave(counts).to(device), *(x.to(device) for x in groups), size=most)
     with torch.no_grad():
-        step = Step(prompt_lengths.to(device), lengths.to(device), prompt_width, limit, in_kernel)
-        out = step.attend(q, k, v, prompt, own)
+        out = Step(groups, lengths.to(device), limit, in_kernel).attend(q, k, v, prompt, own)
     return out, *own
 
 
@@ -47,11 +56,12 @@ VOCABULARIES = [1, 2, 31, 32, 33, 300, 5000]
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 
 
-def sampling_state(vocab, device):
+def sampling_state(vocab, device, dtype=torch.float32):
     """Return logits and the state of 60 rows, some of which are done."""
     generator = torch.Generator().manual_seed(vocab)
     rows, limit = 60, 9
     logits = 3 * torch.randn(rows, vocab, generator=generator)
+    logits = logits.to(dtype)
     logits[5, 1:] = -torch.inf  # only one token can be sampled
     stops = torch.rand(vocab, generator=generator) < 0.3
     length = torch.randint(1, limit, (rows,), generator=generator)
@@ -62,14 +72,15 @@ def sampling_state(vocab, device):
     return [x.to(device) for x in (logits, keys, stops, last, length, done, *written)]
 
 
-def check_sampling(vocab, temperature, device, around_kernel):
-    """Compare everything that the kernel writes with sampling.sample on the CPU."""
+def check_sampling(vocab, temperature, device, around_kernel, dtype=torch.float32):
+    """Compare everything that the kernel writes with sampling.sample of the same logits in float32 on the CPU."""
     sampling = Sampling(temperature, 9, ())
-    logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(vocab, torch.device("cpu"))
-    given = sampling_state(vocab, device)
+    logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(vocab, torch.device("cpu"), dtype)
+    given = sampling_state(vocab, device, dtype)
     with around_kernel():
         sample_and_append(given[0], sampling, *given[1:])
 
+    logits = logits.float()
     token, log_p = (x[:, 0] for x in sample(logits, uniforms(keys, length)[:, None], sampling))
     rows = (~done).nonzero()[:, 0]
     if vocab > 5000 and temperature:  # sums differ by rounding, so near a step of the CDF the next token may be drawn

@@ -2,13 +2,29 @@
 
 namespace maxrl::bindings {
 
+#ifdef MAXRL_FAST_CUDA
+namespace {
+
+// Calls `run` with an element of this dtype.
+template <typename Run>
+void with_element(std::string_view dtype, const Run& run) {
+  if (dtype == "float32") return run(float{});
+  if (dtype == "bfloat16") return run(BFloat16{});
+  if (dtype == "float16") return run(Float16{});
+  throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
+}
+
+}  // namespace
+#endif
+
 void bind_decoding([[maybe_unused]] py::module_& m) {
 #ifdef MAXRL_FAST_CUDA
   m.def(
       "decode_attention_cuda",
       [](std::string_view dtype, std::int64_t num_rows, std::int64_t limit, int heads, int kv_heads, int head_dim, Address q,
-         Address k, Address v, Address k_cache, Address v_cache, Address lengths, Address prompt_out, Address prompt_lse,
-         std::int64_t lse_row_stride, std::int64_t lse_head_stride, Address out, Address stream) {
+         Address k, Address v, std::int64_t q_stride, std::int64_t k_stride, std::int64_t v_stride, Address k_cache,
+         Address v_cache, Address lengths, Address prompt_out, Address prompt_lse, std::int64_t lse_row_stride,
+         std::int64_t lse_head_stride, int num_splits, Address partial, Address out, Address stream) {
         for (const Address address : {q, k, v, k_cache, v_cache, prompt_out, out})
           if (address % 16) throw py::value_error("decode_attention needs tensors aligned to 16 bytes");
         const auto run = [&](auto element) {
@@ -21,6 +37,9 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
                                             pointer<const Element>(q),
                                             pointer<const Element>(k),
                                             pointer<const Element>(v),
+                                            q_stride,
+                                            k_stride,
+                                            v_stride,
                                             pointer<Element>(k_cache),
                                             pointer<Element>(v_cache),
                                             pointer<const std::int64_t>(lengths),
@@ -28,37 +47,43 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
                                             pointer<const float>(prompt_lse),
                                             lse_row_stride,
                                             lse_head_stride,
+                                            num_splits,
+                                            pointer<float>(partial),
                                             pointer<Element>(out)};
           cuda::decode_attention(in, reinterpret_cast<cudaStream_t>(stream));
         };
-        if (dtype == "float32") return run(float{});
-        if (dtype == "bfloat16") return run(BFloat16{});
-        if (dtype == "float16") return run(Float16{});
-        throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
+        with_element(dtype, run);
       },
       py::kw_only(), "dtype"_a, "num_rows"_a, "limit"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "q"_a, "k"_a, "v"_a,
-      "k_cache"_a, "v_cache"_a, "lengths"_a, "prompt_out"_a, "prompt_lse"_a, "lse_row_stride"_a, "lse_head_stride"_a, "out"_a,
-      "stream"_a);
+      "q_stride"_a, "k_stride"_a, "v_stride"_a, "k_cache"_a, "v_cache"_a, "lengths"_a, "prompt_out"_a, "prompt_lse"_a,
+      "lse_row_stride"_a, "lse_head_stride"_a, "num_splits"_a, "partial"_a, "out"_a, "stream"_a);
   m.def(
       "decode_sample_cuda",
-      [](std::int64_t num_rows, std::int64_t vocab_size, std::int64_t limit, Address logits, double temperature, Address keys,
-         Address stops, Address last, Address length, Address done, Address tokens, Address logprobs, Address stream) {
-        const DecodeSample in{num_rows,
-                              vocab_size,
-                              limit,
-                              pointer<const float>(logits),
-                              temperature,
-                              pointer<const std::int64_t>(keys),
-                              pointer<const bool>(stops),
-                              pointer<std::int64_t>(last),
-                              pointer<std::int64_t>(length),
-                              pointer<bool>(done),
-                              pointer<std::int64_t>(tokens),
-                              pointer<float>(logprobs)};
-        cuda::decode_sample(in, reinterpret_cast<cudaStream_t>(stream));
+      [](std::string_view dtype, std::int64_t num_rows, std::int64_t vocab_size, std::int64_t limit, Address logits,
+         std::int64_t samples_per_logits, Address rows, double temperature, Address keys, Address stops, Address last,
+         Address length, Address done, Address tokens, Address logprobs, Address stream) {
+        const auto run = [&](auto element) {
+          using Element = decltype(element);
+          const DecodeSample<Element> in{num_rows,
+                                         vocab_size,
+                                         limit,
+                                         pointer<const Element>(logits),
+                                         samples_per_logits,
+                                         pointer<const std::int64_t>(rows),
+                                         temperature,
+                                         pointer<const std::int64_t>(keys),
+                                         pointer<const bool>(stops),
+                                         pointer<std::int64_t>(last),
+                                         pointer<std::int64_t>(length),
+                                         pointer<bool>(done),
+                                         pointer<std::int64_t>(tokens),
+                                         pointer<float>(logprobs)};
+          cuda::decode_sample(in, reinterpret_cast<cudaStream_t>(stream));
+        };
+        with_element(dtype, run);
       },
-      py::kw_only(), "num_rows"_a, "vocab_size"_a, "limit"_a, "logits"_a, "temperature"_a, "keys"_a, "stops"_a, "last"_a,
-      "length"_a, "done"_a, "tokens"_a, "logprobs"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "num_rows"_a, "vocab_size"_a, "limit"_a, "logits"_a, "samples_per_logits"_a, "rows"_a,
+      "temperature"_a, "keys"_a, "stops"_a, "last"_a, "length"_a, "done"_a, "tokens"_a, "logprobs"_a, "stream"_a);
 #endif
 }
 

@@ -4,6 +4,9 @@
 // A block computes one row and one key/value head, with all query heads that share it. Several lanes of a warp form a slot and
 // share a key, 16 bytes per lane. Each slot has its own online softmax over every num_slots-th key, and at the end the slots
 // are merged.
+//
+// Where there are few rows, num_splits blocks share a row and a head, each for a part of the keys (Flash-Decoding, Dao et al.
+// 2023). A second launch then merges their results in order.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -18,6 +21,7 @@ constexpr int kKeysAtOnce = 4;          // keys that a slot loads at a time, to 
 constexpr int kMaxWarps = 8;            // per block
 constexpr float kLowest = -1e30f;       // below any score, and finite, so that kLowest - kLowest is 0
 constexpr int64_t kWantedWarps = 2048;  // per launch, to fill a GPU
+constexpr int kMergingThreads = 128;    // per block of the second launch
 
 // Online softmax over some of the keys, for each query head: maximum score, sum of exponentials, and this lane's part of the
 // output. Scores are multiplied by log2(e).
@@ -42,13 +46,32 @@ struct Attended {
   }
 };
 
+// Merges a query head's attention to its own tokens with its attention to the prompt, whose weight is sigmoid(prompt_lse -
+// own_lse), and writes 16 bytes of the result.
+template <typename Element>
+__device__ void write_result(const DecodeAttention<Element>& in, int64_t row, int head, int part, float top, float sum,
+                             const float (&values)[Chunk<Element>::kSize]) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const int64_t at = (row * in.heads + head) * in.head_dim + part * kSize;
+  Chunk<Element> prompt_out;
+  prompt_out.bits = *reinterpret_cast<const uint4*>(in.prompt_out + at);
+  const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + head * in.lse_head_stride];
+  const float own_lse = top + log2f(sum);
+  const float prompt_weight = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
+  const float own_factor = (1.0f - prompt_weight) / sum;
+  float out[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) out[i] = values[i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
+  *reinterpret_cast<uint4*>(in.out + at) = rounded<Element>(out).bits;
+}
+
 // One thread's part of the attention of the kQueries query heads of a row that share a key/value head.
 template <typename Element, int kQueries>
 struct OwnAttention {
   static constexpr int kSize = Chunk<Element>::kSize;
   const DecodeAttention<Element>& in;
   const int64_t row;
-  const int head, lanes_of_key;  // a power of two
+  const int head, split, lanes_of_key;  // a power of two
   const int part, slot;          // this lane's 16 bytes of a key; its slot
   const bool has_part;           // false in lanes past head_dim
   const int64_t newest;          // position of the newest token
@@ -56,13 +79,14 @@ struct OwnAttention {
   Attended<kQueries, kSize> attended;
 
   __device__ OwnAttention(const DecodeAttention<Element>& in, int lanes_of_key)
-      : in(in), row(blockIdx.x / in.kv_heads), head(blockIdx.x % in.kv_heads), lanes_of_key(lanes_of_key),
-        part(threadIdx.x % kWarp % lanes_of_key), slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
+      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads), head(blockIdx.x / in.num_splits % in.kv_heads),
+        split(blockIdx.x % in.num_splits), lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
+        slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
         newest(max(int64_t(0), min(in.lengths[row], in.limit) - 1)) {
     const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-      unpack(load(in.q + query_offset(r), true), queries[r]);
+      unpack(load(in.q + row * in.q_stride + (head * kQueries + r) * in.head_dim, true), queries[r]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
     }
@@ -76,7 +100,6 @@ struct OwnAttention {
     if (exists && has_part) chunk.bits = *reinterpret_cast<const uint4*>(vector + part * kSize);
     return chunk;
   }
-  __device__ int64_t query_offset(int r) const { return (row * in.heads + head * kQueries + r) * in.head_dim; }
   __device__ Element* cached(Element* cache, int64_t position) const {
     return cache + ((row * in.limit + position) * in.kv_heads + head) * in.head_dim;
   }
@@ -93,13 +116,14 @@ struct OwnAttention {
 
   __device__ void attend_to_cache() {
     const int num_slots = blockDim.x / lanes_of_key;
-    for (int64_t first = 0; first < newest; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
+    const int64_t size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size, end = min(newest, begin + size);
+    for (int64_t first = begin; first < end; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
       Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
       bool exists[kKeysAtOnce];
 #pragma unroll
       for (int u = 0; u < kKeysAtOnce; ++u) {
         const int64_t position = first + u * num_slots + slot;
-        exists[u] = position < newest;
+        exists[u] = position < end;
         keys[u] = load(cached(in.k_cache, position), exists[u]);
         values[u] = load(cached(in.v_cache, position), exists[u]);
       }
@@ -131,8 +155,8 @@ struct OwnAttention {
 
   // The first slot adds the newest token to its softmax and writes it to the cache.
   __device__ void attend_to_newest() {
-    const int64_t offset = (row * in.kv_heads + head) * in.head_dim;
-    const Chunk<Element> new_key = load(in.k + offset, true), new_value = load(in.v + offset, true);
+    const Chunk<Element> new_key = load(in.k + row * in.k_stride + head * in.head_dim, true);
+    const Chunk<Element> new_value = load(in.v + row * in.v_stride + head * in.head_dim, true);
     float new_values[kSize];
     unpack(new_value, new_values);
 #pragma unroll
@@ -187,23 +211,26 @@ struct OwnAttention {
         }
   }
 
-  // Merges with the attention to the prompt, whose weight is sigmoid(prompt_lse - own_lse), and writes the result.
-  __device__ void write() const {
+  // Writes this split's values, sum and maximum.
+  __device__ void write_partial() const {
     if (slot > 0 || !has_part) return;
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-      const int64_t at = query_offset(r);
-      const Chunk<Element> prompt_out = load(in.prompt_out + at, true);
-      const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + (head * kQueries + r) * in.lse_head_stride];
-      const float own_lse = attended.top[r] + log2f(attended.sum[r]);
-      const float prompt_weight = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
-      const float own_factor = (1.0f - prompt_weight) / attended.sum[r];
-      float out[kSize];
+      float* to = in.partial + ((row * in.heads + head * kQueries + r) * in.num_splits + split) * (in.head_dim + 2);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        out[i] = attended.values[r][i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
-      *reinterpret_cast<uint4*>(in.out + at + part * kSize) = rounded<Element>(out).bits;
+      for (int i = 0; i < kSize; ++i) to[part * kSize + i] = attended.values[r][i];
+      if (part == 0) {
+        to[in.head_dim] = attended.top[r];
+        to[in.head_dim + 1] = attended.sum[r];
+      }
     }
+  }
+
+  __device__ void write() const {
+    if (slot > 0 || !has_part) return;
+#pragma unroll
+    for (int r = 0; r < kQueries; ++r)
+      write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r], attended.values[r]);
   }
 };
 
@@ -212,23 +239,50 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
     attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
   OwnAttention<Element, kQueries> own(in, lanes_of_key);
   own.attend_to_cache();
-  own.attend_to_newest();
+  if (own.split == 0) own.attend_to_newest();
   own.merge_slots_of_warp();
   own.merge_warps();
-  own.write();
+  if (in.num_splits == 1)
+    own.write();
+  else
+    own.write_partial();
+}
+
+// Merges the splits of a row and a query head, by lanes_of_key threads. Their order is fixed, so the result is too.
+template <typename Element>
+__global__ void __launch_bounds__(kMergingThreads)
+    merge_splits(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const int64_t index = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / lanes_of_key;  // of the row and the head
+  const int part = threadIdx.x % lanes_of_key;
+  if (index >= in.num_rows * in.heads || part * kSize >= in.head_dim) return;
+  Attended<1, kSize> attended;
+  attended.clear();
+  for (int split = 0; split < in.num_splits; ++split) {
+    const float* from = in.partial + (index * in.num_splits + split) * (in.head_dim + 2);
+    float values[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = from[part * kSize + i];
+    attended.merge(0, from[in.head_dim], from[in.head_dim + 1], values);
+  }
+  const int64_t row = index / in.heads;
+  write_result(in, row, static_cast<int>(index - row * in.heads), part, attended.top[0], attended.sum[0], attended.values[0]);
 }
 
 template <typename Element, int kQueries>
 void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
   int lanes = 1;
   while (lanes * Chunk<Element>::kSize < in.head_dim) lanes *= 2;
-  const int64_t blocks = in.num_rows * in.kv_heads;
+  const int64_t blocks = in.num_rows * in.kv_heads * in.num_splits;
   int warps = 1;
   while (warps < kMaxWarps && blocks * warps < kWantedWarps) warps *= 2;
   const int64_t shared = warps == 1 ? 0 : warps * kQueries * lanes * (Chunk<Element>::kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
   if (shared > 48 * 1024) allow_shared(kernel, shared);
   launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
+  if (in.num_splits == 1) return;
+  const int64_t merging = (in.num_rows * in.heads * lanes + kMergingThreads - 1) / kMergingThreads;
+  launch(merge_splits<Element>, merging, kMergingThreads, 0, 0, stream, in, lanes);
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 """Attention of one decoding step: each sample's newest token attends to the group's prompt and to the sample's own tokens.
 
-On a GPU the prompt part is one FlashAttention call with all samples of a group in one sequence; the own part and the merge are
-one launch of csrc/cuda/decode_attention.cu. Elsewhere both parts are flash.attend with masks.
+On a GPU the prompt part is one FlashAttention launch with all samples of a group in one sequence; the own part and the merge
+are one launch of csrc/cuda/decode_attention.cu, or two where few samples have long responses. Elsewhere both parts are
+flash.attend with masks.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,7 +19,10 @@ from maxrl_fast.ops._gate import Call
 
 Cache = tuple[Tensor, Tensor]  # keys and values of one layer
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of the CUDA kernels
+
+_BLOCKS = 256  # of eight warps, which fill a GPU
+_KEYS_PER_SPLIT = 256  # at least, for one block
 
 
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -26,86 +31,110 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
     A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a key/value head.
     """
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
-    fits = dtype in _DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
+    fits = dtype in DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
     return fits and _gate.is_gpu(device) and _gate.has_kernels(device)
 
 
-class Step:
-    """The sequence lengths of one decoding step of G groups with N samples each; they are the same in every layer.
+def num_splits(rows: int, kv_heads: int, limit: int) -> int:
+    """Return how many blocks share a row's own keys, so that few rows with long responses fill a GPU too.
 
-    Args:
-        prompt_lengths: [G] int64, each at least 1.
-        lengths: [A] int64 with A = G N, tokens of each sample including the newest, from 1 to `width`.
-        prompt_width: positions of the prompts' cache.
-        width: positions of the samples' cache that are read where the kernel does not run.
+    It depends on sizes alone, so every GPU sums in the same order.
+    """
+    return max(1, min(-(-_BLOCKS // (rows * kv_heads)), limit // _KEYS_PER_SPLIT))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The prompts of a batch's rows: rows starts[g] to starts[g + 1] - 1 have prompt g.
+
+    Rows past the last start have no prompt, and their attention is undefined.
     """
 
-    def __init__(self, prompt_lengths: Tensor, lengths: Tensor, prompt_width: int, width: int, in_kernel: bool):
-        self.prompt_lengths, self.lengths, self.in_kernel = prompt_lengths, lengths, in_kernel
-        self.prompt_width, self.width = prompt_width, width
-        self.samples_per_group = len(lengths) // len(prompt_lengths)
+    prompt: Tensor  # [A] int64, each row's prompt
+    starts: Tensor  # [G + 1] int32, ascending
+    prompt_lengths: Tensor  # [G] int32, each at least 1
+    cache_starts: Tensor  # [G + 1] int32, the first position of each prompt in the cache
+    size: int  # the most rows that a prompt has
+
+
+class Step:
+    """One decoding step of A rows; the sequence lengths are the same in every layer.
+
+    Args:
+        lengths: [A] int64, tokens of each row including the newest, from 1 to `width`.
+        width: positions of the rows' cache that are read where the kernel does not run.
+    """
+
+    def __init__(self, groups: Groups, lengths: Tensor, width: int, in_kernel: bool):
+        self.groups, self.lengths, self.width, self.in_kernel = groups, lengths, width, in_kernel
 
     @cached_property
-    def varlen(self) -> tuple[Tensor, Tensor, Tensor]:
-        """cu_seqlens of the queries and of the padded keys, int32 [G+1] each, and the number of valid keys, int32 [G]."""
-        groups = torch.arange(len(self.prompt_lengths) + 1, dtype=torch.int32, device=self.lengths.device)
-        return groups * self.samples_per_group, groups * self.prompt_width, self.prompt_lengths.to(torch.int32)
-
-    @cached_property
-    def masks(self) -> tuple[Tensor, Tensor]:
-        """Additive masks, prompts [G, 1, 1, prompt_width] and samples [A, 1, 1, width]: 0 on valid keys, -inf on padding."""
-        return _mask(self.prompt_lengths, self.prompt_width), _mask(self.lengths, self.width)
+    def tile(self) -> tuple[Tensor, Tensor]:
+        """The row of each place of a tile with a line for each prompt, [G, size], and the place of each row, [A]."""
+        groups, rows = self.groups, len(self.lengths)
+        places = torch.arange(groups.size, device=self.lengths.device)
+        tile = (groups.starts[:-1, None] + places).clamp_max(rows - 1)
+        place = torch.arange(rows, device=self.lengths.device) - groups.starts[groups.prompt]
+        return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Cache, own: Cache) -> Tensor:
         """Write k and v of the newest tokens to the samples' cache, and return the attention of q to prompts and samples.
 
         Shapes: q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own` [A, limit, Hkv, D].
+        A row of q, k and v must be contiguous, but rows need not follow each other.
         """
         o, lse = self._to_prompts(q, prompt)
         return (self._to_own_in_kernel if self.in_kernel else self._to_own)(q, k, v, own, o, lse)
 
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
         """Return the attention to the prompts, [A, Hq, D], and its log-sum-exp, [A, Hq]."""
+        groups, (slots, width) = self.groups, prompt[0].shape[:2]
         if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
-            cu_q, cu_k, counts = self.varlen
             # With a maximum query length of 1 the kernel reorders heads.
-            sizes = (cu_q, cu_k, max(self.samples_per_group, 2), self.prompt_width)
+            sizes = (groups.starts, groups.cache_starts, max(groups.size, 2), width)
             k, v = (x.flatten(0, 1) for x in prompt)
-            o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, False, False, seqused_k=counts)
+            flash_attention = torch.ops.aten._flash_attention_forward
+            o, lse, *_ = flash_attention(q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths)
             return o, lse.t()
         # Treat the query heads that share a key/value head as additional queries of that head.
-        q = _by_key_head(q, prompt[0].shape[2])  # [A, R, Hkv, D]
-        o, lse = flash.attend(q.view(len(self.prompt_lengths), -1, *q.shape[2:]), *prompt, mask=self.masks[0])
-        return _by_query_head(o.reshape(q.shape)), _by_query_head(lse.reshape(q.shape[:-1]))
+        tile, place = self.tile
+        q = _by_key_head(q, prompt[0].shape[2])[tile].flatten(1, 2)  # [G, size * R, Hkv, D]
+        o, lse = flash.attend(q, *prompt, mask=_mask(groups.prompt_lengths, width))
+        o, lse = (_by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place]) for x in (o, lse))
+        return o, lse
 
     def _to_own(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
         rows = torch.arange(len(q), device=q.device)
         for cache, x in zip(own, (k, v), strict=True):
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
-        o, lse = flash.attend(_by_key_head(q, k.shape[1]), keys, values, mask=self.masks[1])
+        o, lse = flash.attend(_by_key_head(q, k.shape[1]), keys, values, mask=_mask(self.lengths, self.width))
         return merge(prompt_o, prompt_lse, _by_query_head(o), _by_query_head(lse))[0]
 
     def _to_own_in_kernel(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
-        q, k, v, prompt_o = (x.contiguous() for x in (q, k, v, prompt_o))
-        out, call = torch.empty_like(q), Call(q.device)
+        out, call, prompt_o = torch.empty(q.shape, dtype=q.dtype, device=q.device), Call(q.device), prompt_o.contiguous()
+        splits = num_splits(batch, kv_heads, limit)
+        partial = None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
 
         def at(name: str, x: Tensor, *shape: int) -> int:
             return call.address(name, x, q.dtype, shape)
 
         call.launch(
             "decode_attention",
-            dtype=_DTYPES[q.dtype],
+            dtype=DTYPES[q.dtype],
             num_rows=batch,
             limit=limit,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=dim,
-            q=at("q", q, batch, heads, dim),
-            k=at("k", k, batch, kv_heads, dim),
-            v=at("v", v, batch, kv_heads, dim),
+            q=_rows_address(call, "q", q, q.dtype, (batch, heads, dim)),
+            k=_rows_address(call, "k", k, q.dtype, (batch, kv_heads, dim)),
+            v=_rows_address(call, "v", v, q.dtype, (batch, kv_heads, dim)),
+            q_stride=q.stride(0),
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
             k_cache=at("k_cache", own[0], batch, limit, kv_heads, dim),
             v_cache=at("v_cache", own[1], batch, limit, kv_heads, dim),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
@@ -113,9 +142,22 @@ class Step:
             prompt_lse=_float_address(call, prompt_lse, (batch, heads)),
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
+            num_splits=splits,
+            partial=0 if partial is None else call.keep(partial),
             out=call.keep(out),
         )
         return out
+
+
+def _rows_address(call: Call, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
+    """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16 bytes apart."""
+    fits = x.dtype == dtype and x.shape == shape and x.device == call.device
+    if not fits or x.stride()[1:] != (shape[2], 1) or x.stride(0) * x.element_size() % 16:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {shape} on {call.device} with contiguous rows, a multiple of 16 bytes apart, got "
+            f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
+        )
+    return call.keep(x)
 
 
 def _float_address(call: Call, x: Tensor, shape: tuple[int, int]) -> int:

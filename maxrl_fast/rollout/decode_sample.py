@@ -6,11 +6,12 @@ from torch import Tensor
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.decode_attention import DTYPES
 
 
-def has_kernel(sampling: Sampling, device: torch.device) -> bool:
-    """Return whether the CUDA kernel can sample so; it supports no top-k, top-p or min-p."""
-    return not sampling.filters_tokens and _gate.is_gpu(device) and _gate.has_kernels(device)
+def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k, top-p or min-p."""
+    return not sampling.filters_tokens and dtype in DTYPES and _gate.is_gpu(device) and _gate.has_kernels(device)
 
 
 def sample_and_append(
@@ -23,23 +24,32 @@ def sample_and_append(
     done: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
+    rows: Tensor | None = None,
 ) -> None:
-    """Sample one token per row as `sampling.sample` does, and append it to the rows that are not done.
+    """Sample one token per row as `sampling.sample` does in float32, and append it to the rows that are not done.
 
     Args:
-        logits: [A, V] float32.
+        logits: [A, V] float32, bfloat16 or float16; with `rows`, [g, V].
         keys: [A] int64; with length they select the uniform random numbers.
         stops: [V] bool, the tokens that end a response.
         last, length, done: [A], updated in place: newest token, number of tokens, whether the response has ended.
         tokens, logprobs: [A, limit], written in place at column `length`.
+        rows: [g n] int64, different rows of the state: each n in turn are sampled from the same logits. None: all rows, each
+            from its own logits.
     """
-    (batch, size), limit, call = logits.shape, tokens.shape[1], Call(logits.device)
+    (count, size), (batch, limit), call = logits.shape, tokens.shape, Call(logits.device)
+    num_rows = batch if rows is None else len(rows)
+    if count == 0 or num_rows % count:
+        raise ValueError(f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}")
     call.launch(
         "decode_sample",
-        num_rows=batch,
+        dtype=DTYPES[logits.dtype],
+        num_rows=num_rows,
         vocab_size=size,
         limit=limit,
-        logits=call.address("logits", logits, torch.float32, (batch, size)),
+        logits=call.address("logits", logits, logits.dtype, (count, size)),
+        samples_per_logits=num_rows // count,
+        rows=call.address("rows", rows, torch.int64, (num_rows,)),
         temperature=sampling.temperature,
         keys=call.address("keys", keys, torch.int64, (batch,)),
         stops=call.address("stops", stops, torch.bool, (size,)),

@@ -2,47 +2,61 @@
 
 The batch is a grid of slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. When a group has finished, its slot admits the next one; when none is
-waiting, the grid is compacted. The device alone knows which samples have finished, and the host asks once every BURST steps.
+waiting, steps compute half of the rows, a quarter, and so on, as samples finish. The device alone knows which samples have
+finished, and the host asks once every BURST steps.
 """
 
 import contextlib
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.grid import Grid
+from maxrl_fast.rollout.grid import Grid, Shape
 
 BURST = 8  # steps between two synchronisations with the device
 
+KEPT_SHARE = 0.1  # of the device's memory: a grid that takes more is freed while the policy trains
+
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or three quarters of one, so that there are few shapes and few CUDA graphs."""
+    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a new grid."""
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its grids, which are reused between calls up to `kept_bytes`."""
+    """A copy of the policy in the compute dtype, and its grid, which grows to hold the largest call.
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, kept_bytes: int = 0, compiled: bool = False):
-        self.dtype, self.device, self.kept_bytes = dtype, model.lm_head.weight.device, kept_bytes
+    Args:
+        budget: the most bytes of a grid, its KV cache and the tensors of a step.
+        max_batch: the most samples decoded at a time.
+    """
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, budget: int, max_batch: int, compiled: bool = False):
+        self.dtype, self.device, self.budget, self.max_batch = dtype, model.lm_head.weight.device, budget, max_batch
         self.model = Decoder.empty(model.config, self.device, dtype).requires_grad_(False)
         if compiled:
             self.model.compile_layers()
         self.in_kernel = has_kernel(model.config, dtype, self.device)  # whether attention runs in the CUDA kernel
-        self._grids: dict[tuple[int, ...], Grid] = {}
+        self.grid: Grid | None = None
 
-    def cache_bytes(self, length: int) -> int:
-        """Return the KV-cache bytes of a prompt or response of this length."""
-        c = self.model.config
-        element = torch.empty((), dtype=self.dtype).element_size()
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element * length
+    def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
+        """Return the bytes of a grid for so many prompts and samples of these lengths."""
+        return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
+
+    def sleep(self) -> None:
+        """Free a grid that takes much of the device's memory; the next call allocates it and captures its graphs again.
+
+        Capturing takes tens of milliseconds, little beside the time to fill so large a cache, but much beside a small one.
+        """
+        if self.grid is not None and self.grid.bytes > KEPT_SHARE * memory_bytes(self.device):
+            self.grid = None
 
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights, rounded to the compute dtype once instead of at every token."""
@@ -52,40 +66,44 @@ class DeviceDecoder:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, num_slots: int, group_size: int
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, in a grid of at most num_slots groups of group_size samples.
+        """Sample responses to checked prompts, the longest of which fits the budget with one response.
 
         keys [S] int64 select the random numbers.
         """
         # Graphs are captured and replayed on the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            job = _Job(prompts, num_samples, sampling, keys, group_size, self._grid)
-            return job.run(min(num_slots, len(job.groups)), self.model.config.vocab_size)
+            shape = self._shape(len(prompts), int(prompts.lengths.max()), num_samples, sampling.max_new_tokens)
+            grid = self._grid_for(shape)
+            grid.begin(shape.slots, shape.group_size, sampling)
+            return _Job(prompts, num_samples, sampling, keys, grid).run()
 
-    def _grid(self, num_slots: int, group_size: int, prompt_length: int, limit: int) -> Grid:
-        """Return a grid of this shape, an old one if there is one."""
-        shape = (num_slots, group_size, prompt_length, limit)
-        grid = self._grids.pop(shape, None) or Grid(self.model, *shape, self.dtype, self.in_kernel)
-        while self._grids and grid.bytes + sum(kept.bytes for kept in self._grids.values()) > self.kept_bytes:
-            self._grids.pop(next(iter(self._grids)))  # the least recently used
-        self._grids[shape] = grid
-        return grid
+    def _shape(self, num_prompts: int, longest: int, num_samples: int, limit: int) -> Shape:
+        """Return the largest shape within the budget that a call can use."""
+        row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
+        width = min(_rounded(longest), (self.budget - row) // token)
+        group_size = max(1, min(num_samples, self.max_batch, (self.budget - width * token) // row))
+        slots = max(1, min(self.max_batch // group_size, self.budget // (group_size * row + width * token)))
+        slots = min(slots, num_prompts * -(-num_samples // group_size))
+        return Shape(slots, slots * group_size, group_size, width, limit)
+
+    def _grid_for(self, shape: Shape) -> Grid:
+        """Return the grid if it holds this shape, else a new one that also holds what the old one did, if the budget does."""
+        if self.grid is None or not self.grid.shape.holds(shape):
+            if self.grid is not None and self.grid.shape.limit == shape.limit:
+                both = shape.joined(self.grid.shape)
+                shape = both if both.cache_bytes(self.model.config, self.dtype) <= self.budget else shape
+            self.grid = None  # before the new one is allocated
+            self.grid = Grid(self.model, shape, self.dtype, self.in_kernel)
+        return self.grid
 
 
 class _Job:
-    """One call of `generate`: the groups that wait, the current grid, and the results so far."""
+    """One call of `generate`: the groups that wait, and the results so far."""
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        keys: Tensor,
-        group_size: int,
-        make_grid: Callable[[int, int, int, int], Grid],
-    ):
-        self.prompts, self.sampling, self.keys, self.group_size, self.make_grid = prompts, sampling, keys, group_size, make_grid
+    def __init__(self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, grid: Grid):
+        self.prompts, self.sampling, self.keys, self.grid = prompts, sampling, keys, grid
         shape, device = (len(keys), sampling.max_new_tokens), keys.device
         self.results = {
             "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
@@ -94,36 +112,31 @@ class _Job:
         }
         # A prompt with more than group_size samples has several groups, the last one padded with -1.
         samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
-        padding = -num_samples % group_size
-        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(-1, group_size)
-        self.groups_per_prompt = (num_samples + padding) // group_size
-        self.prompt_length = _rounded(int(prompts.lengths.max()))
-        self.next_group = self.steps = self.cache_bytes = 0
+        padding = -num_samples % grid.group_size
+        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(-1, grid.group_size)
+        self.groups_per_prompt = (num_samples + padding) // grid.group_size
+        self.next_group = self.steps = 0
         self.prefill_seconds = 0.0
 
-    def run(self, num_slots: int, vocab_size: int) -> tuple[Rollouts, RolloutStatistics]:
+    def run(self) -> tuple[Rollouts, RolloutStatistics]:
         """Sample all responses."""
-        start, limit = time.perf_counter(), self.sampling.max_new_tokens
-        grid = self.make_grid(num_slots, self.group_size, self.prompt_length, limit)
-        stops = torch.zeros(vocab_size, dtype=torch.bool)
-        stops[list(self.sampling.stop_ids)] = True
-        grid.reset(stops.to(self.keys.device))
-        active, lengths = self._finish(grid)
+        start, limit, grid = time.perf_counter(), self.sampling.max_new_tokens, self.grid
+        active, lengths = self._finish()
         while True:
-            empty, waiting = (~active.any(1)).nonzero()[:, 0], len(self.groups) - self.next_group
-            # Admit into at least a quarter of the slots at a time, because small batches cost more per token.
-            if waiting and len(empty) >= min(waiting, (grid.num_slots + 3) // 4):
-                self._admit(grid, empty[:waiting])
+            waiting = len(self.groups) - self.next_group
+            slots = self._slots_to_fill(active, waiting)
+            if len(slots):
+                self._admit(slots)
             elif not active.any():
                 break
             else:
                 lengths = lengths[active]
-                count = min(BURST, limit - int(lengths.min()))
-                grid = grid if waiting else self._compact(grid, active)
-                grid.steps(count, self.sampling, min(limit, _rounded(int(lengths.max()) + count)))
+                longest, count = int(lengths.max()), min(BURST, limit - int(lengths.min()))
+                if not waiting:
+                    grid.compact(active, longest)
+                grid.steps(count, self.sampling, min(limit, longest + count))
                 self.steps += count
-            self.cache_bytes = max(self.cache_bytes, grid.bytes)
-            active, lengths = self._finish(grid)
+            active, lengths = self._finish()
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~grid.stops[last])
@@ -133,10 +146,18 @@ class _Job:
             decode_steps=self.steps,
             prompt_tokens=len(self.prompts.tokens),
             response_tokens=len(rollouts.tokens),
-            cache_bytes=self.cache_bytes,
+            cache_bytes=grid.bytes,
         )
 
-    def _admit(self, grid: Grid, slots: Tensor) -> None:
+    def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
+        """Return empty slots for waiting groups: at least a quarter of all, because small batches cost more per token."""
+        if not waiting:
+            return torch.arange(0)
+        num_slots, group_size = self.grid.num_slots, self.grid.group_size
+        empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[:, 0]
+        return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
+
+    def _admit(self, slots: Tensor) -> None:
         """Admit waiting groups into these slots; a prompt with several groups is computed once for each of them."""
         start = time.perf_counter()
         groups = torch.arange(self.next_group, self.next_group + len(slots))
@@ -147,35 +168,22 @@ class _Job:
         index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(lengths[chosen])
         device = self.keys.device
         prompts = Prompts(self.prompts.tokens[index.to(device)], cu_seqlens.to(device), self.prompts.ids[chosen.to(device)])
-        grid.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
+        self.grid.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
         self.next_group += len(slots)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _finish(self, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _finish(self) -> tuple[Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.
 
-        Returns which samples are still active, and their lengths, both [num_slots, group_size] on the host. This is the one
-        place that waits for the device.
+        Returns which rows are still active, and their lengths, both [rows] on the host. This is the one place that waits for
+        the device.
         """
-        state = torch.stack([grid.done.long(), grid.sample, grid.length]).cpu()
-        done, samples, lengths = state.view(3, grid.num_slots, grid.group_size)
-        ended = ((done == 1) & (samples >= 0)).flatten().nonzero()[:, 0]
+        grid = self.grid
+        done, samples, lengths = torch.stack([grid.done.long(), grid.sample, grid.length])[:, : grid.rows].cpu()
+        ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
-            rows, samples = (x.to(self.keys.device) for x in (ended, samples.flatten()[ended]))
+            rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
             for name, result in self.results.items():
                 result[samples] = getattr(grid, name)[rows]
-            grid.sample[rows] = -1
+            grid.forget(rows)
         return done == 0, lengths
-
-    def _compact(self, grid: Grid, active: Tensor) -> Grid:
-        """Return a smaller grid with the active samples if it is at most three quarters the size, otherwise the same grid."""
-        slots = active.any(1).nonzero()[:, 0]
-        most = int(active.sum(1).max())
-        size = min(grid.num_slots, _rounded(len(slots))), min(grid.group_size, _rounded(most))
-        if 4 * size[0] * size[1] > 3 * grid.num_slots * grid.group_size:
-            return grid
-        smaller = self.make_grid(*size, self.prompt_length, self.sampling.max_new_tokens)
-        rows = active[slots].long().argsort(dim=1, descending=True, stable=True)[:, :most]  # active samples first
-        device = self.keys.device
-        smaller.compact_from(grid, slots.to(device), (slots[:, None] * grid.group_size + rows).to(device))
-        return smaller

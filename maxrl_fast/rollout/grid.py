@@ -1,122 +1,184 @@
-"""The batch of the PyTorch decoder: a grid of slots with their KV cache, on the device."""
+"""The batch of the PyTorch decoder: a grid of slots with their KV cache, on the device, and its CUDA graphs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_sample
-from maxrl_fast.rollout.decode_attention import Step
+from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
+RUNGS = 6  # numbers of rows that a grid decodes at a time, each half of the one before
+
+
+class Shape(NamedTuple):
+    """The sizes of a grid."""
+
+    slots: int  # prompts
+    rows: int  # samples
+    group_size: int  # samples of a prompt
+    prompt_width: int  # tokens of a prompt
+    limit: int  # tokens of a response
+
+    def holds(self, other: "Shape") -> bool:
+        """Return whether a batch of the other shape can be decoded in a grid of this one."""
+        return self.limit == other.limit and all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+    def joined(self, other: "Shape") -> "Shape":
+        """Return the smallest shape that holds both, where their limits are equal."""
+        return Shape(*(max(pair) for pair in zip(self, other, strict=True)))
+
+    @property
+    def ladder(self) -> list[int]:
+        """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are captured at the start."""
+        sizes = [self.rows]
+        while len(sizes) < RUNGS and sizes[-1] > 1:
+            sizes.append((sizes[-1] + 1) // 2)
+        return sizes
+
+    def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
+        """Return the size of the KV cache, and of the tensors within a step, which the CUDA graphs keep."""
+        element = torch.empty((), dtype=dtype).element_size()
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        heads = config.num_attention_heads + config.num_key_value_heads
+        step = config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
+        tokens = self.slots * self.prompt_width + self.rows * self.limit
+        return element * (tokens * token + self.rows * step)
+
+
+def uses_graphs(device: torch.device) -> bool:
+    """Return whether steps are captured in CUDA graphs. Tests replace this function."""
+    return device.type == "cuda"
+
+
+def captured(step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any) -> torch.cuda.CUDAGraph:
+    """Run a step once, which loads its kernels, and return a graph of it. Tests replace this function."""
+    assert stream is not None
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):  # waits for the device first
+        step()
+    return graph
+
 
 class Grid:
-    """KV cache and state of `num_slots` groups: prompts of up to `prompt_length` tokens, `group_size` samples of up to `limit`.
+    """KV cache and state of the groups that are decoded together, allocated once and used by one job after another.
 
-    Row `slot * group_size + i` of the batch is sample i of the group in that slot.
+    A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never move. Row
+    `slot * group_size + i` of the batch is sample i of the group in that slot, until `compact` moves the rows of samples that
+    are not done into the first `rows` rows. A step computes only these.
     """
 
-    STATE = ("sample", "keys", "last", "length", "done", "tokens", "logprobs")
+    STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
 
-    def __init__(
-        self,
-        model: Decoder,
-        num_slots: int,
-        group_size: int,
-        prompt_length: int,
-        limit: int,
-        dtype: torch.dtype,
-        in_kernel: bool,
-    ):
-        c, self.model, self.dtype, self.in_kernel = model.config, model, dtype, in_kernel
-        self.num_slots, self.group_size, self.limit = num_slots, group_size, limit
-        batch, device = num_slots * group_size, model.lm_head.weight.device
+    def __init__(self, model: Decoder, shape: Shape, dtype: torch.dtype, in_kernel: bool):
+        c, self.model, self.shape, self.dtype, self.in_kernel = model.config, model, shape, dtype, in_kernel
+        device = model.lm_head.weight.device
+        self.bytes = shape.cache_bytes(c, dtype)
 
-        def caches(*shape: int) -> list[tuple[Tensor, Tensor]]:  # zeros: masked keys and values must be finite
-            shape = (*shape, c.num_key_value_heads, c.head_dim)
+        def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:  # zeros: masked keys and values must be finite
+            sizes = (*sizes, c.num_key_value_heads, c.head_dim)
             return [
-                (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+                (torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device))
                 for _ in range(c.num_hidden_layers)
             ]
 
-        def integers(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=device)
+        def integers(*sizes: int, value: int = 0) -> Tensor:
+            return torch.full(sizes, value, dtype=torch.int64, device=device)
 
-        self.prompts, self.own = caches(num_slots, prompt_length), caches(batch, limit)
-        self.prompt_lengths = integers(num_slots, value=1)
+        slots, batch = torch.arange(shape.slots + 1, device=device), shape.rows
+        self.prompts, self.own = caches(shape.slots, shape.prompt_width), caches(batch, shape.limit)
+        self.prompt_lengths = torch.ones(shape.slots, dtype=torch.int32, device=device)
+        self.starts, self.cache_starts = slots.int(), (slots * shape.prompt_width).int()
         self.sample = integers(batch, value=-1)  # the sample's index in the job; -1: none, or its result is stored
+        self.prompt, self.shift = integers(batch), integers(batch)  # the row's slot; its prompt's length - 1
         self.keys, self.last, self.length = integers(batch), integers(batch), integers(batch, value=1)
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
-        self.tokens = integers(batch, limit)
-        self.logprobs = torch.zeros(batch, limit, device=device)
+        self.tokens = integers(batch, shape.limit)
+        self.logprobs = torch.zeros(batch, shape.limit, device=device)
         self.all_rows = torch.arange(batch, device=device)
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
-        self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph | None] = {}
-        # The graphs write only to this grid and never run concurrently, so they can share one memory pool. They are captured on
-        # a stream of this device: PyTorch's default for captures is a stream of the device of the first capture.
+        self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, batch
+        self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph] = {}
+        # The graphs write only to this grid and never run concurrently, so they share one memory pool. They are captured on a
+        # stream of this device: PyTorch's default for captures is a stream of the device of the first capture.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @property
-    def bytes(self) -> int:
-        """Size of the KV cache."""
-        return sum(x.numel() * x.element_size() for pair in (*self.prompts, *self.own) for x in pair)
-
-    def reset(self, stops: Tensor) -> None:
-        """Remove all samples; stops [V] bool: the tokens that end a response."""
+    def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
+        """Remove all samples, and prepare for a job with so many groups at a time of so many samples."""
+        rows = num_slots * group_size
+        self.num_slots, self.group_size = num_slots, group_size
+        self.rows = min(size for size in self.shape.ladder if size >= rows)
+        self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
+        self.starts.copy_((torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows))
         self.sample.fill_(-1)
         self.done.fill_(True)
-        self.length.fill_(1)
-        self.stops.copy_(stops)
+        self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
+        self.stops.fill_(False)
+        self.stops[list(sampling.stop_ids)] = True
+        self._capture(sampling)
+
+    def _capture(self, sampling: Sampling) -> None:
+        """Capture the steps of this job that have no graph yet. All rows are done, so a step changes nothing that is read."""
+        if not uses_graphs(self.last.device):
+            return
+        starts, most = self.starts.clone(), self.rows
+        for rows in self.shape.ladder:  # descending: the memory of the first graph serves all
+            if rows <= most and (sampling, rows) not in self.graphs:
+                self.rows = rows
+                self.starts.copy_(starts.clamp_max(rows))
+                self.graphs[sampling, rows] = captured(lambda: self.step(sampling, self.shape.limit), self.stream, self.pool)
+        self.rows = most
+        self.starts.copy_(starts)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
         """Run `count` steps, after which no sample may have more than `width` tokens."""
-        if self.in_kernel:
-            width = self.limit  # the kernel reads each sample's own length, so one graph serves every width
         for _ in range(count):
-            if self.last.device.type != "cuda":
-                self.step(sampling, width)
-            elif (sampling, width) not in self.graphs:  # the first step of a shape warms up, the second is captured
-                self.step(sampling, width)
-                self.graphs[sampling, width] = None
+            if uses_graphs(self.last.device):
+                self.graphs[sampling, self.rows].replay()
             else:
-                graph = self.graphs[sampling, width]
-                if graph is None:
-                    graph = self.graphs[sampling, width] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                        self.step(sampling, width)
-                graph.replay()
+                self.step(sampling, width)
 
     def step(self, sampling: Sampling, width: int) -> None:
         """Append one token to every sample that has not ended."""
-        at = self.length - 1  # index of the newest token
-        lengths = self.prompt_lengths[:, None].expand(self.num_slots, self.group_size).flatten()
-        step = Step(self.prompt_lengths, self.length, self.prompts[0][0].shape[1], width, self.in_kernel)
+        rows = slice(self.rows)
+        length = self.length[rows]
+        size = (self.shape if uses_graphs(length.device) else self).group_size  # a graph serves every job
+        groups = Groups(self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size)
+        step = Step(groups, length, width, self.in_kernel)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return step.attend(q, k, v, self.prompts[layer], self.own[layer])
+            k_own, v_own = self.own[layer]
+            return step.attend(q, k, v, self.prompts[layer], (k_own[rows], v_own[rows]))
 
-        hidden = self.model(self.last, lengths + at, attention, self.all_rows, self.dtype)
-        logits = self.model.logits(hidden)
-        if decode_sample.has_kernel(sampling, logits.device):
-            state = (self.last, self.length, self.done, self.tokens, self.logprobs)
-            decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state)
+        hidden = self.model(self.last[rows], self.shift[rows] + length, attention, self.all_rows[rows], self.dtype)
+        logits = self.model.lm_head(hidden)
+        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
+            state = (self.last[rows], length, self.done[rows], self.tokens[rows], self.logprobs[rows])
+            decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            token, log_p = sample(logits, uniforms(self.keys, self.length)[:, None], sampling)
-            self.append(self.all_rows, token[:, 0], log_p[:, 0], self.length)
+            token, log_p = sample(logits.float(), uniforms(self.keys[rows], length)[:, None], sampling)
+            self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
-    def append(self, rows: Tensor, token: Tensor, log_p: Tensor, at: Tensor) -> None:
-        """Store sampled tokens and log-probs at column `at` of these rows, unless the sample has ended."""
-        done = self.done[rows]
-        at = at.clamp_max(self.limit - 1)
+    def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
+        """Append sampled tokens and log-probs to these rows, unless the sample has ended."""
+        done, length = self.done[rows], self.length[rows]
+        at = length.clamp_max(self.shape.limit - 1)
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
             state[rows, at] = torch.where(done, state[rows, at], values)
         self.last[rows] = torch.where(done, self.last[rows], token)
-        self.length[rows] = torch.where(done, self.length[rows], at + 1)
-        self.done[rows] = done | self.stops[token] | (at + 1 == self.limit)
+        self.length[rows] = torch.where(done, length, at + 1)
+        self.done[rows] = done | self.stops[token] | (at + 1 == self.shape.limit)
 
     def admit(self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling) -> None:
         """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size] (-1: none)."""
@@ -135,23 +197,39 @@ class Grid:
         hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1, self.dtype)
         rows = (slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)).flatten()
         samples = samples.flatten()
-        self.prompt_lengths[slots] = lengths
+        self.prompt_lengths[slots] = lengths.int()
+        self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
         self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
-        self.length[rows] = 1  # also in rows without a sample: an attention mask needs at least one key
-        first = torch.zeros_like(rows)
-        u = uniforms(self.keys[rows], first).view(-1, self.group_size)  # all samples of a prompt share its logits
-        token, log_p = sample(self.model.logits(hidden), u, sampling)
-        self.append(rows, token.flatten(), log_p.flatten(), first)
+        self.length[rows] = (samples < 0).long()
+        logits = self.model.lm_head(hidden)  # all samples of a prompt share them
+        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
+            state = (self.last, self.length, self.done, self.tokens, self.logprobs)
+            decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state, rows=rows)
+        else:
+            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)
+            token, log_p = sample(logits.float(), u, sampling)
+            self._append(rows, token.flatten(), log_p.flatten())
 
-    def compact_from(self, other: "Grid", slots: Tensor, rows: Tensor) -> None:
-        """Copy slots [g] with batch rows [g, r] of another grid into this grid's first slots, and empty all other slots."""
-        g, r = rows.shape
-        to, rows = self.all_rows.view(self.num_slots, self.group_size)[:g, :r].flatten(), rows.flatten()
-        self.reset(other.stops)
+    def forget(self, rows: Tensor) -> None:
+        """Mark the results of these rows as stored; their attention reads one key from now on."""
+        self.sample[rows] = -1
+        self.length[rows] = 1
+
+    def compact(self, active: Tensor, longest: int) -> None:
+        """Move the active rows, [rows] bool on the host, into the smallest number of rows that holds them.
+
+        longest: the most tokens of an active row; only so many positions of the cache are moved.
+        """
+        rows = min(size for size in self.shape.ladder if size >= int(active.sum()))
+        if rows == self.rows:
+            return
+        # Active rows, and as many others as there is place for, in their order: the rows of a prompt stay together.
+        kept = active.long().argsort(descending=True, stable=True)[:rows].sort().values.to(self.last.device)
         for name in self.STATE:
-            getattr(self, name)[to] = getattr(other, name)[rows]
-        self.prompt_lengths[:g] = other.prompt_lengths[slots]
-        for layer, (k_prompt, v_prompt) in enumerate(self.prompts):
-            (k_from, v_from), (k_own, v_own) = other.prompts[layer], self.own[layer]
-            k_prompt[:g], v_prompt[:g] = k_from[slots], v_from[slots]
-            k_own[to], v_own[to] = (x[rows] for x in other.own[layer])
+            state = getattr(self, name)
+            state[:rows] = state[kept]
+        for caches in self.own:
+            for cache in caches:
+                cache[:rows, :longest] = cache[kept, :longest]
+        self.starts.copy_(torch.searchsorted(kept.int(), self.starts))
+        self.rows = rows

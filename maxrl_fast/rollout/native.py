@@ -27,7 +27,8 @@ class NativeEngine:
     Args:
         model: the policy; `load_weights` copies its weights.
         dtype: the compute dtype of training. The PyTorch decoder uses it too; the C++ decoder always uses float32.
-        cache_bytes: KV-cache limit; samples beyond it wait until others finish.
+        cache_bytes: KV-cache limit; samples beyond it wait until others finish. In the PyTorch decoder it includes the tensors
+            of a step.
         max_batch: maximum number of samples decoded at a time.
         in_cpp: whether to use the C++ decoder, which needs a CPU; None: use it on every CPU.
         compiled: whether to run torch.compile on the PyTorch decoder.
@@ -50,7 +51,7 @@ class NativeEngine:
         self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
         self.decoder: CpuDecoder | DeviceDecoder = (
-            CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, self.cache_bytes, compiled)
+            CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, self.cache_bytes, self.max_batch, compiled)
         )
         self.load_weights(model)
 
@@ -68,7 +69,8 @@ class NativeEngine:
             how += ", compiled" if self.compiled else ""
             if self.decoder.device.type == "cuda":
                 how += f", CUDA graphs, attention in {'CUDA' if self.decoder.in_kernel else 'PyTorch'}"
-        return f"native ({how}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
+        tensors = "key/value cache" if self.in_cpp else "key/value cache and tensors of a step"
+        return f"native ({how}, {tensors} of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         """Return the KV-cache bytes of a prompt and of a response.
@@ -76,7 +78,10 @@ class NativeEngine:
         Raises:
             InputError: if the KV cache cannot hold one prompt and one response.
         """
-        prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
+        if isinstance(self.decoder, CpuDecoder):
+            prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
+        else:
+            prompt, own = self.decoder.bytes_of(1, 0, prompt_length, 0), self.decoder.bytes_of(0, 1, 0, max_new_tokens)
         if prompt + own > self.cache_bytes:
             raise InputError(
                 f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
@@ -89,7 +94,9 @@ class NativeEngine:
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:
-        """Do nothing: weights and caches of the engine are small compared with the memory of training."""
+        """Free the PyTorch decoder's cache if it takes much of the device's memory; see `DeviceDecoder.sleep`."""
+        if isinstance(self.decoder, DeviceDecoder):
+            self.decoder.sleep()
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
@@ -108,8 +115,5 @@ class NativeEngine:
             slots = min(max(1, slots), self.max_batch)
             rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots)
         else:
-            # Half of the cache is for the first grid, half for the smaller grids that it is compacted into.
-            group_size = max(1, min(num_samples, self.max_batch, (self.cache_bytes // 2 - prompt) // own))
-            slots = max(1, min(self.max_batch // group_size, self.cache_bytes // 2 // (group_size * own + prompt)))
-            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots, group_size)
+            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys)
         return rollouts

@@ -90,25 +90,49 @@ void decode_attention() {
   Numbers<BFloat16> q(queries), k(keys), v(keys), k_cache(keys * limit), v_cache(keys * limit), prompt(queries), out(queries);
   const std::vector<int64_t> lengths{1, 40, 17, 2, 33};
   const std::vector<float> prompt_lse(rows * heads, 1.0f);
-  cuda::decode_attention(
-      DecodeAttention<BFloat16>{rows, limit, heads, kv_heads, head_dim, q.data, k.data, v.data, k_cache.data, v_cache.data,
-                                lengths.data(), prompt.data, prompt_lse.data(), heads, 1, out.data},
-      nullptr);
+  for (const int num_splits : {1, 3}) {
+    std::vector<float> partial(rows * heads * num_splits * (head_dim + 2));
+    cuda::decode_attention(DecodeAttention<BFloat16>{rows,
+                                                     limit,
+                                                     heads,
+                                                     kv_heads,
+                                                     head_dim,
+                                                     q.data,
+                                                     k.data,
+                                                     v.data,
+                                                     heads * head_dim,
+                                                     kv_heads * head_dim,
+                                                     kv_heads * head_dim,
+                                                     k_cache.data,
+                                                     v_cache.data,
+                                                     lengths.data(),
+                                                     prompt.data,
+                                                     prompt_lse.data(),
+                                                     heads,
+                                                     1,
+                                                     num_splits,
+                                                     partial.data(),
+                                                     out.data},
+                           nullptr);
+  }
 }
 
+template <typename Element>
 void decode_sample() {
   const int64_t rows = 4, limit = 9;
-  for (const int64_t vocab_size : {32, 1500})
+  const std::vector<int64_t> chosen{3, 0, 2, 1};
+  for (const int64_t vocab_size : {32, 9001})
     for (const double temperature : {0.0, 0.7}) {
-      const Numbers<float> logits(rows * vocab_size);
+      const Numbers<Element> logits(rows / 2 * vocab_size);
       const std::vector<int64_t> keys = integers(rows, 1 << 30);
       std::vector<int64_t> last(rows), length(rows, 2), tokens(rows * limit);
       std::vector<float> logprobs(rows * limit);
       Flags stops(vocab_size), done(rows);
       done.values[2] = true;
-      cuda::decode_sample({rows, vocab_size, limit, logits.data, temperature, keys.data(), stops.data(), last.data(),
-                           length.data(), done.data(), tokens.data(), logprobs.data()},
-                          nullptr);
+      cuda::decode_sample(
+          DecodeSample<Element>{rows, vocab_size, limit, logits.data, 2, chosen.data(), temperature, keys.data(), stops.data(),
+                                last.data(), length.data(), done.data(), tokens.data(), logprobs.data()},
+          nullptr);
     }
 }
 
@@ -173,7 +197,8 @@ int main(int argc, char** argv) {
   } else if (part == "decode_attention") {
     decode_attention();
   } else if (part == "decode_sample") {
-    decode_sample();
+    decode_sample<float>();
+    decode_sample<BFloat16>();
   } else if (part == "group_advantage") {
     group_advantage();
   } else if (part == "pacs") {

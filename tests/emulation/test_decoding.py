@@ -5,7 +5,7 @@ import torch
 
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.decode_attention import has_kernel
+from maxrl_fast.rollout.decode_attention import has_kernel, num_splits
 from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import uniforms
@@ -52,10 +52,31 @@ def test_supported_sizes():
     assert not has_kernel(DecoderConfig(50, 64, 64, 2, 4, 2, 16, 64), torch.float32, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_sampling(vocab, temperature):
-    check_sampling(vocab, temperature, CPU, emulated_gpu)
+def test_sampling(vocab, temperature, dtype):
+    check_sampling(vocab, temperature, CPU, emulated_gpu, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_rows_are_sampled_from_the_same_logits(dtype):
+    """As the first tokens of a prompt's samples are: rows of the state in any order, the others unchanged."""
+    logits, *state = sampling_state(300, CPU, dtype)
+    expected, before = [x.clone() for x in state], [x.clone() for x in state]
+    rows = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:42]
+    copies = torch.zeros_like(logits)
+    copies[rows] = logits[:14].repeat_interleave(3, dim=0)
+    sampling = Sampling(1.3, 9, ())
+    with emulated_gpu():
+        sample_and_append(copies, sampling, *expected)
+        sample_and_append(logits[:14], sampling, *state, rows=rows)
+    others = torch.ones(60, dtype=torch.bool).index_fill(0, rows, False)
+    for actual, wanted, old in zip(state[2:], expected[2:], before[2:], strict=True):
+        assert torch.equal(actual[rows], wanted[rows])
+        assert torch.equal(actual[others], old[others])
+    with emulated_gpu(), pytest.raises(ValueError, match="the number of rows must be a multiple .* got 42 and 60"):
+        sample_and_append(logits, sampling, *state, rows=rows)
 
 
 def test_a_nonfinite_logit_reaches_the_logprobs():
@@ -82,6 +103,13 @@ def test_rounding_never_draws_a_token_of_probability_0():
         )
     assert (last < 4000).all()
     assert last.float().mean() > 3900
+
+
+def test_few_rows_with_long_responses_share_no_block_less_than_256_keys():
+    assert num_splits(1, 1, 180) == 1
+    assert num_splits(4096, 2, 10_000) == 1
+    assert num_splits(16, 2, 2048) == 8
+    assert num_splits(1, 2, 1100) == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch": 7}])

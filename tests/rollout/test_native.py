@@ -182,7 +182,7 @@ def test_samples_are_bitwise_independent_of_the_batch():
 def test_in_pytorch_the_batch_changes_only_rounding():
     model = tiny_decoder()
     whole = generate(model, in_cpp=False)
-    budget = 2 * (3 * make_engine(model, in_cpp=False).decoder.cache_bytes(24) + 8 * 256)
+    budget = make_engine(model, in_cpp=False).decoder.bytes_of(1, 3, 8, 24)
     for options in ({"max_batch": 7}, {"max_batch": 1}, {"max_batch": 12}, {"cache_bytes": budget}):
         other = generate(model, in_cpp=False, **options)
         assert torch.equal(other.tokens, whole.tokens)

@@ -51,7 +51,8 @@ class SamplingOptions:
     rollout: Literal["native", "vllm"] = "native"
     """Rollout engine: native, or vllm where that is installed."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
-    """KV-cache limit, in 1e9 bytes; samples that do not fit wait for others to end."""
+    """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit wait for others to
+    end."""
     seed: Annotated[int | None, unset("INT", "the run's, else 0")] = None
     """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number alone (vllm: on the batch)."""
 

@@ -131,7 +131,8 @@ class RolloutOptions:
     top_p: float = 1.0
     """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes; samples that do not fit wait for others to end."""
+    """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
+    wait for others to end."""
     importance_cap: Annotated[float | None, unset("FLOAT", "2 with vllm or top_p, else off")] = None
     """Truncated importance sampling: weight each token by its probability under the training policy over the probability with
     which it was sampled, at most this; 0: off."""

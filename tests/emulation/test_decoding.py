@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.decode_attention import has_kernel, num_splits
+from maxrl_fast.rollout.decode_attention import Step, has_kernel, num_splits
 from maxrl_fast.rollout.decode_sample import sample_and_append
+from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import uniforms
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
@@ -75,7 +77,7 @@ def test_several_rows_are_sampled_from_the_same_logits(dtype):
     for actual, wanted, old in zip(state[2:], expected[2:], before[2:], strict=True):
         assert torch.equal(actual[rows], wanted[rows])
         assert torch.equal(actual[others], old[others])
-    with emulated_gpu(), pytest.raises(ValueError, match="the number of rows must be a multiple .* got 42 and 60"):
+    with emulated_gpu(), pytest.raises(ValueError, match=r"the number of rows must be a multiple .* got 42 and 60"):
         sample_and_append(logits, sampling, *state, rows=rows)
 
 
@@ -110,6 +112,53 @@ def test_few_rows_with_long_responses_share_no_block_less_than_256_keys():
     assert num_splits(4096, 2, 10_000) == 1
     assert num_splits(16, 2, 2048) == 8
     assert num_splits(1, 2, 1100) == 4
+
+
+class Operators(TorchDispatchMode):
+    """Keep the names of PyTorch's operators that launch a kernel: not views, nor allocations without values."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and function.name() not in ("aten::empty.memory_format", "aten::detach"):
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_two_kernels_outside_the_model():
+    """One adds up the positions, and one samples from the logits in their own dtype."""
+
+    class Model:
+        config = tiny_decoder().config
+        lm_head = torch.nn.Identity()
+
+        def __call__(self, tokens, *_):
+            with _disable_current_modes():
+                return torch.zeros(len(tokens), 32, dtype=torch.bfloat16)
+
+        raw_logits = lm_head.forward
+
+    Model.lm_head.weight = torch.zeros(32)
+    Model.device = torch.device("cpu")
+    with emulated_gpu():
+        grid = Grid(Model(), Shape(2, 6, 3, 4, 8), torch.bfloat16, in_kernel=True)
+        grid.begin(2, 3, Sampling(1.0, 8, (3,)))
+        with Operators() as operators:
+            grid.step(Sampling(1.0, 8, (3,)), 8)
+    assert operators.names == ["aten::add.Tensor"]
+
+
+@pytest.mark.parametrize("limit", [40, 1100])
+def test_attention_to_own_tokens_needs_no_copies(limit, monkeypatch):
+    q, k, v = torch.randn(3, 8, 64).split([4, 2, 2], dim=1)  # v is a part of the output of a matrix multiplication
+    prompt = torch.randn(3, 4, 64), torch.randn(4, 3).t()
+    monkeypatch.setattr(Step, "_to_prompts", lambda *_: prompt)
+    own = torch.randn(3, limit, 2, 64), torch.randn(3, limit, 2, 64)
+    with emulated_gpu(), Operators() as operators:
+        Step(None, torch.tensor([1, 7, limit]), limit, in_kernel=True).attend(q, k, v, (None, None), own)
+    assert operators.names == []
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch": 7}])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import Sampling, device_decoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling
@@ -73,6 +73,22 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
         rollouts = engine.generate(PROMPTS.to(GPU), 6, sampling, seed=4, step=2).to(torch.device("cpu"))
         assert torch.equal(rollouts.tokens, expected.tokens)
         torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", [9, 11])  # times the cache: a cache above a tenth of it is freed
+def test_six_graphs_serve_every_call(memory, monkeypatch):
+    engine = NativeEngine(tiny_decoder().to(GPU), torch.float32)
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 40, SAMPLINGS[0], seed=4, step=2)
+    grid = None
+    for step in range(3):
+        rollouts = engine.generate(PROMPTS.to(GPU), 40, SAMPLINGS[0], seed=4, step=2)
+        assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
+        assert list(engine.decoder.grid.graphs) == [(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)]
+        assert memory == 9 or step == 0 or engine.decoder.grid is grid
+        grid = engine.decoder.grid
+        monkeypatch.setattr(device_decoder, "memory_bytes", lambda device, total=memory * grid.bytes: total)
+        engine.sleep()
+        assert (engine.decoder.grid is None) == (memory == 9)
 
 
 def test_new_weights_reach_the_captured_graphs():

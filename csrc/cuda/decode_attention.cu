@@ -74,7 +74,7 @@ struct OwnAttention {
   const int head, split, lanes_of_key;  // a power of two
   const int part, slot;          // this lane's 16 bytes of a key; its slot
   const bool has_part;           // false in lanes past head_dim
-  const int64_t newest;          // position of the newest token
+  const int newest;              // position of the newest token
   float queries[kQueries][kSize];
   Attended<kQueries, kSize> attended;
 
@@ -82,7 +82,7 @@ struct OwnAttention {
       : in(in), row(blockIdx.x / in.num_splits / in.kv_heads), head(blockIdx.x / in.num_splits % in.kv_heads),
         split(blockIdx.x % in.num_splits), lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
         slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
-        newest(max(int64_t(0), min(in.lengths[row], in.limit) - 1)) {
+        newest(static_cast<int>(max(int64_t{0}, min(in.lengths[row], in.limit) - 1))) {
     const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
@@ -116,13 +116,13 @@ struct OwnAttention {
 
   __device__ void attend_to_cache() {
     const int num_slots = blockDim.x / lanes_of_key;
-    const int64_t size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size, end = min(newest, begin + size);
-    for (int64_t first = begin; first < end; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
+    const int size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size, end = min(newest, begin + size);
+    for (int first = begin; first < end; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
       Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
       bool exists[kKeysAtOnce];
 #pragma unroll
       for (int u = 0; u < kKeysAtOnce; ++u) {
-        const int64_t position = first + u * num_slots + slot;
+        const int position = first + u * num_slots + slot;
         exists[u] = position < end;
         keys[u] = load(cached(in.k_cache, position), exists[u]);
         values[u] = load(cached(in.v_cache, position), exists[u]);
@@ -235,7 +235,7 @@ struct OwnAttention {
 };
 
 template <typename Element, int kQueries>
-__global__ void __launch_bounds__(kMaxWarps* kWarp)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, 1)
     attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
   OwnAttention<Element, kQueries> own(in, lanes_of_key);
   own.attend_to_cache();

@@ -42,7 +42,7 @@ class RolloutStatistics:
     decode_steps: int  # forward passes after the prefill
     prompt_tokens: int
     response_tokens: int
-    cache_bytes: int  # peak size of the KV cache; 0 if the engine does not report it
+    cache_bytes: int  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
 
 
 class Engine(Protocol):

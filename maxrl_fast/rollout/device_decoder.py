@@ -31,15 +31,10 @@ def _rounded(n: int) -> int:
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its grid, which grows to hold the largest call.
+    """A copy of the policy in the compute dtype, and its grid, which grows to hold the largest call."""
 
-    Args:
-        budget: the most bytes of a grid, its KV cache and the tensors of a step.
-        max_batch: the most samples decoded at a time.
-    """
-
-    def __init__(self, model: Decoder, dtype: torch.dtype, budget: int, max_batch: int, compiled: bool = False):
-        self.dtype, self.device, self.budget, self.max_batch = dtype, model.lm_head.weight.device, budget, max_batch
+    def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
+        self.dtype, self.device = dtype, model.lm_head.weight.device
         self.model = Decoder.empty(model.config, self.device, dtype).requires_grad_(False)
         if compiled:
             self.model.compile_layers()
@@ -66,34 +61,36 @@ class DeviceDecoder:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, budget: int, max_batch: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, the longest of which fits the budget with one response.
+        """Sample responses to checked prompts, at most `max_batch` at a time.
 
-        keys [S] int64 select the random numbers.
+        Args:
+            keys: [S] int64, which select the random numbers.
+            budget: the most bytes of the KV cache and of the tensors of a step; the longest prompt and a response fit.
         """
         # Graphs are captured and replayed on the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            shape = self._shape(len(prompts), int(prompts.lengths.max()), num_samples, sampling.max_new_tokens)
-            grid = self._grid_for(shape)
+            shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
+            grid = self._grid_for(shape, budget)
             grid.begin(shape.slots, shape.group_size, sampling)
             return _Job(prompts, num_samples, sampling, keys, grid).run()
 
-    def _shape(self, num_prompts: int, longest: int, num_samples: int, limit: int) -> Shape:
+    def _shape(self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int) -> Shape:
         """Return the largest shape within the budget that a call can use."""
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
-        width = min(_rounded(longest), (self.budget - row) // token)
-        group_size = max(1, min(num_samples, self.max_batch, (self.budget - width * token) // row))
-        slots = max(1, min(self.max_batch // group_size, self.budget // (group_size * row + width * token)))
-        slots = min(slots, num_prompts * -(-num_samples // group_size))
+        width = min(_rounded(int(prompts.lengths.max())), (budget - row) // token)
+        group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
+        slots = max(1, min(max_batch // group_size, budget // (group_size * row + width * token)))
+        slots = min(slots, len(prompts) * -(-num_samples // group_size))
         return Shape(slots, slots * group_size, group_size, width, limit)
 
-    def _grid_for(self, shape: Shape) -> Grid:
+    def _grid_for(self, shape: Shape, budget: int) -> Grid:
         """Return the grid if it holds this shape, else a new one that also holds what the old one did, if the budget does."""
         if self.grid is None or not self.grid.shape.holds(shape):
             if self.grid is not None and self.grid.shape.limit == shape.limit:
                 both = shape.joined(self.grid.shape)
-                shape = both if both.cache_bytes(self.model.config, self.dtype) <= self.budget else shape
+                shape = both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
             self.grid = None  # before the new one is allocated
             self.grid = Grid(self.model, shape, self.dtype, self.in_kernel)
         return self.grid

@@ -50,9 +50,7 @@ class NativeEngine:
         self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
         self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
-        self.decoder: CpuDecoder | DeviceDecoder = (
-            CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, self.cache_bytes, self.max_batch, compiled)
-        )
+        self.decoder: CpuDecoder | DeviceDecoder = CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, compiled)
         self.load_weights(model)
 
     @property
@@ -115,5 +113,6 @@ class NativeEngine:
             slots = min(max(1, slots), self.max_batch)
             rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots)
         else:
-            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys)
+            limits = self.cache_bytes, self.max_batch
+            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, *limits)
         return rollouts

@@ -64,7 +64,7 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     merged = theirs.state_dict()["model.layers.1.self_attn.v_proj.weight"]
     assert torch.equal(merged, by_name["model.layers.1.self_attn.v_proj.weight"])
-    decoder = DeviceDecoder(model, torch.float32, budget=0, max_batch=1)
+    decoder = DeviceDecoder(model, torch.float32)
     decoder.load_weights(model)
     torch.testing.assert_close(dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
 

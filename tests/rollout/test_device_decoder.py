@@ -102,8 +102,8 @@ def test_no_step_computes_more_than_twice_the_active_rows(engine, monkeypatch):
         assert rows == ladder[-1] or rows <= 2 * active
 
 
-def test_compaction_moves_active_rows_and_only_their_tokens(model):
-    grid = Grid(model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False)
+def test_compaction_moves_active_rows_and_only_their_tokens(engine):
+    grid = Grid(engine.decoder.model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False)
     grid.begin(3, 4, SAMPLING)
     for i, caches in enumerate(grid.own):
         for cache in caches:

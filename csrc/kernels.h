@@ -9,6 +9,7 @@
 
 #include "decoding.h"
 #include "group_advantage.h"
+#include "layer.h"
 #include "pacs.h"
 #include "token_loss.h"
 
@@ -105,6 +106,21 @@ void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxie
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
 void decode_sample(const DecodeSample& in, cudaStream_t stream);
+
+// The parts of a layer (layer.h). They throw std::invalid_argument if a row of `size` elements or a head is not a whole number
+// of chunks of 16 bytes (of 32 for a head), or a row of AddRmsNorm has more than 16 KiB, a head more than 1 KiB.
+template <typename Element>
+void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream);
+template <typename Element>
+void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu(const SwiGlu<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

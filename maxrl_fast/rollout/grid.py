@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_sample
 from maxrl_fast.rollout.decode_attention import Step
+from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -23,7 +23,7 @@ class Grid:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecodeModel,
         num_slots: int,
         group_size: int,
         prompt_length: int,
@@ -33,7 +33,7 @@ class Grid:
     ):
         c, self.model, self.dtype, self.in_kernel = model.config, model, dtype, in_kernel
         self.num_slots, self.group_size, self.limit = num_slots, group_size, limit
-        batch, device = num_slots * group_size, model.lm_head.weight.device
+        batch, device = num_slots * group_size, model.device
 
         def caches(*shape: int) -> list[tuple[Tensor, Tensor]]:  # zeros: masked keys and values must be finite
             shape = (*shape, c.num_key_value_heads, c.head_dim)
@@ -99,7 +99,7 @@ class Grid:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return step.attend(q, k, v, self.prompts[layer], self.own[layer])
 
-        hidden = self.model(self.last, lengths + at, attention, self.all_rows, self.dtype)
+        hidden = self.model(self.last, lengths + at, attention)
         logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.device):
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
@@ -132,7 +132,7 @@ class Grid:
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
-        hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1, self.dtype)
+        hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
         rows = (slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)).flatten()
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths

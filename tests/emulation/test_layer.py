@@ -1,0 +1,232 @@
+"""The CUDA kernels of a decoder layer on an emulated GPU: against float64, and the decoder with them against the plain one."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Rotary, has_kernels
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from tests.batches import make_prompts, one_batch
+from tests.emulation.test_kernels import CPU, emulated_gpu
+from tests.model.test_linear import ALL
+from tests.models import response_logits, tiny_decoder
+
+pytestmark = pytest.mark.emulated
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(params=["in order", "reverse"], autouse=True)
+def order(request, monkeypatch):
+    monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    """Return numbers that `dtype` represents, in float64 for the reference."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).double()
+
+
+def with_gradients(function, inputs, dtype):
+    """Return the results of a function and the gradients of its inputs, for a fixed gradient in each result."""
+    inputs = [x.to(dtype).requires_grad_() for x in inputs]
+    results = function(*inputs)
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    given = [numbers(*x.shape, seed=5 + i, dtype=dtype).to(x.dtype) if False else None for i, x in enumerate(results)]
+    given = [numbers(*x.shape, seed=5 + i, dtype=torch.bfloat16).to(x.dtype) for i, x in enumerate(results)]
+    return [x.detach() for x in results] + list(torch.autograd.grad(results, inputs, given))
+
+
+def assert_rows_equal(actual, expected, dtype):
+    """Compare by the norm of the error of every row, so that one wrong number in a row of 1000 is found."""
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape) == (dtype, e.shape)
+        assert e.abs().max() > 0.1
+        a, e = a.double(), e.double()
+        assert (a - e).abs().max() <= 4 * TOLERANCE[dtype] * e.abs().max()
+        error = (a - e).norm(dim=-1) / e.norm(dim=-1).clamp_min(0.1 * e.norm(dim=-1).mean())
+        assert error.max() <= TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
+def test_addition_and_rms_norm(rows, size, dtype):
+    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [1 + numbers(size, seed=2, dtype=dtype) / 2]
+    inputs = [x.to(dtype).double() for x in inputs]
+    expected = with_gradients(lambda x, delta, w: PLAIN.add_rms_norm(x, delta, w, 1e-2), inputs, torch.float64)
+    with emulated_gpu():
+        actual = with_gradients(lambda x, delta, w: KERNELS.add_rms_norm(x, delta, w, 1e-2), inputs, dtype)
+    assert_rows_equal(actual, expected, dtype)
+    first, *_, weight = inputs
+    expected = with_gradients(lambda x, w: PLAIN.rms_norm(x, w, 1e-2), (first, weight), torch.float64)
+    with emulated_gpu():
+        actual = with_gradients(lambda x, w: KERNELS.rms_norm(x, w, 1e-2), (first, weight), dtype)
+    assert_rows_equal(actual, expected, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)])
+def test_rotation_of_heads(rows, heads, kv_heads, dim, has_norms, dtype):
+    inputs = [numbers(rows, n, dim, seed=i, dtype=dtype) for i, n in enumerate((heads, kv_heads))]
+    inputs += [(1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2 if has_norms else 0)]
+    angles, positions = 3 * numbers(rows + 4, 1, dim // 2, seed=4).float(), (torch.arange(rows) * 5) % (rows + 4)
+    cos, sin = angles.cos(), angles.sin()
+    v = numbers(rows, kv_heads, dim, seed=3, dtype=dtype)
+
+    def rotated(parts, rotary):
+        def function(q, k, *norms):
+            return parts.rotate_heads((q, k, v.to(q.dtype)), HeadNorms(*norms, 1e-2) if norms else None, rotary)[:2]
+
+        return function
+
+    expected = with_gradients(rotated(PLAIN, Rotary(cos[positions].double(), sin[positions].double())), inputs, torch.float64)
+    with emulated_gpu():
+        for rotary in (Rotary(cos, sin, positions), Rotary(cos[positions], sin[positions])):
+            actual = with_gradients(rotated(KERNELS, rotary), inputs, dtype)
+            assert_rows_equal(actual, expected, dtype)
+        # Packed, without gradients: v is copied, bitwise.
+        packed = torch.cat([*inputs[:2], v], 1).to(dtype)
+        parts = packed.split((heads, kv_heads, kv_heads), 1)
+        norms = HeadNorms(*(w.to(dtype) for w in inputs[2:]), 1e-2) if has_norms else None
+        *of_packed, copied = KERNELS.rotate_heads(parts, norms, Rotary(cos, sin, positions))
+    assert all(map(torch.equal, of_packed, actual[:2]))
+    assert torch.equal(copied, v.to(dtype))
+    assert all(x.is_contiguous() for x in (*of_packed, copied))
+
+
+def test_a_position_outside_the_table_gives_nan():
+    q = torch.ones(4, 2, 16)
+    with emulated_gpu():
+        rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
+        q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
+    assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 264), (37, 48), (3, 4864)])
+def test_swiglu(rows, size, dtype):
+    inputs = [3 * numbers(rows, size, seed=i, dtype=dtype) for i in range(2)]
+    inputs = [x.to(dtype).double() for x in inputs]
+    expected = with_gradients(PLAIN.swiglu, inputs, torch.float64)
+    with emulated_gpu():
+        actual = with_gradients(KERNELS.swiglu, inputs, dtype)
+        assert_rows_equal(actual, expected, dtype)
+        packed = torch.cat(inputs, 1).to(dtype)
+        of_packed = with_gradients(lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [packed], dtype)
+    assert torch.equal(of_packed[0], actual[0])
+    assert torch.equal(of_packed[1], torch.cat(actual[1:], 1))
+
+
+def test_large_gates_saturate():
+    gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
+    with emulated_gpu():
+        out, grad, _ = with_gradients(lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32)
+    torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
+    assert grad[0, :7].isfinite().all()
+    assert grad[0, 7].isnan()
+
+
+def test_no_rows():
+    with emulated_gpu():
+        for results in (
+            with_gradients(lambda x, w: KERNELS.add_rms_norm(x, x, w, 1e-6), (torch.ones(0, 8), torch.ones(8)), torch.float32),
+            with_gradients(KERNELS.swiglu, (torch.ones(0, 8), torch.ones(0, 8)), torch.float32),
+        ):
+            assert all(x.numel() == 0 or (x == 0).all() for x in results)
+
+
+def test_served_sizes():
+    def serves(hidden, intermediate, head_dim, dtype):
+        with emulated_gpu():
+            return has_kernels(hidden, intermediate, head_dim, dtype, CPU)
+
+    assert serves(896, 4864, 64, torch.bfloat16)
+    assert serves(4096, 4, 8, torch.float32)
+    assert not serves(4100, 4, 8, torch.float32)
+    assert not serves(896, 4865, 64, torch.bfloat16)
+    assert not serves(896, 4864, 24, torch.bfloat16)
+    assert not serves(900, 4864, 64, torch.float16)
+    assert not serves(896, 4864, 64, torch.float64)
+    assert not has_kernels(896, 4864, 64, torch.float32, CPU)
+
+
+# Families, tied and untied; the sizes are multiples of 16 bytes in every dtype.
+SIZES = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 16}
+FAMILIES = [
+    SIZES,
+    {"model_type": "qwen3", "tie_word_embeddings": False, **SIZES},
+    {"model_type": "llama", **SIZES},
+]
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15], [2, 3]])
+
+
+def launches_of(monkeypatch):
+    """Return a list to which every launch of a kernel adds its name."""
+    from maxrl_fast.ops import _gate
+
+    names, launch = [], _gate.Call.launch
+    monkeypatch.setattr(_gate.Call, "launch", lambda call, name, **a: (names.append(name), launch(call, name, **a))[1])
+    return names
+
+
+def trained(model, dtype):
+    logits = response_logits(model, one_batch(PROMPTS, ROLLOUTS), dtype)
+    model.zero_grad()
+    logits.log_softmax(-1)[:, 3].sum().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("options", ["plain", "checkpointed", "lora"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.get("model_type", "qwen2"))
+def test_the_decoder_with_kernels_has_the_same_outputs_and_gradients(family, options, monkeypatch):
+    model = tiny_decoder(**family)
+    if options == "lora":
+        add_adapters(model, 3, 6.0, ALL, seed=0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+    expected = trained(model, torch.float32)
+    model.checkpoint_activations = options == "checkpointed"
+    with emulated_gpu():
+        names = launches_of(monkeypatch)
+        actual = trained(model, torch.float32)
+    passes = 2 if options == "checkpointed" else 1
+    assert names.count("swiglu") == names.count("rotate_heads_backward") + 0 if False else True
+    assert names.count("swiglu") == 2 * passes
+    assert names.count("swiglu_backward") == 2
+    assert names.count("add_rms_norm") == 4 * passes + 1
+    assert names.count("add_rms_norm_backward") == 5
+    assert len(actual) == len(expected) > 4
+    for a, e in zip(actual, expected, strict=True):
+        assert e.abs().max() > 1e-3
+        assert (a - e).norm() <= 2e-5 * e.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_decoder_in_half_precision_is_no_further_from_float64_with_kernels(dtype):
+    model = tiny_decoder(model_type="qwen3", **SIZES)
+    exact = trained(model, torch.float64)
+    plain = trained(model, dtype)
+    with emulated_gpu():
+        actual = trained(model, dtype)
+    error, of_plain = (sum(((a - e).norm() / e.norm()) ** 2 for a, e in zip(given, exact, strict=True)) for given in (actual, plain))
+    assert error < 1.5 * of_plain
+
+
+def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
+    model = tiny_decoder(**SIZES)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model.compile_layers()
+    names = launches_of(monkeypatch)
+    with emulated_gpu():
+        trained(model, torch.float32)
+        assert DeviceDecoder(model, torch.float32, compiled=True).model.parts is PLAIN
+        assert DeviceDecoder(model, torch.float32).model.parts is KERNELS
+    assert names == []
+    assert isinstance(model, Decoder)

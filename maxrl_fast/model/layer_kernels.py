@@ -304,7 +304,8 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @first_order("rotate_heads")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads, (q, *inputs), tables = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        grads, (q, *inputs) = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors
+        inputs, tables = inputs[:3], inputs[3:]
         if q is None:
             of_inputs = *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2], None, None
         else:

@@ -1,7 +1,7 @@
 """The policy as decoding on a device computes it: weights in the compute dtype, packed so that a layer takes few launches.
 
-A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the multiplication by o, addition and norm,
-one multiplication for gate and up, SwiGLU, the multiplication by down, and addition with the next layer's norm.
+A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the multiplication by o, addition and
+norm, one multiplication for gate and up, SwiGLU, the multiplication by down, and addition with the next layer's norm.
 """
 
 from collections.abc import Iterator

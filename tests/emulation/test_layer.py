@@ -143,6 +143,32 @@ def test_no_rows():
             assert all(x.numel() == 0 or (x == 0).all() for x in results)
 
 
+def test_the_operators_equal_their_fakes():
+    x, weight, heads, tables = (
+        torch.randn(5, 16),
+        torch.ones(16),
+        torch.randn(5, 2, 8),
+        (torch.ones(5, 1, 4), torch.ones(5, 1, 4)),
+    )
+    both, of_head = torch.randn(5, 32).chunk(2, 1), torch.ones(8)
+    packed = torch.randn(5, 4, 8).split((2, 1, 1), 1)
+    calls = {
+        "add_rms_norm": [(x, x, weight, 1e-6), (x, None, weight, 1e-6)],
+        "add_rms_norm_backward": [(x, x, x, weight, 1e-6), (x, None, x, weight, 1e-6)],
+        "rotate_heads": [
+            (*packed, None, None, *tables, torch.arange(5), 0.0, 1.0),
+            (heads, heads, None, of_head, of_head, *tables, None, 1e-6, 1.0),
+        ],
+        "rotate_heads_backward": [(heads, heads, heads, heads, of_head, of_head, *tables, None, 1e-6)],
+        "swiglu": [both],
+        "swiglu_backward": [(x, *both)],
+    }
+    with emulated_gpu():
+        for name, arguments in calls.items():
+            for given in arguments:
+                torch.library.opcheck(getattr(torch.ops.maxrl_fast, name).default, given)
+
+
 def test_served_sizes():
     def serves(hidden, intermediate, head_dim, dtype):
         with emulated_gpu():

@@ -134,7 +134,7 @@ def _(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tens
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients in the sum x [U, H], which is also the one in both summands, and in the weight."""
+    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, in float32."""
     call, (num_rows, size) = Call(x.device), x.shape
     grad_x, partials = torch.empty_like(x), x.new_empty(_partials(num_rows, size), size, dtype=torch.float32)
     call.launch(
@@ -151,20 +151,21 @@ def add_rms_norm_backward(
         num_partials=len(partials),
         grad_weight=call.keep(partials),
     )
-    return grad_x, partials.sum(0).to(x.dtype)
+    return grad_x, partials.sum(0)
 
 
 @register_fake(add_rms_norm_backward)
 def _(grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total, normed = add_rms_norm(x, delta, weight, eps)
-        ctx.save_for_backward(x if delta is None else total, weight)
-        ctx.has_delta, ctx.eps = delta is not None, eps
+        rounded = weight.to(x.dtype)
+        total, normed = add_rms_norm(x, delta, rounded, eps)
+        ctx.save_for_backward(x if delta is None else total, rounded)
+        ctx.has_delta, ctx.eps, ctx.weight_dtype = delta is not None, eps, weight.dtype
         return total, normed
 
     @staticmethod
@@ -172,16 +173,16 @@ class _AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad_total.contiguous() if ctx.has_delta else None
         grad_x, grad_weight = add_rms_norm_backward(grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps)
-        return grad_x, grad_x if ctx.has_delta else None, grad_weight, None
+        return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
 
 
 def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _AddRmsNorm.apply(x, None, weight.to(x.dtype), eps)[1]
+    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
     return normed
 
 
 def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total, normed = _AddRmsNorm.apply(x, delta, weight.to(x.dtype), eps)
+    total, normed = _AddRmsNorm.apply(x, delta, weight, eps)
     return total, normed
 
 
@@ -261,7 +262,7 @@ def rotate_heads_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in q, k and the weights of their norms."""
+    """Return the gradients in q and k, and those of their norms' weights, in float32."""
     call, (num_rows, heads, dim) = Call(q.device), q.shape
     to, all_heads = [x.new_empty(x.shape) for x in (q, k)], heads + k.shape[1]
     partials = q.new_empty(_partials(num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
@@ -281,13 +282,13 @@ def rotate_heads_backward(
         num_partials=len(partials),
         grad_norm=call.keep(partials),
     )
-    of_q, of_k = (x.sum((0, 1)).to(q.dtype) for x in (partials[:, :heads], partials[:, heads:]))
-    return to[0], to[1], of_q, of_k
+    return to[0], to[1], partials[:, :heads].sum((0, 1)), partials[:, heads:].sum((0, 1))
 
 
 @register_fake(rotate_heads_backward)
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_norm: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return grad_q.new_empty(q.shape), grad_k.new_empty(k.shape), torch.empty_like(q_norm), torch.empty_like(q_norm)
+    of_norm = torch.empty_like(q_norm, dtype=torch.float32)
+    return grad_q.new_empty(q.shape), grad_k.new_empty(k.shape), of_norm, torch.empty_like(of_norm)
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -295,30 +296,31 @@ class _RotateHeads(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *tables: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        inputs = (None,) * 4 if q_norm is None else (q, k, q_norm, k_norm)  # a rotation's gradient needs none of them
-        ctx.save_for_backward(*inputs, *tables)
-        ctx.eps = eps
-        q, k, _ = rotate_heads(q, k, None, q_norm, k_norm, *tables, eps, 1.0)
+        rounded = [None if norm is None else norm.to(q.dtype) for norm in (q_norm, k_norm)]
+        inputs = (None, None) if q_norm is None else (q, k)  # a rotation's gradient does not need them
+        ctx.save_for_backward(*inputs, *rounded, *tables)
+        ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
+        q, k, _ = rotate_heads(q, k, None, *rounded, *tables, eps, 1.0)
         return q, k
 
     @staticmethod
     @first_order("rotate_heads")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads, (q, *inputs) = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors
-        inputs, tables = inputs[:3], inputs[3:]
+        grads, (q, k, q_norm, k_norm, *tables) = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors
+        none = (None,) * (len(tables) + 1)
         if q is None:
-            of_inputs = *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2], None, None
-        else:
-            of_inputs = rotate_heads_backward(*grads, q, *inputs, *tables, ctx.eps)
-        return *of_inputs, None, None, None, None
+            return *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2], None, None, *none
+        grad_q, grad_k, *of_norms = rotate_heads_backward(*grads, q, k, q_norm, k_norm, *tables, ctx.eps)
+        return grad_q, grad_k, *(grad.to(ctx.norm_dtype) for grad in of_norms), *none
 
 
 def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
-    (q, k, v), eps = heads, 0.0 if norms is None else norms.eps
-    weights = (None, None) if norms is None else (norms.q.to(q.dtype), norms.k.to(q.dtype))
+    q, k, v = heads
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
     if v.is_contiguous() or v.requires_grad:  # training
-        return *_RotateHeads.apply(q, k, *weights, eps, *rotary), v.contiguous()
-    result: Heads = rotate_heads(q, k, v, *weights, *rotary, eps, 1.0)
+        q, k = _RotateHeads.apply(q, k, q_norm, k_norm, eps, *rotary)
+        return q, k, v.contiguous()
+    result: Heads = rotate_heads(q, k, v, q_norm, k_norm, *rotary, eps, 1.0)
     return result
 
 

@@ -1,21 +1,25 @@
 """The CUDA kernels of a decoder layer on an emulated GPU: against float64, and the decoder with them against the plain one."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Rotary, has_kernels
-from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.ops import _gate
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.training.learner import run_batch
+from maxrl_fast.training.sharding import shard
 from tests.batches import make_prompts, one_batch
 from tests.emulation.test_kernels import CPU, emulated_gpu
 from tests.model.test_linear import ALL
-from tests.models import response_logits, tiny_decoder
+from tests.models import tiny_decoder
 from tests.rollout.test_decode_model import check_hidden_states
 
 pytestmark = pytest.mark.emulated
@@ -205,7 +209,8 @@ def watched_gpu(names: list[str]) -> Iterator[None]:
 
 
 def trained(model, dtype):
-    logits = response_logits(model, one_batch(PROMPTS, ROLLOUTS), dtype)
+    batch = one_batch(PROMPTS, ROLLOUTS)
+    logits = run_batch(model, batch, dtype, lambda hidden, weight: F.linear(hidden, weight.to(dtype)))
     model.zero_grad()
     logits.log_softmax(-1)[:, 3].sum().backward()
     return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -234,6 +239,25 @@ def test_the_decoder_with_kernels_has_the_same_outputs_and_gradients(family, opt
     for a, e in zip(actual, expected, strict=True):
         assert e.abs().max() > 1e-3
         assert (a - e).norm() <= 2e-5 * e.norm()
+
+
+def test_sharded_weights_have_the_same_gradients():
+    """FSDP2 on one rank: the kernels get the gathered weights of a layer."""
+    model = tiny_decoder(model_type="qwen3", **SIZES)
+    expected = trained(model, torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.05)):
+            sharded, names = copy.deepcopy(model), []
+            shard(sharded, dtype)
+            with watched_gpu(names):
+                actual = [whole(x) for x in trained(sharded, dtype)]
+            assert names.count("swiglu_backward") == names.count("rotate_heads_backward") == 2
+            assert len(actual) == len(expected)
+            for a, e in zip(actual, expected, strict=True):
+                assert (a - e).norm() <= tolerance * e.norm()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -33,9 +33,17 @@ __device__ void load(const Element* from, float (&values)[size]) {
   }
 }
 
+// Rounds and stores `size` numbers, one or two chunks.
 template <typename Element, int size>
 __device__ void store(Element* to, const float (&values)[size]) {
-  *reinterpret_cast<uint4*>(to) = rounded<Element>(values).bits;
+  constexpr int kSize = Chunk<Element>::kSize;
+#pragma unroll
+  for (int start = 0; start < size; start += kSize) {
+    float part[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) part[i] = values[start + i];
+    __stwb(reinterpret_cast<uint4*>(to + start), rounded<Element>(part).bits);  // the compiler splits some plain stores
+  }
 }
 
 // The sum over `lanes` neighbouring lanes, a power of two, in each of them. The whole warp must call it.
@@ -167,9 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int k = 0; k < kKept; ++k) {
     const int c = team.part + k * team.size;
-    if (c * kSize >= in.size) continue;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) in.grad_weight[team.number * in.size + c * kSize + i] = grad_weight[k][i];
+    if (c * kSize < in.size) store(in.grad_weight + team.number * in.size + c * kSize, grad_weight[k]);
   }
 }
 
@@ -296,11 +302,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (!has_part) return;
   float* to = backward.grad_norm + (partial * num_heads + of_all) * in.head_dim + at;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    to[i] = grad_norm.low[i];
-    to[half + i] = grad_norm.high[i];
-  }
+  store(to, grad_norm.low);
+  store(to + half, grad_norm.high);
 }
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + exponential2(-static_cast<float>(kLog2E) * x)); }

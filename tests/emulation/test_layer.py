@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from maxrl_fast.model import layer_kernels
 from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Rotary, has_kernels
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.ops import _gate
@@ -31,6 +32,8 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.fixture(params=["in order", "reverse"], autouse=True)
 def order(request, monkeypatch):
     monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
+    if request.param == "reverse":
+        monkeypatch.setattr(layer_kernels, "_MOST_PARTIALS", 3)  # several rows in every partial sum
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):

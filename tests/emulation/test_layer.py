@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from maxrl_fast.model import layer_kernels
-from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Rotary, has_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, Rotary, has_kernels
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.ops import _gate
 from maxrl_fast.records import Rollouts
@@ -19,13 +19,13 @@ from maxrl_fast.training.learner import run_batch
 from maxrl_fast.training.sharding import shard
 from tests.batches import make_prompts, one_batch
 from tests.emulation.test_kernels import CPU, emulated_gpu
+from tests.layers import MATRICES, NORMS, ROTATIONS, TOLERANCE, check_norm, check_rotation, check_swiglu, with_gradients
 from tests.model.test_linear import ALL
 from tests.models import tiny_decoder
 from tests.rollout.test_decode_model import check_hidden_states
 
 pytestmark = pytest.mark.emulated
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -36,77 +36,23 @@ def order(request, monkeypatch):
         monkeypatch.setattr(layer_kernels, "_MOST_PARTIALS", 3)  # several rows in every partial sum
 
 
-def numbers(*shape, seed=0, dtype=torch.float64):
-    """Return numbers that `dtype` represents, in float64 for the reference."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).double()
-
-
-def with_gradients(function, inputs, dtype):
-    """Return the results of a function and the gradients of its inputs, for a fixed gradient in each result."""
-    inputs = [x.to(dtype).requires_grad_() for x in inputs]
-    results = function(*inputs)
-    results = [results] if isinstance(results, torch.Tensor) else list(results)
-    given = [numbers(*x.shape, seed=5 + i, dtype=torch.bfloat16).to(x.dtype) for i, x in enumerate(results)]
-    return [x.detach() for x in results] + list(torch.autograd.grad(results, inputs, given))
-
-
-def assert_rows_equal(actual, expected, dtype):
-    """Compare by the norm of the error of every row, so that one wrong number in a row of 1000 is found."""
-    assert len(actual) == len(expected)
-    for a, e in zip(actual, expected, strict=True):
-        assert (a.dtype, a.shape) == (dtype, e.shape)
-        assert e.abs().max() > 0.1
-        a, e = a.double(), e.double()
-        assert (a - e).abs().max() <= 4 * TOLERANCE[dtype] * e.abs().max()
-        error = (a - e).norm(dim=-1) / e.norm(dim=-1).clamp_min(0.1 * e.norm(dim=-1).mean())
-        assert error.max() <= TOLERANCE[dtype]
-
-
 @DTYPES
-@pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
-def test_addition_and_rms_norm(rows, size, dtype):
-    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [1 + numbers(size, seed=2, dtype=dtype) / 2]
-    inputs = [x.to(dtype).double() for x in inputs]
-    expected = with_gradients(lambda x, delta, w: PLAIN.add_rms_norm(x, delta, w, 1e-2), inputs, torch.float64)
-    with emulated_gpu():
-        actual = with_gradients(lambda x, delta, w: KERNELS.add_rms_norm(x, delta, w, 1e-2), inputs, dtype)
-    assert_rows_equal(actual, expected, dtype)
-    first, *_, weight = inputs
-    expected = with_gradients(lambda x, w: PLAIN.rms_norm(x, w, 1e-2), (first, weight), torch.float64)
-    with emulated_gpu():
-        actual = with_gradients(lambda x, w: KERNELS.rms_norm(x, w, 1e-2), (first, weight), dtype)
-    assert_rows_equal(actual, expected, dtype)
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_addition_and_rms_norm(shape, dtype):
+    check_norm(*shape, dtype, CPU, emulated_gpu)
 
 
 @DTYPES
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)])
-def test_rotation_of_heads(rows, heads, kv_heads, dim, has_norms, dtype):
-    inputs = [numbers(rows, n, dim, seed=i, dtype=dtype) for i, n in enumerate((heads, kv_heads))]
-    inputs += [(1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2 if has_norms else 0)]
-    angles, positions = 3 * numbers(rows + 4, 1, dim // 2, seed=4).float(), (torch.arange(rows) * 5) % (rows + 4)
-    cos, sin = angles.cos(), angles.sin()
-    v = numbers(rows, kv_heads, dim, seed=3, dtype=dtype)
+@pytest.mark.parametrize("shape", ROTATIONS, ids=str)
+def test_rotation_of_heads(shape, has_norms, dtype):
+    check_rotation(*shape, has_norms, dtype, CPU, emulated_gpu)
 
-    def rotated(parts, rotary):
-        def function(q, k, *norms):
-            return parts.rotate_heads((q, k, v.to(q.dtype)), HeadNorms(*norms, 1e-2) if norms else None, rotary)[:2]
 
-        return function
-
-    expected = with_gradients(rotated(PLAIN, Rotary(cos[positions].double(), sin[positions].double())), inputs, torch.float64)
-    with emulated_gpu():
-        for rotary in (Rotary(cos, sin, positions), Rotary(cos[positions], sin[positions])):
-            actual = with_gradients(rotated(KERNELS, rotary), inputs, dtype)
-            assert_rows_equal(actual, expected, dtype)
-        # Packed, without gradients: v is copied, bitwise.
-        packed = torch.cat([*inputs[:2], v], 1).to(dtype)
-        parts = packed.split((heads, kv_heads, kv_heads), 1)
-        norms = HeadNorms(*(w.to(dtype) for w in inputs[2:]), 1e-2) if has_norms else None
-        *of_packed, copied = KERNELS.rotate_heads(parts, norms, Rotary(cos, sin, positions))
-    assert all(map(torch.equal, of_packed, actual[:2]))
-    assert torch.equal(copied, v.to(dtype))
-    assert all(x.is_contiguous() for x in (*of_packed, copied))
+@DTYPES
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+def test_swiglu(shape, dtype):
+    check_swiglu(*shape, dtype, CPU, emulated_gpu)
 
 
 def test_a_position_outside_the_table_gives_nan():
@@ -115,21 +61,6 @@ def test_a_position_outside_the_table_gives_nan():
         rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
         q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
     assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
-
-
-@DTYPES
-@pytest.mark.parametrize(("rows", "size"), [(1, 8), (5, 264), (37, 48), (3, 4864)])
-def test_swiglu(rows, size, dtype):
-    inputs = [3 * numbers(rows, size, seed=i, dtype=dtype) for i in range(2)]
-    inputs = [x.to(dtype).double() for x in inputs]
-    expected = with_gradients(PLAIN.swiglu, inputs, torch.float64)
-    with emulated_gpu():
-        actual = with_gradients(KERNELS.swiglu, inputs, dtype)
-        assert_rows_equal(actual, expected, dtype)
-        packed = torch.cat(inputs, 1).to(dtype)
-        of_packed = with_gradients(lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [packed], dtype)
-    assert torch.equal(of_packed[0], actual[0])
-    assert torch.equal(of_packed[1], torch.cat(actual[1:], 1))
 
 
 def test_large_gates_saturate():

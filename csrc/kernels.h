@@ -93,20 +93,6 @@ void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& 
 template <typename Element, typename Real>
 void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream);
 
-template <typename Real>
-void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream);
-template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
-                      cudaStream_t stream);
-template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream);
-
-// Throws std::invalid_argument if head_dim is not a multiple of 16 bytes up to 32 times that, or more than 8 query heads share
-// a key/value head.
-template <typename Element>
-void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
-void decode_sample(const DecodeSample& in, cudaStream_t stream);
-
 // The parts of a layer (layer.h). They throw std::invalid_argument if a row of `size` elements or a head is not a whole number
 // of chunks of 16 bytes (of 32 for a head), or a row of AddRmsNorm has more than 16 KiB, a head more than 1 KiB.
 template <typename Element>
@@ -121,6 +107,20 @@ template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream);
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
+
+template <typename Real>
+void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
+                      cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream);
+
+// Throws std::invalid_argument if head_dim is not a multiple of 16 bytes up to 32 times that, or more than 8 query heads share
+// a key/value head.
+template <typename Element>
+void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
+void decode_sample(const DecodeSample& in, cudaStream_t stream);
 }  // namespace cuda
 #endif
 

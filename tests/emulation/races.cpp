@@ -210,12 +210,12 @@ int main(int argc, char** argv) {
     decode_attention();
   } else if (part == "decode_sample") {
     decode_sample();
-  } else if (part == "layer") {
-    layer();
   } else if (part == "group_advantage") {
     group_advantage();
   } else if (part == "pacs") {
     pacs();
+  } else if (part == "layer") {
+    layer();
   } else {
     std::fprintf(stderr, "usage: races PART, got '%s'\n", part.c_str());
     return 2;

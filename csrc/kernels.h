@@ -9,6 +9,7 @@
 
 #include "decoding.h"
 #include "group_advantage.h"
+#include "layer.h"
 #include "pacs.h"
 #include "token_loss.h"
 
@@ -91,6 +92,21 @@ void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& 
 // Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor written.
 template <typename Element, typename Real>
 void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream);
+
+// The parts of a layer (layer.h). They throw std::invalid_argument if a row of `size` elements or a head is not a whole number
+// of chunks of 16 bytes (of 32 for a head), or a row of AddRmsNorm has more than 16 KiB, a head more than 1 KiB.
+template <typename Element>
+void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream);
+template <typename Element>
+void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu(const SwiGlu<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
 
 template <typename Real>
 void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream);

@@ -133,6 +133,85 @@ def decode_sample_cuda(
     stream: int,
 ) -> None: ...
 
+# The parts of a layer, csrc/layer.h. Heads: address, row stride, number. Tables: cos, sin, positions, number of positions.
+def add_rms_norm_cuda(
+    *, dtype: str, num_rows: int, size: int, eps: float, x: int, delta: int, weight: int, sum: int, normed: int, stream: int
+) -> None: ...
+def add_rms_norm_backward_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    eps: float,
+    sum: int,
+    weight: int,
+    grad_sum: int,
+    grad_normed: int,
+    grad_x: int,
+    num_partials: int,
+    grad_weight: int,
+    stream: int,
+) -> None: ...
+def rotate_heads_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    head_dim: int,
+    eps: float,
+    direction: float,
+    q: tuple[int, int, int],
+    k: tuple[int, int, int],
+    v: tuple[int, int, int],
+    q_norm: int,
+    k_norm: int,
+    to: tuple[int, int, int],
+    tables: tuple[int, int, int, int],
+    stream: int,
+) -> None: ...
+def rotate_heads_backward_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    head_dim: int,
+    eps: float,
+    q: tuple[int, int, int],
+    k: tuple[int, int, int],
+    q_norm: int,
+    k_norm: int,
+    to: tuple[int, int],
+    grad: tuple[int, int],
+    tables: tuple[int, int, int, int],
+    num_partials: int,
+    grad_norm: int,
+    stream: int,
+) -> None: ...
+def swiglu_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    gate: int,
+    up: int,
+    gate_stride: int,
+    up_stride: int,
+    out: int,
+    stream: int,
+) -> None: ...
+def swiglu_backward_cuda(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    gate: int,
+    up: int,
+    gate_stride: int,
+    up_stride: int,
+    grad: int,
+    grad_gate: int,
+    grad_up: int,
+    stream: int,
+) -> None: ...
+
 class Pacs:
     def __init__(
         self,

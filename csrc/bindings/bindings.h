@@ -7,6 +7,7 @@
 #include <array>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "../kernels.h"
@@ -43,5 +44,6 @@ void bind_token_loss(py::module_& m);
 void bind_pacs(py::module_& m);
 void bind_generation(py::module_& m);
 void bind_decoding(py::module_& m);
+void bind_layer(py::module_& m);
 
 }  // namespace maxrl::bindings

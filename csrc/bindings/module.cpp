@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   maxrl::bindings::bind_pacs(m);
   maxrl::bindings::bind_generation(m);
   maxrl::bindings::bind_decoding(m);
+  maxrl::bindings::bind_layer(m);
 }

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary, has_kernels
 from maxrl_fast.model.linear import Linear, LoraLinear, whole
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rotary = tuple[Tensor, Tensor]  # cos and sin [U, 1, D/2]
 
 # By model_type: whether q, k and v have biases, and whether q and k have norms.
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
@@ -94,11 +93,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+    def forward(self, x: Tensor, parts: LayerParts = PLAIN) -> Tensor:
+        return parts.rms_norm(x, self.weight, self.eps)
 
 
-def rotary_table(config: DecoderConfig, positions: Tensor) -> Rotary:
+def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
@@ -115,13 +114,6 @@ def _scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2. Tables have x's dtype."""
-    cos, sin = rotary
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -135,10 +127,13 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def qkv(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary), v
+        norms = None
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return parts.rotate_heads((q, k, v), norms, rotary)
 
 
 class MLP(nn.Module):
@@ -148,8 +143,8 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, parts: LayerParts) -> Tensor:
+        return self.down_proj(parts.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -160,26 +155,29 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary], tuple[Tensor, Tensor, Tensor]] = before_attention
-        self.after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
+        self.before: Callable[[Layer, Tensor, Rotary, LayerParts], Heads] = before_attention
+        self.after: Callable[[Layer, Tensor, Tensor, LayerParts], Tensor] = after_attention
 
-    def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, parts: LayerParts
+    ) -> Tensor:
         """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
-        attended = attention(i, *self.before(self, x, rotary)).flatten(1)  # [U, Hq * D]
+        attended = attention(i, *self.before(self, x, rotary, parts)).flatten(1)  # [U, Hq * D]
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-        return self.after(self, x, attended)
+        return self.after(self, x, attended, parts)
 
 
-def before_attention(layer: Layer, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+def before_attention(layer: Layer, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
     """Return q, k and v of x [U, H]."""
-    return layer.self_attn.qkv(layer.input_layernorm(x), rotary)
+    return layer.self_attn.qkv(layer.input_layernorm(x, parts), rotary, parts)
 
 
-def after_attention(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+def after_attention(layer: Layer, x: Tensor, attended: Tensor, parts: LayerParts) -> Tensor:
     """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
-    x = x + layer.self_attn.o_proj(attended)
-    output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    norm = layer.post_attention_layernorm
+    x, normed = parts.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
+    output: Tensor = x + layer.mlp(normed, parts)
     return output
 
 
@@ -200,6 +198,7 @@ class Decoder(nn.Module):
     """
 
     checkpoint_activations = False
+    is_compiled = False  # by compile_layers
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -239,7 +238,11 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
     def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation."""
+        """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation.
+
+        torch.compile fuses the operations of PyTorch itself, so the kernels of layer_kernels.py do not run.
+        """
+        self.is_compiled = True
         before = torch.compile(before_attention, dynamic=True)
         after = torch.compile(after_attention, dynamic=True)
         for layer in self.model.layers:
@@ -269,17 +272,23 @@ class Decoder(nn.Module):
             hidden states [R, H] after the last norm, in `dtype`, or the result of `finish`.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
+        parts = self._parts(dtype, x.device)
         cos, sin = rotary_table(self.config, positions)
-        rotary = cos.to(dtype), sin.to(dtype)
+        rotary = Rotary(cos, sin) if parts is KERNELS else Rotary(cos.to(dtype), sin.to(dtype))
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
-            arguments = (x, rotary, i, attention, rows if i == last else None)
+            arguments = (x, rotary, i, attention, rows if i == last else None, parts)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        hidden = self.model.norm(x)
+        hidden = self.model.norm(x, parts)
         return hidden if finish is None else finish(hidden, self.lm_head.weight)
+
+    def _parts(self, dtype: torch.dtype, device: torch.device) -> LayerParts:
+        """Return which implementation of the elementwise parts of layers runs."""
+        sizes = self.config.hidden_size, self.config.intermediate_size, self.config.head_dim
+        return KERNELS if not self.is_compiled and has_kernels(*sizes, dtype, device) else PLAIN
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.

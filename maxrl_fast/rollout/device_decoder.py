@@ -17,6 +17,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
+from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.grid import Grid, Shape
 
 BURST = 8  # steps between two synchronisations with the device
@@ -35,9 +36,7 @@ class DeviceDecoder:
 
     def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
         self.dtype, self.device = dtype, model.lm_head.weight.device
-        self.model = Decoder.empty(model.config, self.device, dtype).requires_grad_(False)
-        if compiled:
-            self.model.compile_layers()
+        self.model = DecodeModel(model.config, self.device, dtype, compiled)
         self.in_kernel = has_kernel(model.config, dtype, self.device)  # whether attention runs in the CUDA kernel
         self.grid: Grid | None = None
 

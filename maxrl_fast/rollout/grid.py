@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
-from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_sample
 from maxrl_fast.rollout.decode_attention import Groups, Step
+from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -80,9 +81,9 @@ class Grid:
 
     STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
 
-    def __init__(self, model: Decoder, shape: Shape, dtype: torch.dtype, in_kernel: bool):
-        c, self.model, self.shape, self.dtype, self.in_kernel = model.config, model, shape, dtype, in_kernel
-        device = model.lm_head.weight.device
+    def __init__(self, model: DecodeModel, shape: Shape, dtype: torch.dtype, in_kernel: bool):
+        c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
+        device = model.device
         self.bytes = shape.cache_bytes(c, dtype)
 
         def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:  # zeros: masked keys and values must be finite
@@ -161,8 +162,8 @@ class Grid:
             k_own, v_own = self.own[layer]
             return step.attend(q, k, v, self.prompts[layer], (k_own[rows], v_own[rows]))
 
-        hidden = self.model(self.last[rows], self.shift[rows] + length, attention, self.all_rows[rows], self.dtype)
-        logits = self.model.lm_head(hidden)
+        hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
+        logits = self.model.raw_logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last[rows], length, self.done[rows], self.tokens[rows], self.logprobs[rows])
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
@@ -194,14 +195,14 @@ class Grid:
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
-        hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1, self.dtype)
+        hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
         rows = (slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)).flatten()
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
         self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
         self.length[rows] = (samples < 0).long()
-        logits = self.model.lm_head(hidden)  # all samples of a prompt share them
+        logits = self.model.raw_logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
             decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state, rows=rows)

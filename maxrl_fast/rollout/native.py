@@ -5,6 +5,7 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder
@@ -66,7 +67,8 @@ class NativeEngine:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
             how += ", compiled" if self.compiled else ""
             if self.decoder.device.type == "cuda":
-                how += f", CUDA graphs, attention in {'CUDA' if self.decoder.in_kernel else 'PyTorch'}"
+                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.parts is KERNELS}
+                how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
         tensors = "key/value cache" if self.in_cpp else "key/value cache and tensors of a step"
         return f"native ({how}, {tensors} of at most {self.cache_bytes / 1e9:.3g} GB)"
 

@@ -136,6 +136,42 @@ void decode_sample() {
     }
 }
 
+// Rows of two warps for the sums; several rows for each partial sum.
+void layer() {
+  const int64_t rows = 5;
+  const int size = 520;
+  const Numbers<float> x(rows * size), delta(rows * size), weight(size), grad(rows * size);
+  Numbers<float> sum(rows * size), out(rows * size), partials(3 * size);
+  cuda::add_rms_norm(AddRmsNorm<float>{rows, size, 1e-6f, x.data, delta.data, weight.data, sum.data, out.data}, nullptr);
+  cuda::add_rms_norm_backward(
+      AddRmsNormBackward<float>{rows, size, 1e-6f, sum.data, weight.data, grad.data, grad.data, out.data, 3, partials.data},
+      nullptr);
+  const SwiGlu<float> halves{rows, size / 2, x.data, x.data + size / 2, size, size, out.data};
+  cuda::swiglu(halves, nullptr);
+  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data}, nullptr);
+
+  const int dim = 40, heads = 3, kv_heads = 1;  // a packed row has 5 heads
+  const int64_t packed = 5 * dim, of_q = rows * heads * dim;
+  const Numbers<float> qkv(rows * packed), table(rows * dim / 2), norm(dim), grad_q(of_q);
+  Numbers<float> q(of_q), k(rows * dim), v(rows * dim), of_norms(2 * 4 * dim);
+  const std::vector<int64_t> positions = integers(rows, rows);
+  RotateHeads<float> rotation{
+      rows,
+      dim,
+      1e-6f,
+      1.0f,
+      {{qkv.data, packed, heads}, {qkv.data + heads * dim, packed, kv_heads}, {qkv.data + 4 * dim, packed, 1}},
+      {norm.data, norm.data},
+      {q.data, k.data, v.data},
+      table.data,
+      table.data,
+      positions.data(),
+      rows};
+  cuda::rotate_heads(rotation, nullptr);
+  rotation.from[2].count = 0;
+  cuda::rotate_heads_backward(RotateHeadsBackward<float>{rotation, {grad_q.data, grad_q.data}, 2, of_norms.data}, nullptr);
+}
+
 void group_advantage() {
   const std::vector<Formula> formulas{
       {Value::kReward, Baseline::kMean, Scale::kStd, 1e-6, 1, 1.0, 0.0},
@@ -203,6 +239,8 @@ int main(int argc, char** argv) {
     group_advantage();
   } else if (part == "pacs") {
     pacs();
+  } else if (part == "layer") {
+    layer();
   } else {
     std::fprintf(stderr, "usage: races PART, got '%s'\n", part.c_str());
     return 2;

@@ -24,6 +24,7 @@ PARTS = {  # of races.cpp: the file with its kernels
     "token_logprobs": "token_logprobs",
     "decode_attention": "decode_attention",
     "decode_sample": "decode_sample",
+    "layer": "layer",
     "group_advantage": "group_advantage",
     "pacs": "pacs",
 }
@@ -54,6 +55,8 @@ PLANTED = [
     Planted("token_loss", "softmax_rows.cuh", "resolve(work, state, in, t, at_target, &of_block, resolved);", "sync();"),
     Planted("token_loss_in_clusters", "softmax_rows.cuh", "combine(mine, in, t, of_warps, &of_block);", "sync();"),
     Planted("decode_attention", "decode_attention.cu", "to[i] = attended.values[r][i];"),
+    Planted("layer", "layer.cu", "first = warp / warps * warps;"),
+    Planted("layer", "layer.cu", "of_warps[warp] = value;"),
     Planted("group_advantage", "group_advantage.cu", "stride > 0; stride /= 2) {"),
     Planted("group_advantage", "group_advantage.cu", "indices[high] = index;"),
     Planted("group_advantage", "group_advantage.cu", "int place = begin < end"),

@@ -96,6 +96,10 @@ template <typename T>
 T __ldcs(const T* from) {
   return *from;
 }
+template <typename T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
   return emulation::add_atomically(to, value);
 }

@@ -1,0 +1,81 @@
+// The elementwise parts of a decoder layer on a GPU: residual addition with RMS norm, rotary embedding, SwiGLU.
+#pragma once
+#include <cstdint>
+
+namespace maxrl {
+
+// All addresses and strides are multiples of 16 bytes, strides in elements. U rows.
+
+// Rows of `size` elements H: sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight. All arrays are contiguous.
+template <typename Element>
+struct AddRmsNorm {
+  int64_t num_rows;
+  int size;
+  float eps;
+  const Element *x, *delta;  // [U, H]; delta may be null: sum is x then, and not written
+  const Element* weight;     // [H]
+  Element *sum, *normed;     // [U, H]
+};
+
+template <typename Element>
+struct AddRmsNormBackward {
+  int64_t num_rows;
+  int size;
+  float eps;
+  const Element *sum, *weight;
+  const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
+  Element* grad_x;                        // [U, H], also the gradient in delta
+  int64_t num_partials;                   // P
+  float* grad_weight;                     // [P, H]: partial p has the rows p, p + P, ...
+};
+
+// Rows of heads of size D: [U, heads, D], with this stride between rows.
+template <typename Element>
+struct Heads {
+  const Element* data;
+  int64_t stride;
+  int count;
+};
+
+// Query and key heads with their RMS norm, if they have one, and the rotary embedding, which rotates dimension i with i + D/2;
+// value heads are copied. The results are contiguous.
+template <typename Element>
+struct RotateHeads {
+  int64_t num_rows;
+  int head_dim;
+  float eps, direction;         // direction -1: by the negative angles
+  Heads<Element> from[3];       // queries, keys, values, of which there may be 0
+  const Element* norm[2];       // [D] of queries and of keys, or null
+  Element* to[3];               // [U, count, D]
+  const float *cos, *sin;       // [num_positions, D/2]
+  const int64_t* positions;     // [U] rows of the tables; null: row u for row u
+  int64_t num_positions;        // heads at other positions become NaN
+};
+
+// The gradients in queries and keys that have norms.
+template <typename Element>
+struct RotateHeadsBackward {
+  RotateHeads<Element> forward;      // `to`: the gradients in the queries and keys; no values
+  const Element* grad[2];            // [U, count, D] in the rotated queries and keys
+  int64_t num_partials;              // P
+  float* grad_norm;                  // [P, all heads, D]: partial p has the rows p, p + P, ...
+};
+
+// out = gate sigmoid(gate) up, in rows of `size` elements F.
+template <typename Element>
+struct SwiGlu {
+  int64_t num_rows;
+  int size;
+  const Element *gate, *up;
+  int64_t gate_stride, up_stride;
+  Element* out;  // [U, F]
+};
+
+template <typename Element>
+struct SwiGluBackward {
+  SwiGlu<Element> forward;       // `out` is not used
+  const Element* grad;           // [U, F]
+  Element *grad_gate, *grad_up;  // [U, F]
+};
+
+}  // namespace maxrl

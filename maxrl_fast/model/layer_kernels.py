@@ -1,0 +1,403 @@
+"""The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU.
+
+PLAIN has them in PyTorch, KERNELS as operators with one launch of csrc/cuda/layer.cu each, which compute in float32 and round
+once. Kernels sum gradients of weights over the rows in two stages, in an order that depends on the shapes alone.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops.derivatives import first_order
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
+
+
+class Rotary(NamedTuple):
+    """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64 [U]; None: row u for token u.
+
+    PLAIN takes them in the compute dtype and without positions, KERNELS in float32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """Weights [D] of the RMS norms of each query head and of each key head (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
+
+
+class LayerParts(NamedTuple):
+    """One implementation of the parts; `weight` is of any dtype and cast to that of x."""
+
+    # (x [U, H], weight [H], eps) -> the norm of x
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    # (x [U, H], delta [U, H], weight [H], eps) -> x + delta, and its norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have any stride
+    rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
+    # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+
+
+def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether KERNELS serves a decoder of these sizes.
+
+    It needs a GPU that runs the extension's kernels; float32, bfloat16 or float16; rows of hidden states and of the MLP that
+    are multiples of 16 bytes, the former of at most 16 KiB; and heads that are multiples of 32 bytes, of at most 1 KiB.
+    """
+    if dtype not in _DTYPES or not (_gate.is_gpu(device) and _gate.has_kernels(device)):
+        return False
+    hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
+    return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
+
+
+# In PyTorch.
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x + delta
+    return x, _rms_norm(x, weight, eps)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2. Tables have x's dtype."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
+
+
+def _rotate_heads(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
+    q, k, v = heads
+    if norms is not None:
+        q, k = _rms_norm(q, norms.q, norms.eps), _rms_norm(k, norms.k, norms.eps)
+    return rotate(q, rotary), rotate(k, rotary), v
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+PLAIN = LayerParts(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)
+
+# Residual addition and RMS norm.
+
+
+def _partials(num_rows: int, width: int) -> int:
+    """Return into how many partial sums of `width` numbers the rows are added."""
+    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
+
+
+@operator()
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + delta, empty without delta, and its norm, for rows x and delta [U, H]."""
+    call, (num_rows, size) = Call(x.device), x.shape
+    total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
+    call.launch(
+        "add_rms_norm",
+        dtype=_DTYPES[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        eps=eps,
+        x=call.address("x", x, x.dtype, (num_rows, size)),
+        delta=call.address("delta", delta, x.dtype, (num_rows, size)),
+        weight=call.address("weight", weight, x.dtype, (size,)),
+        sum=call.keep(total),
+        normed=call.keep(normed),
+    )
+    return total, normed
+
+
+@register_fake(add_rms_norm)
+def _(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
+
+
+@operator()
+def add_rms_norm_backward(
+    grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, in float32."""
+    call, (num_rows, size) = Call(x.device), x.shape
+    grad_x, partials = torch.empty_like(x), x.new_empty(_partials(num_rows, size), size, dtype=torch.float32)
+    call.launch(
+        "add_rms_norm_backward",
+        dtype=_DTYPES[x.dtype],
+        num_rows=num_rows,
+        size=size,
+        eps=eps,
+        sum=call.address("x", x, x.dtype, (num_rows, size)),
+        weight=call.address("weight", weight, x.dtype, (size,)),
+        grad_sum=call.address("grad_sum", grad_sum, x.dtype, (num_rows, size)),
+        grad_normed=call.address("grad_normed", grad_normed, x.dtype, (num_rows, size)),
+        grad_x=call.keep(grad_x),
+        num_partials=len(partials),
+        grad_weight=call.keep(partials),
+    )
+    return grad_x, partials.sum(0)
+
+
+@register_fake(add_rms_norm_backward)
+def _(grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        rounded = weight.to(x.dtype)
+        total, normed = add_rms_norm(x, delta, rounded, eps)
+        ctx.save_for_backward(x if delta is None else total, rounded)
+        ctx.has_delta, ctx.eps, ctx.weight_dtype = delta is not None, eps, weight.dtype
+        return total, normed
+
+    @staticmethod
+    @first_order("add_rms_norm")
+    def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grad_total.contiguous() if ctx.has_delta else None
+        grad_x, grad_weight = add_rms_norm_backward(grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps)
+        return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
+
+
+def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
+    return normed
+
+
+def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, normed = _AddRmsNorm.apply(x, delta, weight, eps)
+    return total, normed
+
+
+# Rotary embedding.
+
+
+def _heads(call: Call, name: str, x: Tensor | None) -> tuple[int, int, int]:
+    """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if a row is not contiguous."""
+    if x is None:
+        return 0, 0, 0
+    if x.device != call.device or x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
+        raise ValueError(f"{name} must have contiguous rows on {call.device}, got strides {x.stride()} on {x.device}")
+    return call.keep(x), x.stride(0) if len(x) > 1 else 0, x.shape[1]
+
+
+def _tables(
+    call: Call, cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, dim: int
+) -> tuple[int, int, int, int]:
+    shape = (num_rows if positions is None else len(cos), 1, dim // 2)
+    return (
+        call.address("cos", cos, torch.float32, shape),
+        call.address("sin", sin, torch.float32, shape),
+        call.address("positions", positions, torch.int64, (num_rows,)),
+        len(cos),
+    )
+
+
+@operator()
+def rotate_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+    direction: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates back."""
+    call, (num_rows, _, dim) = Call(q.device), q.shape
+    to = [x.new_empty(x.shape) for x in (q, k)] + [q.new_empty(0) if v is None else v.new_empty(v.shape)]
+    call.launch(
+        "rotate_heads",
+        dtype=_DTYPES[q.dtype],
+        num_rows=num_rows,
+        head_dim=dim,
+        eps=eps,
+        direction=direction,
+        q=_heads(call, "q", q),
+        k=_heads(call, "k", k),
+        v=_heads(call, "v", v),
+        q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
+        k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
+        to=[call.keep(x) for x in to],
+        tables=_tables(call, cos, sin, positions, num_rows, dim),
+    )
+    return to[0], to[1], to[2]
+
+
+@register_fake(rotate_heads)
+def _(q: Tensor, k: Tensor, v: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty(0 if v is None else v.shape)
+
+
+@operator()
+def rotate_heads_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients in q and k, and those of their norms' weights, in float32."""
+    call, (num_rows, heads, dim) = Call(q.device), q.shape
+    to, all_heads = [x.new_empty(x.shape) for x in (q, k)], heads + k.shape[1]
+    partials = q.new_empty(_partials(num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
+    call.launch(
+        "rotate_heads_backward",
+        dtype=_DTYPES[q.dtype],
+        num_rows=num_rows,
+        head_dim=dim,
+        eps=eps,
+        q=_heads(call, "q", q),
+        k=_heads(call, "k", k),
+        q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
+        k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
+        to=[call.keep(x) for x in to],
+        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in ((grad_q, q), (grad_k, k))],
+        tables=_tables(call, cos, sin, positions, num_rows, dim),
+        num_partials=len(partials),
+        grad_norm=call.keep(partials),
+    )
+    return to[0], to[1], partials[:, :heads].sum((0, 1)), partials[:, heads:].sum((0, 1))
+
+
+@register_fake(rotate_heads_backward)
+def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_norm: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_norm = torch.empty_like(q_norm, dtype=torch.float32)
+    return grad_q.new_empty(q.shape), grad_k.new_empty(k.shape), of_norm, torch.empty_like(of_norm)
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *tables: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rounded = [None if norm is None else norm.to(q.dtype) for norm in (q_norm, k_norm)]
+        inputs = (None, None) if q_norm is None else (q, k)  # a rotation's gradient does not need them
+        ctx.save_for_backward(*inputs, *rounded, *tables)
+        ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
+        q, k, _ = rotate_heads(q, k, None, *rounded, *tables, eps, 1.0)
+        return q, k
+
+    @staticmethod
+    @first_order("rotate_heads")
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        grads, (q, k, q_norm, k_norm, *tables) = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors
+        none = (None,) * (len(tables) + 1)
+        if q is None:
+            return *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2], None, None, *none
+        grad_q, grad_k, *of_norms = rotate_heads_backward(*grads, q, k, q_norm, k_norm, *tables, ctx.eps)
+        return grad_q, grad_k, *(grad.to(ctx.norm_dtype) for grad in of_norms), *none
+
+
+def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
+    q, k, v = heads
+    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
+    if v.is_contiguous() or v.requires_grad:  # training
+        q, k = _RotateHeads.apply(q, k, q_norm, k_norm, eps, *rotary)
+        return q, k, v.contiguous()
+    result: Heads = rotate_heads(q, k, v, q_norm, k_norm, *rotary, eps, 1.0)
+    return result
+
+
+# SwiGLU.
+
+
+def _rows(call: Call, name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
+    """Return the address and row stride of x [U, F]; raise ValueError if it differs from `like` or a row is not contiguous."""
+    if x.shape != like.shape or x.dtype != like.dtype or x.device != call.device or x.stride(1) != 1:
+        raise ValueError(
+            f"{name} must be {like.dtype} {tuple(like.shape)} on {call.device} with contiguous rows, got {x.dtype} "
+            f"{tuple(x.shape)} on {x.device} with strides {x.stride()}"
+        )
+    return call.keep(x), x.stride(0) if len(x) > 1 else 0
+
+
+@operator()
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) up for rows [U, F]."""
+    call, out = Call(gate.device), gate.new_empty(gate.shape)
+    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
+    call.launch(
+        "swiglu",
+        dtype=_DTYPES[gate.dtype],
+        num_rows=len(gate),
+        size=gate.shape[1],
+        gate=gate_at,
+        up=up_at,
+        gate_stride=gate_stride,
+        up_stride=up_stride,
+        out=call.keep(out),
+    )
+    return out
+
+
+@register_fake(swiglu)
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@operator()
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients in gate and up, contiguous."""
+    call, grads = Call(gate.device), (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
+    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
+    call.launch(
+        "swiglu_backward",
+        dtype=_DTYPES[gate.dtype],
+        num_rows=len(gate),
+        size=gate.shape[1],
+        gate=gate_at,
+        up=up_at,
+        gate_stride=gate_stride,
+        up_stride=up_stride,
+        grad=call.address("grad", grad, gate.dtype, gate.shape),
+        grad_gate=call.keep(grads[0]),
+        grad_up=call.keep(grads[1]),
+    )
+    return grads
+
+
+@register_fake(swiglu_backward)
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu(gate, up)
+
+    @staticmethod
+    @first_order("swiglu")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor] = swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+        return grads
+
+
+KERNELS = LayerParts(_rms_norm_in_kernel, _add_rms_norm_in_kernel, _rotate_heads_in_kernel, _SwiGlu.apply)

@@ -1,0 +1,146 @@
+"""The policy as decoding on a device computes it: weights in the compute dtype, packed so that a layer takes few launches.
+
+A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the multiplication by o, addition and
+norm, one multiplication for gate and up, SwiGLU, the multiplication by down, and addition with the next layer's norm.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
+from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary, has_kernels
+
+
+@dataclass
+class DecodeLayer:
+    """The weights of a layer."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(Hq + 2 Hkv) D, H]
+    qkv_bias: Tensor | None
+    head_norms: HeadNorms | None
+    o: Tensor  # [H, Hq D]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 F, H]
+    down: Tensor  # [H, F]
+
+
+class DecodeModel:
+    """A decoder without gradients. Its weights keep their addresses, so that CUDA graphs read those that are copied into them.
+
+    Args:
+        compiled: run torch.compile on the parts of a layer before and after attention; the kernels of layer_kernels.py, which
+            fuse the same operations, do not run then.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype, compiled: bool = False):
+        c, self.config, self.device, self.dtype = config, config, device, dtype
+        self.head_counts = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+        in_kernels = not compiled and has_kernels(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
+        self.parts = KERNELS if in_kernels else PLAIN
+        self._before, self._after = before_attention, after_attention
+        if compiled:
+            self._before = torch.compile(before_attention, dynamic=True)
+            self._after = torch.compile(after_attention, dynamic=True)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        hidden, queries, width = c.hidden_size, c.num_attention_heads * c.head_dim, sum(self.head_counts) * c.head_dim
+        self.layers = [
+            DecodeLayer(
+                input_norm=empty(hidden),
+                qkv=empty(width, hidden),
+                qkv_bias=empty(width) if c.has_qkv_bias else None,
+                head_norms=HeadNorms(empty(c.head_dim), empty(c.head_dim), c.rms_norm_eps) if c.has_qk_norm else None,
+                o=empty(hidden, queries),
+                post_norm=empty(hidden),
+                gate_up=empty(2 * c.intermediate_size, hidden),
+                down=empty(hidden, c.intermediate_size),
+            )
+            for _ in range(c.num_hidden_layers)
+        ]
+        self.norm, self.embedding = empty(hidden), empty(c.vocab_size, hidden)
+        self.output = self.embedding if c.tie_word_embeddings else empty(c.vocab_size, hidden)
+        # [positions, 1, D/2] float32: the angles of every position are computed once.
+        self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight with its name in checkpoints, tied weights once; parts of packed weights are views."""
+        sizes = [count * self.config.head_dim for count in self.head_counts]
+        yield "model.embed_tokens.weight", self.embedding
+        for i, layer in enumerate(self.layers):
+            name = f"model.layers.{i}."
+            yield f"{name}input_layernorm.weight", layer.input_norm
+            for own, part in zip("qkv", layer.qkv.split(sizes), strict=True):
+                yield f"{name}self_attn.{own}_proj.weight", part
+            if layer.qkv_bias is not None:
+                for own, part in zip("qkv", layer.qkv_bias.split(sizes), strict=True):
+                    yield f"{name}self_attn.{own}_proj.bias", part
+            if layer.head_norms is not None:
+                yield f"{name}self_attn.q_norm.weight", layer.head_norms.q
+                yield f"{name}self_attn.k_norm.weight", layer.head_norms.k
+            yield f"{name}self_attn.o_proj.weight", layer.o
+            yield f"{name}post_attention_layernorm.weight", layer.post_norm
+            for own, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+                yield f"{name}mlp.{own}_proj.weight", part
+            yield f"{name}mlp.down_proj.weight", layer.down
+        yield "model.norm.weight", self.norm
+        if not self.config.tie_word_embeddings:
+            yield "lm_head.weight", self.output
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a packed stream.
+
+        Args:
+            tokens, positions: [U] int64; positions below the model's max_position_embeddings.
+            attention: called once per layer.
+            rows: int64 [R]; after the last layer's attention only these rows are computed. None: all, in order.
+        """
+        eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
+        x = F.embedding(tokens, self.embedding)  # [U, H]
+        normed = self.parts.rms_norm(x, self.layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            heads = self._before(layer, normed, rotary, self.head_counts, self.parts)
+            attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
+            if rows is not None and layer is self.layers[-1]:
+                x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+            x, normed = self._after(layer, x, attended, next_norm, eps, self.parts)
+        return normed
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] in the compute dtype of hidden states [R, H]."""
+        return F.linear(hidden, self.output)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] in float32 of hidden states [R, H]."""
+        return self.raw_logits(hidden).float()
+
+    def _rotary(self, positions: Tensor) -> Rotary:
+        cos, sin = self.tables
+        if self.parts is KERNELS:
+            return Rotary(cos, sin, positions)
+        return Rotary(cos[positions].to(self.dtype), sin[positions].to(self.dtype))
+
+
+def before_attention(
+    layer: DecodeLayer, normed: Tensor, rotary: Rotary, head_counts: tuple[int, int, int], parts: LayerParts
+) -> Heads:
+    """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H] of a layer."""
+    heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
+    q, k, v = heads.split(head_counts, dim=1)
+    return parts.rotate_heads((q, k, v), layer.head_norms, rotary)
+
+
+def after_attention(
+    layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, parts: LayerParts
+) -> tuple[Tensor, Tensor]:
+    """Return a layer's output [U, H] and the next norm of it, from its input [U, H] and attention [U, Hq * D]."""
+    x, normed = parts.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
+    gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+    return parts.add_rms_norm(x, F.linear(parts.swiglu(gate, up), layer.down), next_norm, eps)

@@ -1,0 +1,72 @@
+"""The packed copy of the policy that decodes on a device: its hidden states, and the weights under every name."""
+
+import contextlib
+
+import pytest
+import torch
+
+from maxrl_fast.model import flash
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from tests.model.test_linear import ALL, adapted
+from tests.models import tiny_decoder
+
+FAMILIES = [
+    {},
+    {"tie_word_embeddings": False},
+    {"model_type": "qwen3"},
+    {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 1},
+]
+TOKENS, POSITIONS = torch.tensor([3, 9, 0, 31, 7, 7]), torch.tensor([0, 4, 5, 6, 100, 511])
+
+
+def causal(layer, q, k, v):
+    """Attend within the stream, differently in every layer."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k * (1 + layer), v))
+    return flash.attend(q[None], k[None], v[None], causal=True)[0][0]
+
+
+def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
+    """Compare hidden states and logits of the copy with the decoder's, for all rows and for some."""
+    for rows in (torch.arange(6), torch.tensor([5, 2])):
+        with torch.no_grad():
+            expected = model(TOKENS, POSITIONS, causal, rows)
+        with around_decoding(), torch.no_grad():
+            decoder = DeviceDecoder(model, torch.float32)
+            decoder.load_weights(model)
+            hidden = decoder.model(TOKENS, POSITIONS, causal, None if len(rows) == 6 else rows)
+        assert expected.std() > 0.3
+        torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(decoder.model.logits(hidden), model.logits(expected), rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_hidden_states_equal_the_decoders(family):
+    check_hidden_states(tiny_decoder(**family), 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_every_weight_is_loaded_in_place_under_its_name(family, has_adapters):
+    model, old = adapted(ALL, **family) if has_adapters else tiny_decoder(**family), tiny_decoder(seed=1, **family)
+    decoder = DeviceDecoder(model, torch.bfloat16)
+    decoder.load_weights(old)
+    addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights()}
+    decoder.load_weights(model)
+    expected, actual = dict(model.weights()), dict(decoder.model.weights())
+    assert actual.keys() == expected.keys() == addresses.keys()
+    for name, weight in actual.items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+        assert weight.data_ptr() == addresses[name], name
+    assert len(set(addresses.values())) == len(addresses)
+    assert sum(w.numel() for w in actual.values()) == sum(w.numel() for w in old.parameters())
+
+
+def test_logits_are_float32_and_raw_logits_in_the_compute_dtype():
+    model = tiny_decoder()
+    decoder = DeviceDecoder(model, torch.bfloat16)
+    decoder.load_weights(model)
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    logits, raw = decoder.model.logits(hidden), decoder.model.raw_logits(hidden)
+    assert (logits.dtype, raw.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(logits, raw.float())
+    torch.testing.assert_close(logits, model.logits(hidden.float()), rtol=0.02, atol=0.1)

@@ -25,11 +25,11 @@ def ceilings(x: Any) -> Iterator[Row]:
 def launches(x: Any) -> Iterator[Row]:
     counts, times = x["launches"] or {}, x["microseconds_in_a_graph"] or x["microseconds"]
     empty = times["empty kernel"]
-    for name in ("maxpo", "log_ratio_reward", "pacs_loss"):
-        count = counts.get(name)
+    for name, most in {"maxpo": 1, "log_ratio_reward": 1, "pacs_loss": 2}.items():
+        count, plural = counts.get(name), "" if most == 1 else "es"
         started = "" if count is None else f"{count} launch{'' if count == 1 else 'es'}, "
-        reached = None if count is None else count == 1 and times[name] <= 2 * empty
-        aim = "1 launch, <= 2 x empty"
+        reached = None if count is None else count <= most and times[name] <= (most + 1) * empty
+        aim = f"{most} launch{plural}, <= {most + 1} x empty"
         yield Row(f"{name}, 1024 x 16", f"{started}{times[name]:.2f} us", aim, reached, f"empty kernel {empty:.2f} us")
 
 

@@ -63,21 +63,27 @@ __device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
 constexpr int64_t kMaxSummingBlocks = 1024;
 constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBlocks * size; }
 
-// Every thread of every block calls this once, at its end, with thread 0 holding the block's sums. The last block to come
-// adds all of them up into workspace[0 .. size).
-template <int size>
-__device__ void add_over_blocks(const double (&sums)[size], double* workspace, int block, int num_blocks) {
+// Every thread of every block calls this once, at its end, with sums of parts of the block in shared memory, behind a barrier.
+// The last block to come adds all of them up into workspace[0 .. size). Returns whether this is the last block, which may then
+// read the workspace.
+template <int parts, int size>
+__device__ bool add_over_blocks(const double (&sums)[parts][size], double* workspace, int block, int num_blocks) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);
   double* rows = workspace + size + 1;
   __shared__ bool is_last;
+  if (threadIdx.x < size) {
+    double sum = 0.0;
+    for (int part = 0; part < parts; ++part) sum += sums[part][threadIdx.x];
+    rows[block * size + threadIdx.x] = sum;
+  }
+  __syncthreads();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < size; ++i) rows[block * size + i] = sums[i];
     __threadfence();  // the row before the count
     is_last = atomicAdd(counter, 1ull) == static_cast<unsigned long long>(num_blocks - 1);
     __threadfence();  // the count before the other blocks' rows
   }
   __syncthreads();
-  if (!is_last) return;
+  if (!is_last) return false;
   const int lane = threadIdx.x % kWarp, num_warps = blockDim.x / kWarp;
   for (int i = threadIdx.x / kWarp; i < size; i += num_warps) {
     double sum = 0.0;
@@ -85,6 +91,8 @@ __device__ void add_over_blocks(const double (&sums)[size], double* workspace, i
     sum = warp_sum(sum);
     if (lane == 0) workspace[i] = sum;
   }
+  __syncthreads();
+  return true;
 }
 
 }  // namespace maxrl::cuda

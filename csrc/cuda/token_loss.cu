@@ -29,7 +29,9 @@ struct LossWork {
   __device__ void finish(State& state) const {
     // All blocks of a cluster have the same sums: the first adds them.
     const int size = Cluster::size();
-    if (Cluster::rank() == 0) add_over_blocks(state.sums.values, workspace, blockIdx.x / size, gridDim.x / size);
+    if (Cluster::rank() == 0)
+      add_over_blocks(reinterpret_cast<const double (&)[1][LossSums::kSize]>(state.sums.values), workspace, blockIdx.x / size,
+                      gridDim.x / size);
   }
 };
 

@@ -138,18 +138,21 @@ void pacs() {
   const Numbers<float> proxies(total);
   std::vector<float> labels(total), cross_entropy(total), gradient(total);
   for (float& label : labels) label = static_cast<float>(generator() % 2);
-  const double denominator = static_cast<double>(total);
-  std::vector<double> workspace(cuda::pacs_workspace());
-  cuda::pacs_loss<float>({num_groups,
-                          size,
-                          nullptr,
-                          proxies.data,
-                          labels.data(),
-                          &denominator,
-                          {Score::kGrpo, true},
-                          cross_entropy.data(),
-                          gradient.data()},
-                         workspace.data(), nullptr);
+  std::vector<double> workspace(cuda::pacs_workspace()), metrics(PacsMetrics::kSize);
+  float loss;
+  Pacs<float> in{};
+  in.num_rollouts = total;
+  in.num_groups = num_groups;
+  in.group_size = size;
+  in.proxies = proxies.data;
+  in.labels = labels.data();
+  in.denominator = static_cast<double>(total);
+  in.options = {Score::kGrpo, true};
+  in.loss = &loss;
+  in.metrics = metrics.data();
+  in.cross_entropy = cross_entropy.data();
+  in.gradient = gradient.data();
+  cuda::pacs_loss<float>(in, workspace.data(), nullptr);
 
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Numbers<float> logprobs(700), ref(700), grads(3);

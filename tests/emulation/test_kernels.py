@@ -16,6 +16,7 @@ from maxrl_fast.ops import group_advantage_kernel as group_kernel
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from tests.gpu.test_advantage import SHAPES, arguments, layouts
 from tests.gpu.test_token_loss import OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of
+from tests.ops.test_token_rows import check_rows_far_apart
 
 pytestmark = pytest.mark.emulated
 CPU = torch.device("cpu")
@@ -99,6 +100,11 @@ def test_token_logprobs(dtype):
     for a, b in zip(actual[:2], expected[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert_rows_close(actual[2], expected[2], TOLERANCE[dtype])
+
+
+def test_rows_may_be_more_than_32_bits_apart():
+    with emulated_gpu():
+        check_rows_far_apart()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

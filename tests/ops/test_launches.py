@@ -4,10 +4,20 @@ import importlib
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast import _C
-from maxrl_fast.ops import _gate, group_advantage, log_ratio_reward, pacs_loss, policy_gradient_loss
+from maxrl_fast.ops import (
+    _gate,
+    group_advantage,
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+    log_ratio_reward,
+    pacs_loss,
+    policy_gradient_loss,
+)
+from maxrl_fast.ops.linear_loss import _Chunks
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -37,7 +47,8 @@ def launches(monkeypatch):
     def launch(call, name, **arguments):
         counting.names.append(name)
         arguments.pop("workspace", None)
-        getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
+        if name != "scale":  # the tests scale by 1
+            getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
 
     monkeypatch.setattr(_gate.Call, "launch", launch)
     monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
@@ -89,3 +100,47 @@ def test_the_metrics_of_a_token_loss_are_few_launches(launches):
     before, after = launches.names[:3], launches.names[3:]
     assert before == ["aten::full", "aten::zeros", "token_loss"]
     assert sorted(after) == ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::sub.Tensor"]
+
+
+WAITS = {"aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::unique_consecutive"}
+
+
+def linear_gradients(**options: object) -> list[Tensor]:
+    """Return losses, log-probabilities and gradients from hidden states, at an odd vocabulary and odd chunks."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (30, 71))
+    targets = torch.randint(71, (30,), generator=generator)
+    batch = (targets, torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0, 9, 14, 30]))
+    old = -5 * torch.rand(30, generator=generator)
+    loss, metrics = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options)
+    loss.backward()
+    logprobs, entropy = linear_token_logprobs(hidden, weight, targets, chunk_tokens=7)
+    of_logprobs = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    return [loss.detach(), hidden.grad, weight.grad, logprobs.detach(), entropy.detach(), *of_logprobs, *metrics.values()]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_linear_loss_without_a_mask_does_not_wait_for_the_device(launches, loss):
+    with launches:
+        linear_gradients(loss=loss)
+    assert launches.names.count("token_loss") == 5  # chunks
+    assert not WAITS & set(launches.names)
+    launches.names.clear()
+    with launches:
+        linear_gradients(loss=loss, mask=torch.arange(30) % 2 == 0)
+    assert WAITS & set(launches.names)  # the test sees a wait
+
+
+def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):
+    expected = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    strides, original = [], _Chunks.__init__
+
+    def remembered(self, *arguments):
+        original(self, *arguments)
+        strides.append(self.buffer.stride())
+
+    monkeypatch.setattr(_Chunks, "__init__", remembered)
+    request.getfixturevalue("launches")  # from here on as on a GPU
+    actual = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    assert set(strides) == {(128, 1)}  # V = 71
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -65,7 +65,12 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     if (lane == 0) of_warps[warp][i] = sums[i];
   }
   __syncthreads();
-  const bool is_last = add_over_blocks(of_warps, workspace, blockIdx.x, gridDim.x);
+  const auto sum_of = [&](int i) {
+    double sum = 0.0;
+    for (int w = 0; w < kGroups; ++w) sum += of_warps[w][i];
+    return sum;
+  };
+  const bool is_last = add_over_blocks<PacsSums::kSize>(sum_of, workspace, blockIdx.x, gridDim.x);
   if (is_last && threadIdx.x == 0) write_results(in, workspace);
 }
 

@@ -27,7 +27,15 @@ from bench.measure import (
     run_command,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import linear_policy_gradient_loss, log_ratio_reward, pacs_loss, policy_gradient_loss, token_logprobs
+from maxrl_fast.ops import (
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+    log_ratio_reward,
+    pacs_loss,
+    policy_gradient_loss,
+    token_logprobs,
+)
+from maxrl_fast.ops.linear_loss import default_chunk, row_stride
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SEQUENCES = 16
@@ -272,6 +280,7 @@ def measure_linear(
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
     gemm = kernel_milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
     rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
+    chunk = min(default_chunk(hidden, vocab_size), num_tokens) * row_stride(vocab_size, device) * hidden.element_size()
 
     def figures() -> dict[str, Any]:
         work = 6 * num_tokens * hidden_size * vocab_size
@@ -286,7 +295,7 @@ def measure_linear(
             "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in sides.peak_bytes.items()},
             # The least memory: the gradients, the output matrix's in float32 and rounded, and one chunk of logits.
             "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
-            "chunk_mib": 1024 if device.type == "cuda" else 32,
+            "chunk_mib": chunk / 2**20,
             "times_ours": sides.ratio,
             "not_installed": absent,
             "failed": sides.failed,
@@ -295,6 +304,24 @@ def measure_linear(
     yield figures()
     for _ in sides.try_each(makers):
         yield figures()
+
+
+def measure_linear_logprobs(
+    dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the figures of log-probabilities from hidden states, forward and backward, which computes the logits again."""
+    hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
+    targets = torch.randint(vocab_size, (num_tokens,), device=device)
+    ones = torch.ones(num_tokens, device=device)
+
+    def ours() -> object:
+        return torch.autograd.grad(linear_token_logprobs(hidden, weight, targets)[0], (hidden, weight), ones)
+
+    milliseconds = kernel_milliseconds({"ours": ours}, rounds, device)["ours"]
+    products = 8 * num_tokens * hidden_size * vocab_size  # logits twice, and both gradients
+    sizes = {"tokens": num_tokens, "vocabulary": vocab_size, "hidden_size": hidden_size}
+    return sizes | {"milliseconds": milliseconds, "tflops": products / milliseconds / 1e9}
 
 
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
@@ -340,6 +367,9 @@ def report(result: dict[str, Any]) -> None:
                 f"  {name:<44}{ms:9.1f} ms, {case['useful_tflops'][name]:.3f} useful TFLOP/s, {case['times_ours'][name]:.2f} x "
                 f"ours, peak {'unknown' if peak is None else f'{peak:.0f} MiB'}"
             )
+    for dtype, case in result["linear_logprobs"].items():
+        size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
+        print(f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, {case['tflops']:.3f} TFLOP/s")
     print("\n1024 prompts x 16 rollouts x 64 tokens: " + ", ".join(f"{k} {v:.2f} ms" for k, v in result["pacs"].items()))
 
 
@@ -370,7 +400,9 @@ def main() -> int:
     # Without bfloat16 instructions a CPU takes minutes for one matrix multiplication: there only --dtypes asks for it.
     fast = names if on_gpu or options.dtypes else ["float32"]
     result: dict[str, Any] = {"benchmark": "token_loss", "machine": machine(device)}
-    result |= {"logits": {}, "linear": {}, "other_vocabularies": {}, "pacs": measure_pacs(rounds, device)}
+    result |= {"logits": {}, "linear": {}, "linear_logprobs": {}, "other_vocabularies": {}}
+    result["pacs"] = measure_pacs(rounds, device)
+    few, other_vocab = (4096, 131072) if on_gpu else (tokens // 4 or 1, vocab)
     growing = [
         *(("logits", name, measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device)) for name in names),
         *(("linear", name, measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device)) for name in fast),
@@ -383,6 +415,8 @@ def main() -> int:
         for case in cases:
             result[section][name] = case
             keep(result)
+    for name in fast:
+        result["linear_logprobs"][name] = measure_linear_logprobs(DTYPES[name], few, other_vocab, hidden, rounds, device)
     report(result)
     print(json.dumps(result))
     return 0

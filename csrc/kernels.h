@@ -27,7 +27,7 @@ namespace maxrl {
 // token_logprobs: log-probabilities of the targets and entropies, [T] each; the backward kernel computes the gradient in the
 //   logits, which it may write over the logits. It does not read rows whose gradients are 0.
 //
-// pacs_loss: the loss of pacs.h; sums [PacsSums::kSize].
+// pacs_loss: the loss of pacs.h with its gradient and its metrics.
 // log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T]; the backward kernel computes the gradient in logprobs [T].
 namespace cpu {
 
@@ -55,7 +55,7 @@ void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& 
 
 // Returns the first rollout whose label is neither 0 nor 1; -1 if there is none.
 template <typename Real>
-int64_t pacs_loss(const Pacs<Real>& in, double* sums, int num_threads);
+int64_t pacs_loss(const Pacs<Real>& in, int num_threads);
 
 template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads);
@@ -67,7 +67,7 @@ void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxie
 
 #ifdef MAXRL_FAST_CUDA
 // A wrong target or label, which the CPU kernels report, makes the results NaN on a GPU. `workspace` is zeroed memory of
-// loss_workspace() or pacs_workspace() doubles; the sums are written to its start.
+// loss_workspace() or pacs_workspace() doubles; token_loss writes its sums to the start.
 namespace cuda {
 constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the shared memory of one block
 

@@ -19,25 +19,34 @@ struct PacsOptions {
   bool balanced;  // class weights n / (2C) and n / (2F) in groups that have both classes
 };
 
-struct PacsSums {
+struct PacsSums {  // over the rollouts; kAccurate and kCorrect are numbers of rollouts
   enum Name { kLoss, kAccurate, kProxy, kScoreCorrect, kScoreWrong, kCorrect, kSize };
-  // The fields of PacsSums in maxrl_fast/ops/pacs_kernel.py, which compares them when it is imported.
-  static constexpr const char* kNames[kSize] = {"loss", "accurate", "proxy", "score_correct", "score_wrong", "correct"};
+};
+
+// Means over all rollouts; the scores' over those that are correct and over those that are wrong, 0 if there are none.
+struct PacsMetrics {
+  enum Name { kAccuracy, kRewardProxy, kScoreCorrect, kScoreWrong, kSize };
+  // The fields of PacsMetrics in maxrl_fast/ops/pacs_kernel.py, which compares them when it is imported.
+  static constexpr const char* kNames[kSize] = {"accuracy", "reward_proxy", "score_correct", "score_wrong"};
   static_assert(kNames[kSize - 1] != nullptr);
 };
 
 // Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double.
 template <typename Real>
 struct Pacs {
-  int64_t num_groups, group_size;
+  int64_t num_rollouts, num_groups, group_size;
   const int64_t* offsets;
-  const Real* proxies;        // [S]
-  const Real* labels;         // [S], 0 or 1
-  const double* denominator;  // [1], B
+  const Real* proxies;         // [S]
+  const Real* labels;          // [S], 0 or 1
+  const double* denominators;  // [1], B, or null: then `denominator`
+  double denominator;
   PacsOptions options;
-  Real* cross_entropy;        // [S], without weights
-  Real* gradient;             // [S], dL/dr
+  Real* loss;                  // [1]
+  double* metrics;             // [PacsMetrics::kSize]
+  Real* cross_entropy;         // [S], without weights
+  Real* gradient;              // [S], dL/dr
 
+  MAXRL_HOST_DEVICE double divisor() const { return denominators ? *denominators : denominator; }
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
 };
 
@@ -81,6 +90,17 @@ MAXRL_HOST_DEVICE inline double proxy_grad(Score kind, const GroupScore& s, int6
   if (kind == Score::kGrpo && s.deviation > 0.0)
     grad -= s.multiplier * s.multiplier * moment_q * (r - s.centre) / (static_cast<double>(n - 1) * s.deviation);
   return grad;
+}
+
+// Writes the loss and the metrics from the sums over all groups.
+template <typename Real>
+MAXRL_HOST_DEVICE inline void write_results(const Pacs<Real>& in, const double* sums) {
+  const double size = static_cast<double>(in.num_rollouts), correct = sums[PacsSums::kCorrect];
+  *in.loss = static_cast<Real>(sums[PacsSums::kLoss]);
+  in.metrics[PacsMetrics::kAccuracy] = sums[PacsSums::kAccurate] / fmax(size, 1.0);
+  in.metrics[PacsMetrics::kRewardProxy] = sums[PacsSums::kProxy] / fmax(size, 1.0);
+  in.metrics[PacsMetrics::kScoreCorrect] = sums[PacsSums::kScoreCorrect] / fmax(correct, 1.0);
+  in.metrics[PacsMetrics::kScoreWrong] = sums[PacsSums::kScoreWrong] / fmax(size - correct, 1.0);
 }
 
 // Packed sequences whose log-ratios are summed: r_s = beta sum_t (logp_t - ref_t) over the tokens that are not masked.

@@ -1,7 +1,7 @@
 """The compiled kernels: csrc/bindings/. Addresses are integers; only maxrl_fast.ops calls these."""
 
 cuda: bool
-FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: LossTerms, LossSums, PacsSums
+FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: LossTerms, LossSums, PacsMetrics
 MAX_LOG_RATIO: float
 
 class Formula:
@@ -216,14 +216,18 @@ class Pacs:
     def __init__(
         self,
         *,
+        num_rollouts: int,
         num_groups: int,
         group_size: int,
         offsets: int,
         proxies: int,
         labels: int,
-        denominator: int,
+        denominators: int,
+        denominator: float,
         score: str,
         balanced: bool,
+        loss: int,
+        metrics: int,
         cross_entropy: int,
         gradient: int,
     ) -> None: ...
@@ -231,7 +235,7 @@ class Pacs:
 class LogRatio:
     def __init__(self, *, num_tokens: int, num_sequences: int, cu_seqlens: int, mask: int, beta: float) -> None: ...
 
-def pacs_loss_cpu(*, dtype: str, pacs: Pacs, sums: int, num_threads: int) -> int: ...
+def pacs_loss_cpu(*, dtype: str, pacs: Pacs, num_threads: int) -> int: ...
 def log_ratio_reward_cpu(
     *, dtype: str, sequences: LogRatio, logprobs: int, ref_logprobs: int, proxies: int, num_threads: int
 ) -> None: ...

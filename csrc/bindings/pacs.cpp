@@ -13,19 +13,24 @@ PacsOptions pacs_options(std::string_view score, bool balanced) {
 
 // Pacs and LogRatio as addresses, before Real is known.
 struct PacsArguments {
-  std::int64_t num_groups, group_size;
-  Address offsets, proxies, labels, denominator;
+  std::int64_t num_rollouts, num_groups, group_size;
+  Address offsets, proxies, labels, denominators;
+  double denominator;
   PacsOptions options;
-  Address cross_entropy, gradient;
+  Address loss, metrics, cross_entropy, gradient;
   template <typename Real>
   Pacs<Real> typed() const {
-    return {num_groups,
+    return {num_rollouts,
+            num_groups,
             group_size,
             pointer<const std::int64_t>(offsets),
             pointer<const Real>(proxies),
             pointer<const Real>(labels),
-            pointer<const double>(denominator),
+            pointer<const double>(denominators),
+            denominator,
             options,
+            pointer<Real>(loss),
+            pointer<double>(metrics),
             pointer<Real>(cross_entropy),
             pointer<Real>(gradient)};
   }
@@ -51,15 +56,19 @@ auto with_real(std::string_view dtype, const Use& use) {
 }  // namespace
 
 void bind_pacs(py::module_& m) {
-  export_fields(m, "PacsSums", PacsSums::kNames);
+  export_fields(m, "PacsMetrics", PacsMetrics::kNames);
   py::class_<PacsArguments>(m, "Pacs").def(
-      py::init([](std::int64_t num_groups, std::int64_t group_size, Address offsets, Address proxies, Address labels,
-                  Address denominator, std::string_view score, bool balanced, Address cross_entropy, Address gradient) {
-        return PacsArguments{num_groups,    group_size, offsets, proxies, labels, denominator, pacs_options(score, balanced),
-                             cross_entropy, gradient};
+      py::init([](std::int64_t num_rollouts, std::int64_t num_groups, std::int64_t group_size, Address offsets, Address proxies,
+                  Address labels, Address denominators, double denominator, std::string_view score, bool balanced, Address loss,
+                  Address metrics, Address cross_entropy, Address gradient) {
+        return PacsArguments{num_rollouts, num_groups,  group_size,
+                             offsets,      proxies,     labels,
+                             denominators, denominator, pacs_options(score, balanced),
+                             loss,         metrics,     cross_entropy,
+                             gradient};
       }),
-      py::kw_only(), "num_groups"_a, "group_size"_a, "offsets"_a, "proxies"_a, "labels"_a, "denominator"_a, "score"_a,
-      "balanced"_a, "cross_entropy"_a, "gradient"_a);
+      py::kw_only(), "num_rollouts"_a, "num_groups"_a, "group_size"_a, "offsets"_a, "proxies"_a, "labels"_a, "denominators"_a,
+      "denominator"_a, "score"_a, "balanced"_a, "loss"_a, "metrics"_a, "cross_entropy"_a, "gradient"_a);
   py::class_<LogRatioArguments>(m, "LogRatio")
       .def(py::init([](std::int64_t num_tokens, std::int64_t num_sequences, Address cu_seqlens, Address mask, double beta) {
              return LogRatioArguments{num_tokens, num_sequences, cu_seqlens, mask, beta};
@@ -68,13 +77,13 @@ void bind_pacs(py::module_& m) {
 
   m.def(
       "pacs_loss_cpu",
-      [](std::string_view dtype, const PacsArguments& pacs, Address sums, int num_threads) {
+      [](std::string_view dtype, const PacsArguments& pacs, int num_threads) {
         return with_real(dtype, [&](auto real) {
           const py::gil_scoped_release release;
-          return cpu::pacs_loss(pacs.typed<decltype(real)>(), pointer<double>(sums), num_threads);
+          return cpu::pacs_loss(pacs.typed<decltype(real)>(), num_threads);
         });
       },
-      py::kw_only(), "dtype"_a, "pacs"_a, "sums"_a, "num_threads"_a);
+      py::kw_only(), "dtype"_a, "pacs"_a, "num_threads"_a);
   m.def(
       "log_ratio_reward_cpu",
       [](std::string_view dtype, const LogRatioArguments& sequences, Address logprobs, Address ref_logprobs, Address proxies,
@@ -103,12 +112,12 @@ void bind_pacs(py::module_& m) {
   m.attr("PACS_WORKSPACE") = cuda::pacs_workspace();
   m.def(
       "pacs_loss_cuda",
-      [](std::string_view dtype, const PacsArguments& pacs, Address sums, Address stream) {
+      [](std::string_view dtype, const PacsArguments& pacs, Address workspace, Address stream) {
         with_real(dtype, [&](auto real) {
-          cuda::pacs_loss(pacs.typed<decltype(real)>(), pointer<double>(sums), reinterpret_cast<cudaStream_t>(stream));
+          cuda::pacs_loss(pacs.typed<decltype(real)>(), pointer<double>(workspace), reinterpret_cast<cudaStream_t>(stream));
         });
       },
-      py::kw_only(), "dtype"_a, "pacs"_a, "sums"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "pacs"_a, "workspace"_a, "stream"_a);
   m.def(
       "log_ratio_reward_cuda",
       [](std::string_view dtype, const LogRatioArguments& sequences, Address logprobs, Address ref_logprobs, Address proxies,

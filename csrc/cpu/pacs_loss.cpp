@@ -15,6 +15,7 @@ constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 template <typename Real>
 int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sums) {
   const int64_t n = end - begin;
+  const double divisor = in.divisor();
   double mean = 0.0, squares = 0.0;
   int64_t num_correct = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -29,7 +30,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
   double mean_q = 0.0, moment_q = 0.0;
   const auto grad_at = [&](int64_t i) {
     const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
-    return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) / *in.denominator;
+    return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) / divisor;
   };
   const double first_q = n > 0 ? grad_at(begin) : 0.0;
   for (int64_t i = begin; i < end; ++i) {
@@ -40,7 +41,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
     in.cross_entropy[i] = static_cast<Real>(entropy);
     mean_q += (q - first_q) / static_cast<double>(n);
     moment_q += q * (r - score.centre);
-    sums[PacsSums::kLoss] += loss / *in.denominator;
+    sums[PacsSums::kLoss] += loss / divisor;
     sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
     sums[PacsSums::kProxy] += r;
     sums[label == 1.0 ? PacsSums::kScoreCorrect : PacsSums::kScoreWrong] += psi;
@@ -55,7 +56,7 @@ int64_t group_loss(const Pacs<Real>& in, int64_t begin, int64_t end, double* sum
 }  // namespace
 
 template <typename Real>
-int64_t pacs_loss(const Pacs<Real>& in, double* sums, int num_threads) {
+int64_t pacs_loss(const Pacs<Real>& in, int num_threads) {
   const int64_t pieces = (in.num_groups + kGroupsPerPiece - 1) / kGroupsPerPiece;
   std::vector<double> partial(pieces * PacsSums::kSize, 0.0);
   int64_t unusable = kNone;
@@ -64,12 +65,13 @@ int64_t pacs_loss(const Pacs<Real>& in, double* sums, int num_threads) {
     for (int64_t g = piece * kGroupsPerPiece; g < std::min((piece + 1) * kGroupsPerPiece, in.num_groups); ++g)
       unusable = std::min(unusable, group_loss(in, in.begin(g), in.begin(g + 1), &partial[piece * PacsSums::kSize]));
   if (unusable != kNone) return unusable;
-  std::fill_n(sums, static_cast<int>(PacsSums::kSize), 0.0);
+  double sums[PacsSums::kSize] = {};
   for (size_t i = 0; i < partial.size(); ++i) sums[i % PacsSums::kSize] += partial[i];
+  write_results(in, sums);
   return -1;
 }
 
-template int64_t pacs_loss(const Pacs<float>&, double*, int);
-template int64_t pacs_loss(const Pacs<double>&, double*, int);
+template int64_t pacs_loss(const Pacs<float>&, int);
+template int64_t pacs_loss(const Pacs<double>&, int);
 
 }  // namespace maxrl::cpu

@@ -15,6 +15,7 @@ template <typename Real>
 __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* workspace) {
   __shared__ double of_warps[kGroups][PacsSums::kSize];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const double divisor = in.divisor();
   double sums[PacsSums::kSize] = {};
   for (int64_t g = int64_t{blockIdx.x} * kGroups + warp; g < in.num_groups; g += int64_t{gridDim.x} * kGroups) {
     const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
@@ -34,8 +35,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     const double poison = correct * 0.0;  // NaN where a label is neither 0 nor 1
     const auto grad_at = [&](int64_t i) {
       const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
-      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) /
-                 *in.denominator +
+      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) / divisor +
              poison;
     };
     const double first_q = grad_at(begin);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
       in.cross_entropy[i] = static_cast<Real>(entropy);
       mean_q += q - first_q;
       moment_q += q * (r - score.centre);
-      sums[PacsSums::kLoss] += loss / *in.denominator;
+      sums[PacsSums::kLoss] += loss / divisor;
       sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
       sums[PacsSums::kProxy] += r;
       sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // no computed index: it would move sums out of registers
@@ -65,10 +65,13 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
     if (lane == 0) of_warps[warp][i] = sums[i];
   }
   __syncthreads();
-  if (threadIdx.x == 0)
-    for (int w = 1; w < kGroups; ++w)
-      for (int i = 0; i < PacsSums::kSize; ++i) sums[i] += of_warps[w][i];
-  add_over_blocks(sums, workspace, blockIdx.x, gridDim.x);
+  const auto sum_of = [&](int i) {
+    double sum = 0.0;
+    for (int w = 0; w < kGroups; ++w) sum += of_warps[w][i];
+    return sum;
+  };
+  const bool is_last = add_over_blocks<PacsSums::kSize>(sum_of, workspace, blockIdx.x, gridDim.x);
+  if (is_last && threadIdx.x == 0) write_results(in, workspace);
 }
 
 template <typename Real>
@@ -105,8 +108,7 @@ constexpr int64_t kMostBlocks = 1 << 16;
 
 template <typename Real>
 void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream) {
-  if (in.num_groups == 0) return;  // the workspace is 0 already
-  const int64_t blocks = std::min((in.num_groups + kGroups - 1) / kGroups, kMaxSummingBlocks);
+  const int64_t blocks = std::clamp<int64_t>((in.num_groups + kGroups - 1) / kGroups, 1, kMaxSummingBlocks);
   launch(pacs_groups<Real>, blocks, kThreads, 0, 0, stream, in, workspace);
 }
 

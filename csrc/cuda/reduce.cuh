@@ -12,6 +12,15 @@ __device__ inline double warp_sum(double value) {
   return value;
 }
 
+template <typename Value>
+__device__ inline Value warp_max(Value value) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const Value other = __shfl_xor_sync(kAllLanes, value, offset);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 struct Add {
   template <typename Value>
   __device__ Value operator()(Value a, Value b) const {
@@ -63,21 +72,23 @@ __device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
 constexpr int64_t kMaxSummingBlocks = 1024;
 constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBlocks * size; }
 
-// Every thread of every block calls this once, at its end, with thread 0 holding the block's sums. The last block to come
-// adds all of them up into workspace[0 .. size).
-template <int size>
-__device__ void add_over_blocks(const double (&sums)[size], double* workspace, int block, int num_blocks) {
+// Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for any thread. The last block
+// to come adds all of them up into workspace[0 .. size). Returns whether this is the last block, which may then read the
+// workspace.
+template <int size, typename SumOf>
+__device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);
   double* rows = workspace + size + 1;
   __shared__ bool is_last;
+  if (threadIdx.x < size) rows[block * size + threadIdx.x] = sum_of(threadIdx.x);
+  __syncthreads();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < size; ++i) rows[block * size + i] = sums[i];
     __threadfence();  // the row before the count
     is_last = atomicAdd(counter, 1ull) == static_cast<unsigned long long>(num_blocks - 1);
     __threadfence();  // the count before the other blocks' rows
   }
   __syncthreads();
-  if (!is_last) return;
+  if (!is_last) return false;
   const int lane = threadIdx.x % kWarp, num_warps = blockDim.x / kWarp;
   for (int i = threadIdx.x / kWarp; i < size; i += num_warps) {
     double sum = 0.0;
@@ -85,6 +96,8 @@ __device__ void add_over_blocks(const double (&sums)[size], double* workspace, i
     sum = warp_sum(sum);
     if (lane == 0) workspace[i] = sum;
   }
+  __syncthreads();
+  return true;
 }
 
 }  // namespace maxrl::cuda

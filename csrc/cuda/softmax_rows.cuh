@@ -1,12 +1,15 @@
 // Rows of logits on a GPU. A cluster of blocks reads each row once, keeps it in shared memory until the gradients of the loss
 // are known, and then writes the gradient in the logits. Rows that do not fit into a cluster (before Hopper: into a block) are
-// read twice, the second time mostly from the L2 cache.
+// read twice, the second time mostly from the L2 cache; so are short rows, each of which has a warp for itself. The threads
+// that share a row in a block, all of them or a warp, are called its team.
 //
-// A kernel consists of this loop and a Work, which has a zeroed State in shared memory and the functions
-//     bool plan(State&, int64_t t)                                    whether row t must be read; otherwise its gradient is 0
-//     RowGrads evaluate(State&, int64_t t, const Softmax& softmax)      dL/dlogp and dL/dH of the row
-//     void finish(State&)                                            after the last row, by every thread
-// plan and evaluate run on thread 0 of every block, and must return the same in all blocks of a cluster.
+// A kernel consists of this loop and a Work, which has a zeroed State for each team and a Plan for each row in shared memory,
+// and the functions
+//     bool plan(State&, int64_t t, Plan&)            whether row t must be read; otherwise its gradient is 0
+//     RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax&)    dL/dlogp and dL/dH of the row
+//     template <int teams> void finish(state_of)     after the last row, by every thread; state_of(team) is a State
+// plan and evaluate run on one thread of every team, not the same one and at the same time, plan for a later row. Both must
+// return the same in all blocks of a cluster.
 #pragma once
 #include <cuda_pipeline_primitives.h>
 
@@ -21,20 +24,23 @@
 
 namespace maxrl::cuda {
 
-constexpr int kRowThreads = 512;
-constexpr int kAhead = 4;                      // chunks of a thread on their way to shared memory
-constexpr int kMaxClusterSize = 8;             // more is not portable
-constexpr int64_t kPreferredStorage = 80 << 10;  // bytes of a block: two blocks of a multiprocessor hide each other's waits
+constexpr int kRowThreads = 256;
+constexpr int kAhead = 4;                        // chunks of a thread on their way to shared memory
+constexpr int kMaxClusterSize = 8;               // more is not portable
+constexpr int64_t kPreferredStorage = 40 << 10;  // bytes of a block: four blocks of a multiprocessor hide each other's waits
+constexpr int64_t kWarpRowBytes = 8 << 10;       // at most, of a row for one warp: all rows at work fit into the L2 cache
 
+template <typename Real>
+constexpr Real kLowest = -static_cast<Real>(INFINITY);
 template <typename Real>
 constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
 
-// The sums of one thread over its part of a row: a fast form of PartialSoftmax. Exponents are base 2, and one multiply-add: z
-// rate - base, with rate = log2(e) / tau, and base the greatest logit times rate, rounded. So the number that is subtracted
-// from logits is base / rate, which is near the greatest logit.
+// The sums of one thread over its part of a row. Exponents are base 2, and one multiply-add: x = z rate - base, with rate =
+// log2(e) / tau, and base the greatest logit times rate, rounded. So the number that is subtracted from logits is base / rate,
+// which is near the greatest logit.
 template <typename Real>
 struct ThreadSoftmax {
-  Real greatest = -static_cast<Real>(INFINITY), base = 0, others = 0, moment = 0;
+  Real greatest = kLowest<Real>, base = 0, others = 0, moment = 0;  // others, moment: sums of 2^x and of x 2^x
 
   __device__ void raise(Real new_greatest, Real rate) {
     const Real new_base = new_greatest * rate;
@@ -52,10 +58,23 @@ struct ThreadSoftmax {
     others += e;
     moment = fma(e, x, moment);
   }
-  __device__ PartialSoftmax part(Real rate) const {
-    const bool has_top = greatest > -static_cast<Real>(INFINITY) && rate > 0;
-    const double top = has_top ? static_cast<double>(base) / rate : static_cast<double>(greatest);
-    return {top, static_cast<double>(others), kLn2 * moment};
+};
+
+// The sums of several threads, relative to one base, which is -inf where there is no logit above -inf.
+template <typename Real>
+struct SharedSums {
+  Real base;
+  double others, moment;
+};
+
+// Sums relative to the base `to`.
+template <typename Real>
+struct MovedSums {
+  Real others, moment;
+  __device__ MovedSums(Real base, Real to, Real others, Real moment) {
+    const Real shift = base > kLowest<Real> ? base - to : Real(0), factor = exponential2(shift);
+    this->others = factor * others;
+    this->moment = factor * (factor > 0 ? moment + others * shift : moment);  // 0 times an overflow would be NaN
   }
 };
 
@@ -72,12 +91,54 @@ struct RowLayout {
   }
   __device__ int tail() const { return head + num_chunks * Chunk<Element>::kSize; }
   // The first chunk of a block of a cluster.
-  __device__ int first_of(int rank, int cluster_size) const {
-    return static_cast<int>(static_cast<int64_t>(num_chunks) * rank / cluster_size);
+  __device__ int first_of(unsigned rank, unsigned cluster_size) const {
+    const unsigned all = num_chunks, of_block = (all + cluster_size - 1) / cluster_size;
+    return static_cast<int>(rank * of_block < all ? rank * of_block : all);
   }
 };
 
-// The numbers that a block needs to write the gradient of its row: 2^x (constant + slope x), x = z rate - base.
+// The part of a row that a block reads and writes: some of the chunks; the first block also has the head, the last the tail.
+template <typename Element>
+struct RowPart {
+  RowLayout<Element> layout;
+  int first, last;
+  bool has_head, has_tail;
+
+  __device__ RowPart(const Element* row, int64_t vocab_size, unsigned rank, unsigned cluster_size)
+      : layout(row, static_cast<int>(vocab_size)), first(layout.first_of(rank, cluster_size)),
+        last(layout.first_of(rank + 1, cluster_size)), has_head(rank == 0), has_tail(rank == cluster_size - 1) {}
+  // Calls use(index in the row) for the elements of this thread in the head and the tail.
+  template <typename Use>
+  __device__ void for_ends(int thread, const Use& use) const {
+    if (has_head && thread < layout.head) use(thread);
+    if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
+  }
+  __device__ int start_of(int chunk) const { return layout.head + chunk * Chunk<Element>::kSize; }
+  // Which element of a chunk the target is; of the other chunks, none.
+  __device__ unsigned target_in(int chunk, int target) const { return static_cast<unsigned>(target - start_of(chunk)); }
+};
+
+// What a kernel is given.
+template <typename Element, typename Real, typename Work>
+struct RowsTask {
+  Rows<const Element> logits;
+  TokenRows<Real> in;
+  Rows<Element> gradient;
+  Work work;
+};
+
+// What is known of a row before its logits are read.
+template <typename Real, typename Plan>
+struct PlannedRow {
+  int64_t t;
+  Plan plan;
+  double inverse_temperature, at_target;
+  Real rate;
+  int target;  // -1 if it is not in the vocabulary, which makes the row's results NaN
+  bool must_read;
+};
+
+// The numbers that a team needs to write the gradient of its row: 2^x (constant + slope x), x = z rate - base.
 template <typename Element, typename Real>
 struct ResolvedRow {
   Real base, constant, slope;
@@ -85,191 +146,248 @@ struct ResolvedRow {
   Softmax softmax;  // in shared memory rather than in registers
 };
 
-// A function of its own, on one thread, so that its double precision takes no registers from the loops.
-template <typename Element, typename Real, typename Work>
-__device__ __noinline__ void resolve(const Work& work, typename Work::State& state, const TokenRows<Real>& in, int64_t t,
-                                     double at_target, const PartialSoftmax* of_block, ResolvedRow<Element, Real>& resolved) {
-  const double inverse_temperature = 1.0 / in.temperature_of(t);
-  const auto rate = static_cast<Real>(kLog2E * inverse_temperature);
-  PartialSoftmax part = *Cluster::of_rank(of_block, 0);
-  for (unsigned r = 1; r < Cluster::size(); ++r) part.add(*Cluster::of_rank(of_block, r), inverse_temperature);
-  resolved.softmax = Softmax(part, at_target, inverse_temperature);
-  const RowGrads grads = work.evaluate(state, t, resolved.softmax);
-  const Softmax& softmax = resolved.softmax;
-  const RowGradient row = softmax.gradient(grads);
-  // x under the rounded base instead of under the softmax's top.
-  const auto base = static_cast<Real>(softmax.top * rate);
-  const double shift = rate > 0 ? (static_cast<double>(base) / rate - softmax.top) * inverse_temperature : 0.0;
-  const double factor = exp(shift);
-  resolved.base = base;
-  resolved.constant = static_cast<Real>(factor * (row.constant + row.slope * shift));
-  resolved.slope = static_cast<Real>(factor * row.slope * kLn2);
-  resolved.at_target = from_real<Element>(static_cast<Real>(row.at_target));
+template <typename Element, typename Real, typename Work, int kWarps>
+struct TeamMemory {
+  PlannedRow<Real, typename Work::Plan> rows[2];  // by turns: the next row is planned while this one is resolved
+  SharedSums<Real> sums[2][kWarps];               // by turns: other blocks of the cluster may still read the last row's
+  ResolvedRow<Element, Real> resolved;
+  typename Work::State state;
+};
+
+// This and `resolve` are functions of their own, so that their double precision takes no registers from the loops.
+template <typename Task, typename State, typename Planned>
+__device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Planned& row) {
+  row.t = t;
+  row.must_read = t < task.in.num_tokens && task.work.plan(state, t, row.plan);
+  if (!row.must_read) return;
+  row.inverse_temperature = 1.0 / task.in.temperature_of(t);
+  row.rate = static_cast<decltype(row.rate)>(kLog2E * row.inverse_temperature);
+  row.target = task.in.is_target_valid(t) ? static_cast<int>(task.in.targets[t]) : -1;
+  row.at_target = row.target < 0 ? static_cast<double>(NAN) : static_cast<double>(to_real(task.logits.of(t)[row.target]));
 }
 
-// Adds the sums of all threads of a block, always in the same order, into *of_block.
-template <typename Real>
-__device__ __noinline__ void combine(ThreadSoftmax<Real> mine, const TokenRows<Real>& in, int64_t t, PartialSoftmax* of_warps,
-                                     PartialSoftmax* of_block) {
-  const double inverse_temperature = 1.0 / in.temperature_of(t);
-  PartialSoftmax part = mine.part(static_cast<Real>(kLog2E * inverse_temperature));
-  for (int offset = kWarp / 2; offset > 0; offset /= 2)
-    part.add({__shfl_down_sync(kAllLanes, part.top, offset), __shfl_down_sync(kAllLanes, part.others, offset),
-              __shfl_down_sync(kAllLanes, part.moment, offset)},
-             inverse_temperature);
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = part;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int w = 1; w < kRowThreads / kWarp; ++w) part.add(of_warps[w], inverse_temperature);
-  *of_block = part;
-}
-
-template <typename Element, typename Real, bool kOnChip, typename Work>
-__global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 2 : 1)
-    softmax_rows(const __grid_constant__ Rows<const Element> logits, const __grid_constant__ TokenRows<Real> in,
-                 const __grid_constant__ Rows<Element> gradient, const __grid_constant__ Work work) {
-  __shared__ PartialSoftmax of_warps[kRowThreads / kWarp];
-  __shared__ PartialSoftmax of_block;  // read by the whole cluster
-  __shared__ ResolvedRow<Element, Real> resolved;
-  __shared__ typename Work::State state;
-  __shared__ bool must_read;
+// The sums of this thread's elements of a row; on the chip, the row's part is kept in shared memory.
+template <int kTeam, bool kOnChip, typename Real, typename Element>
+__device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element>& part, int thread, Real rate, int target,
+                                       Chunk<Element>* kept) {
   constexpr int kSize = Chunk<Element>::kSize;
+  const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
+  ThreadSoftmax<Real> mine;
+  const auto add_one = [&](int i) {
+    if (i == target) return;
+    const Real z = to_real(row[i]);
+    if (z > mine.greatest) mine.raise(z, rate);
+    mine.add(z, rate);
+  };
+  // A thread reads only its own copies, so it does not wait for others.
+  const auto copy = [&](int c) {
+    if (kOnChip && c < part.last) __pipeline_memcpy_async(&kept[c - part.first], &chunks[c], kAccess);
+    if (kOnChip) __pipeline_commit();
+  };
+  for (int ahead = 0; ahead < kAhead; ++ahead) copy(part.first + thread + ahead * kTeam);
+  part.for_ends(thread, add_one);
+#pragma unroll 2
+  for (int c = part.first + thread; c < part.last; c += kTeam) {
+    Chunk<Element> chunk;
+    if constexpr (kOnChip) {
+      copy(c + kAhead * kTeam);
+      __pipeline_wait_prior(kAhead);
+      chunk.bits = kept[c - part.first].bits;
+    } else {
+      chunk.bits = chunks[c].bits;
+    }
+    if (part.target_in(c, target) < kSize) {  // one chunk of a row, element by element
+#pragma unroll 1
+      for (int i = 0; i < kSize; ++i) add_one(part.start_of(c) + i);
+      continue;
+    }
+    const Real greatest = greatest_of<Real>(chunk);
+    if (greatest > mine.greatest) mine.raise(greatest, rate);
+    Real values[kSize];
+    unpack(chunk, values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) mine.add(values[i], rate);
+  }
+  return mine;
+}
+
+// Adds the sums of a warp, always in the same order.
+template <typename Real>
+__device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of_warp) {
+  const Real own = mine.greatest > kLowest<Real> ? mine.base : kLowest<Real>, base = warp_max(own);
+  const MovedSums<Real> moved(own, base, mine.others, mine.moment);
+  const double others = warp_sum(moved.others), moment = warp_sum(moved.moment);
+  if (threadIdx.x % kWarp == 0) of_warp = {base, others, moment};
+}
+
+// Adds the sums of all warps of a cluster, which the lanes of this warp read at the same time; lane 0 evaluates the row.
+template <typename Element, typename Real, typename Work, int kWarps>
+__device__ __noinline__ void resolve(const Work& work, TeamMemory<Element, Real, Work, kWarps>& memory, int turn, int sums_turn,
+                                     unsigned cluster_size) {
+  const auto& row = memory.rows[turn];
+  const unsigned lane = threadIdx.x % kWarp;
+  const auto sums_of_warp = [&](unsigned warp) -> const SharedSums<Real>& {
+    return *Cluster::of_rank(&memory.sums[sums_turn][warp % kWarps], warp / kWarps);
+  };
+  const Real of_target = static_cast<Real>(row.at_target) * row.rate;
+  Real base = of_target;
+  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp) base = fmax(base, sums_of_warp(warp).base);
+  base = warp_max(base);
+  double others = 0.0, moment = 0.0;
+#pragma unroll 1
+  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp) {
+    const SharedSums<Real>& sums = sums_of_warp(warp);
+    const MovedSums<double> moved(sums.base, base, sums.others, sums.moment);
+    others += moved.others;
+    moment += moved.moment;
+  }
+  others = warp_sum(others);
+  moment = warp_sum(moment);
+  if (lane != 0) return;
+  PartialSoftmax part{row.rate > 0 ? static_cast<double>(base) / row.rate : 0.0, others, kLn2 * moment};
+  double shift = 0.0, factor = 1.0;
+  if (base == of_target) {  // the top is the target's logit without rounding, so that a probability of 1 is exact
+    shift = (part.top - row.at_target) * row.inverse_temperature;
+    factor = exp(shift);
+    part = {row.at_target, factor * part.others, factor * (part.moment + part.others * shift)};
+  }
+  auto& resolved = memory.resolved;
+  resolved.base = base;
+  resolved.softmax = Softmax(part, row.at_target, row.inverse_temperature);
+  const RowGradient gradient = resolved.softmax.gradient(work.evaluate(memory.state, row.t, row.plan, resolved.softmax));
+  resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
+  resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
+  resolved.at_target = from_real<Element>(static_cast<Real>(gradient.at_target));
+}
+
+// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements in the head and the tail.
+template <int kTeam, typename Element, typename ChunkOf, typename ValueAt>
+__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread, const ChunkOf& chunk_of,
+                          const ValueAt& value_at) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(gradient + part.layout.head) % kAccess == 0;
+  part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
+  for (int c = part.first + thread; c < part.last; c += kTeam) {
+    Element* to = gradient + part.start_of(c);
+    const Chunk<Element> out = chunk_of(c);
+    if (is_aligned)
+      *reinterpret_cast<uint4*>(to) = out.bits;
+    else
+      for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
+  }
+}
+
+template <int kTeam, bool kOnChip, typename Real, typename Element>
+__device__ void write_gradient(const Element* row, Element* gradient, const RowPart<Element>& part, int thread, Real rate,
+                               int target, const ResolvedRow<Element, Real>& resolved, const Chunk<Element>* kept) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
+  const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
+  const auto gradient_of = [&](Real z) {
+    const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);
+    return exponential2(x) * fma(slope, x, constant);
+  };
+  const auto chunk_of = [&](int c) {
+    Chunk<Element> in;
+    in.bits = kOnChip ? kept[c - part.first].bits : chunks[c].bits;
+    Real values[kSize];
+    unpack(in, values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
+    return rounded<Element>(values);
+  };
+  write_row<kTeam>(gradient, part, thread, chunk_of, [&](int i) { return from_real<Element>(gradient_of(to_real(row[i]))); });
+  // The thread that has written the target's element writes it again.
+  const int chunk = (target - part.layout.head) / kSize;
+  const bool in_chunks = target >= part.layout.head && target < part.layout.tail();
+  const bool is_own = in_chunks ? chunk >= part.first && chunk < part.last && (chunk - part.first) % kTeam == thread
+                      : target < part.layout.head ? part.has_head && target == thread
+                                                  : part.has_tail && target - part.layout.tail() == thread;
+  if (is_own) gradient[target] = resolved.at_target;
+}
+
+template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
+__global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
+    softmax_rows(const __grid_constant__ RowsTask<Element, Real, Work> task) {
+  constexpr int kTeams = kRowThreads / kTeam, kWarps = kTeam / kWarp;
+  static_assert(!kOnChip || kTeams == 1);
+  __shared__ struct {
+    TeamMemory<Element, Real, Work, kWarps> of[kTeams];
+  } teams;
   auto* kept = reinterpret_cast<Chunk<Element>*>(dynamic_shared());
-  const int thread = threadIdx.x;
-  const int rank = kOnChip ? Cluster::rank() : 0, cluster_size = kOnChip ? Cluster::size() : 1;
-  if (thread == 0) state = {};
-  // The barrier of a cluster is slower than the barrier of a block.
-  const auto sync = [&] {
-    if (cluster_size == 1)
+  const int thread = threadIdx.x % kTeam;
+  auto& memory = teams.of[threadIdx.x / kTeam];
+  const unsigned rank = kOnChip ? Cluster::rank() : 0, cluster_size = kOnChip ? Cluster::size() : 1;
+  const bool plans = thread == kTeam - 1;  // not in the warp that resolves, if there are several
+  const auto sync_team = [] {
+    if (kTeam == kWarp)
+      __syncwarp();
+    else
       __syncthreads();
+  };
+  const auto sync_row = [&] {
+    if (cluster_size == 1)  // the barrier of a cluster is slower
+      sync_team();
     else
       Cluster::sync();
   };
+  if (plans) {
+    memory.state = {};
+    plan(task, memory.state, int64_t{blockIdx.x / cluster_size} * kTeams + threadIdx.x / kTeam, memory.rows[0]);
+  }
+  sync_team();
 
-  for (int64_t t = blockIdx.x / cluster_size; t < in.num_tokens; t += gridDim.x / cluster_size) {
-    const Element* row = logits.of(t);
-    Element* row_gradient = gradient.of(t);
-    const RowLayout<Element> layout(row, static_cast<int>(in.vocab_size));
-    // This block's chunks; the first block also has the head, the last the tail.
-    const int first = layout.first_of(rank, cluster_size), last = layout.first_of(rank + 1, cluster_size);
-    const bool has_head = rank == 0, has_tail = rank == cluster_size - 1;
-    const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + layout.head);
-    const bool is_aligned =
-        row_gradient && (reinterpret_cast<uintptr_t>(row_gradient + layout.head) % kAccess == 0 || layout.num_chunks == 0);
-
-    // Calls use(index in the row) for the elements of this thread in the head and the tail.
-    const auto for_ends = [&](const auto& use) {
-      if (has_head && thread < layout.head) use(thread);
-      if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
+  int sums_turn = 0;
+  // What is in shared memory is read again after each barrier, rather than kept in registers.
+  for (int turn = 0; memory.rows[turn].t < task.in.num_tokens; turn ^= 1) {
+    const auto& planned = memory.rows[turn];
+    const auto plan_next = [&] {
+      const int64_t step = int64_t{gridDim.x / cluster_size} * kTeams;
+      if (plans) plan(task, memory.state, planned.t + step, memory.rows[turn ^ 1]);
     };
-    const auto write = [&](int chunk, const Chunk<Element>& out) {
-      Element* to = row_gradient + (layout.head + chunk * kSize);
-      if (is_aligned)
-        *reinterpret_cast<uint4*>(to) = out.bits;
-      else
-        for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
+    const auto part_of_row = [&] {
+      return RowPart<Element>(task.logits.of(planned.t), task.in.vocab_size, rank, cluster_size);
     };
-
-    if (thread == 0) must_read = work.plan(state, t);
-    __syncthreads();
-    if (!must_read) {
-      if (row_gradient) {
+    if (planned.must_read) {
+      const ThreadSoftmax<Real> mine =
+          sums_of<kTeam, kOnChip>(task.logits.of(planned.t), part_of_row(), thread, planned.rate, planned.target, kept);
+      store_sums(mine, memory.sums[sums_turn][thread / kWarp]);
+      sync_row();
+      if (thread < kWarp) resolve(task.work, memory, turn, sums_turn, cluster_size);
+      sums_turn ^= 1;
+      plan_next();
+      sync_team();
+      if (task.gradient.data)
+        write_gradient<kTeam, kOnChip>(task.logits.of(planned.t), task.gradient.of(planned.t), part_of_row(), thread,
+                                       planned.rate, planned.target, memory.resolved, kept);
+    } else {
+      if (task.gradient.data) {
         Chunk<Element> zeros;
         zeros.bits = uint4{0, 0, 0, 0};
-        for_ends([&](int i) { row_gradient[i] = Element{}; });
-        for (int c = first + thread; c < last; c += kRowThreads) write(c, zeros);
+        write_row<kTeam>(
+            task.gradient.of(planned.t), part_of_row(), thread, [&](int) { return zeros; }, [](int) { return Element{}; });
       }
-      __syncthreads();  // must_read is read
-      continue;
-    }
-
-    const int target = in.is_target_valid(t) ? static_cast<int>(in.targets[t]) : -1;
-    const auto rate = static_cast<Real>(kLog2E * (1.0 / in.temperature_of(t)));
-    // Which element of a chunk the target is; of the other chunks, none.
-    const auto target_in = [&](int chunk) { return static_cast<unsigned>(target - (layout.head + chunk * kSize)); };
-    ThreadSoftmax<Real> mine;
-    for_ends([&](int i) {
-      if (i == target) return;
-      const Real z = to_real(row[i]);
-      if (z > mine.greatest) mine.raise(z, rate);
-      mine.add(z, rate);
-    });
-    // A thread reads only its own copies, so it does not wait for others.
-    const auto copy = [&](int c) {
-      if (kOnChip && c < last) __pipeline_memcpy_async(&kept[c - first], &chunks[c], kAccess);
-      if (kOnChip) __pipeline_commit();
-    };
-    for (int ahead = 0; ahead < kAhead; ++ahead) copy(first + thread + ahead * kRowThreads);
-#pragma unroll 2
-    for (int c = first + thread; c < last; c += kRowThreads) {
-      Chunk<Element> chunk;
-      if constexpr (kOnChip) {
-        copy(c + kAhead * kRowThreads);
-        __pipeline_wait_prior(kAhead);
-        chunk.bits = kept[c - first].bits;
-      } else {
-        chunk.bits = chunks[c].bits;
-      }
-      if (target_in(c) < kSize) {  // one chunk of a row, element by element
-#pragma unroll 1
-        for (int i = 0; i < kSize; ++i) {
-          if (i == static_cast<int>(target_in(c))) continue;
-          const Real z = to_real(row[layout.head + c * kSize + i]);
-          if (z > mine.greatest) mine.raise(z, rate);
-          mine.add(z, rate);
-        }
-        continue;
-      }
-      const Real greatest = greatest_of<Real>(chunk);
-      if (greatest > mine.greatest) mine.raise(greatest, rate);
-      Real values[kSize];
-      unpack(chunk, values);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) mine.add(values[i], rate);
-    }
-
-    combine(mine, in, t, of_warps, &of_block);
-    sync();
-    if (thread == 0) {
-      // A target that is not in the vocabulary makes all of it NaN.
-      const double at_target = target < 0 ? NAN : static_cast<double>(to_real(row[target]));
-      resolve(work, state, in, t, at_target, &of_block, resolved);
-    }
-    sync();  // before another row changes of_block, and before the gradient takes the place of the logits
-    if (!row_gradient) continue;
-
-    const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
-    const Element at_target = resolved.at_target;
-    const auto gradient_of = [&](Real z) {
-      const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);
-      return exponential2(x) * fma(slope, x, constant);
-    };
-    for_ends([&](int i) { row_gradient[i] = i == target ? at_target : from_real<Element>(gradient_of(to_real(row[i]))); });
-    for (int c = first + thread; c < last; c += kRowThreads) {
-      Chunk<Element> in_chunk;
-      in_chunk.bits = kOnChip ? kept[c - first].bits : chunks[c].bits;
-      Real values[kSize];
-      unpack(in_chunk, values);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
-      write(c, rounded<Element>(values));
-      if (target_in(c) < kSize) row_gradient[target] = at_target;  // after the write, by the same thread
+      sync_team();  // no thread writes the last row any more, whose place the plan of the next row takes
+      plan_next();
+      sync_team();
     }
   }
+  if (cluster_size > 1) Cluster::sync();  // the others have read this block's sums
   __syncthreads();
-  work.finish(state);
+  const auto state_of = [](int team) -> const typename Work::State& { return teams.of[team].state; };
+  task.work.template finish<kTeams>(state_of);
 }
 
 // The launch for rows of a vocabulary, on the present device.
 struct RowLaunch {
-  int cluster_size;   // blocks of a row
-  int64_t storage;    // bytes of shared memory of a block; 0: the row is read twice
+  int cluster_size;  // blocks of a row
+  int64_t storage;   // bytes of shared memory of a block; 0: the row is read twice
   bool has_clusters;
 };
 
 inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
   const bool has_clusters = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (!needs_gradient) return {1, 0, has_clusters};  // nothing is read again
+  if (!needs_gradient || row_bytes <= kWarpRowBytes) return {1, 0, has_clusters};
   const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // the kernel has some of its own
   const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
   int size = 1;
@@ -279,15 +397,16 @@ inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
   return {size, storage_of(size), has_clusters};
 }
 
-template <typename Element, typename Real, bool kOnChip, typename Work>
-void launch_with(const RowLaunch& plan, Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
-                 Work work, cudaStream_t stream) {
-  auto* kernel = softmax_rows<Element, Real, kOnChip, Work>;
+template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
+void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& task, cudaStream_t stream) {
+  auto* kernel = softmax_rows<Element, Real, kTeam, kOnChip, Work>;
   if (plan.storage > 0) allow_shared(kernel, plan.storage);
+  constexpr int64_t kTeams = kRowThreads / kTeam;
+  const int64_t wanted = (task.in.num_tokens + kTeams - 1) / kTeams;
   const int64_t resident = resident_clusters(kernel, kRowThreads, plan.storage, plan.cluster_size);
-  const int64_t clusters = std::max<int64_t>(1, std::min({in.num_tokens, resident, kMaxSummingBlocks}));
+  const int64_t clusters = std::max<int64_t>(1, std::min({wanted, resident, kMaxSummingBlocks}));
   launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage, plan.has_clusters ? plan.cluster_size : 0, stream,
-         logits, in, gradient, work);
+         task);
 }
 
 // Runs `work` on all rows; `gradient` may be null, or the logits.
@@ -295,11 +414,15 @@ template <typename Element, typename Real, typename Work>
 void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient, const Work& work,
                  cudaStream_t stream) {
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess) throw std::invalid_argument("a row has too many logits");
-  const RowLaunch plan = plan_launch(in.vocab_size * static_cast<int64_t>(sizeof(Element)), gradient.data != nullptr);
-  if (plan.storage > 0)
-    launch_with<Element, Real, true>(plan, logits, in, gradient, work, stream);
+  const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element));
+  const RowLaunch plan = plan_launch(row_bytes, gradient.data != nullptr);
+  const RowsTask<Element, Real, Work> task{logits, in, gradient, work};
+  if (row_bytes <= kWarpRowBytes)
+    launch_with<Element, Real, kWarp, false>(plan, task, stream);
+  else if (plan.storage > 0)
+    launch_with<Element, Real, kRowThreads, true>(plan, task, stream);
   else
-    launch_with<Element, Real, false>(plan, logits, in, gradient, work, stream);
+    launch_with<Element, Real, kRowThreads, false>(plan, task, stream);
 }
 
 }  // namespace maxrl::cuda

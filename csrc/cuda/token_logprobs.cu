@@ -10,14 +10,16 @@ struct ForwardWork {
   Real *logprobs, *entropy;
 
   struct State {};
+  struct Plan {};
 
-  __device__ bool plan(State&, int64_t) const { return true; }
-  __device__ RowGrads evaluate(State&, int64_t t, const Softmax& softmax) const {
+  __device__ bool plan(State&, int64_t, Plan&) const { return true; }
+  __device__ RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax& softmax) const {
     logprobs[t] = static_cast<Real>(softmax.logp);
     entropy[t] = static_cast<Real>(softmax.entropy);
     return {0.0, 0.0};
   }
-  __device__ void finish(State&) const {}
+  template <int teams, typename StateOf>
+  __device__ void finish(const StateOf&) const {}
 };
 
 template <typename Real>
@@ -25,16 +27,15 @@ struct BackwardWork {
   const Real *grad_logprobs, *grad_entropy;
 
   struct State {};
+  using Plan = RowGrads;
 
-  __device__ RowGrads grads(int64_t t) const {
-    return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
+  __device__ bool plan(State&, int64_t t, Plan& grads) const {
+    grads = {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
+    return grads.grad_logp != 0.0 || grads.grad_entropy != 0.0;
   }
-  __device__ bool plan(State&, int64_t t) const {
-    const RowGrads s = grads(t);
-    return s.grad_logp != 0.0 || s.grad_entropy != 0.0;
-  }
-  __device__ RowGrads evaluate(State&, int64_t t, const Softmax&) const { return grads(t); }
-  __device__ void finish(State&) const {}
+  __device__ RowGrads evaluate(State&, int64_t, const Plan& grads, const Softmax&) const { return grads; }
+  template <int teams, typename StateOf>
+  __device__ void finish(const StateOf&) const {}
 };
 
 // One block per row, in place; the scale is read on the device.

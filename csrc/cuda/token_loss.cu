@@ -11,25 +11,29 @@ struct LossWork {
   LossTerms terms;
   double* workspace;
 
-  struct State {
-    LossSums sums;
-    RowPlan row;
-  };
+  using State = LossSums;
+  using Plan = RowPlan;
 
-  __device__ __noinline__ bool plan(State& state, int64_t t) const {
+  __device__ __noinline__ bool plan(State& sums, int64_t t, Plan& plan) const {
     const RowPlan row = plan_row(in, terms, t);
-    state.row = row;
-    state.sums.values[LossSums::kTokens] += row.counts;
-    state.sums.values[LossSums::kDropped] += row.counts && !row.must_read;
+    plan = row;
+    sums.values[LossSums::kTokens] += row.counts;
+    sums.values[LossSums::kDropped] += row.counts && !row.must_read;
     return row.must_read;
   }
-  __device__ __noinline__ RowGrads evaluate(State& state, int64_t t, const Softmax& softmax) const {
-    return evaluate_row(in, terms, t, state.row, softmax, state.sums);
+  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Plan& plan, const Softmax& softmax) const {
+    return evaluate_row(in, terms, t, plan, softmax, sums);
   }
-  __device__ void finish(State& state) const {
+  template <int teams, typename StateOf>
+  __device__ void finish(const StateOf& state_of) const {
+    const auto sum_of = [&](int i) {
+      double sum = 0.0;
+      for (int team = 0; team < teams; ++team) sum += state_of(team).values[i];
+      return sum;
+    };
     // All blocks of a cluster have the same sums: the first adds them.
-    const int size = Cluster::size();
-    if (Cluster::rank() == 0) add_over_blocks(state.sums.values, workspace, blockIdx.x / size, gridDim.x / size);
+    const unsigned size = Cluster::size();
+    if (Cluster::rank() == 0) add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size);
   }
 };
 

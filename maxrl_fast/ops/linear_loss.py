@@ -4,23 +4,26 @@ The operators behind them have no kernels of their own: they call those of token
 operators they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops import _gate
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels, operator, register_fake
 from maxrl_fast.ops.arguments import check_integer, check_tensor
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
-from maxrl_fast.ops.token_batch import check_rows, prepare, real_dtype
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
 from maxrl_fast.ops.token_loss_kernel import DTYPES, NUM_SUMS, batch_and_terms, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
-_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of logits; larger matrix multiplications are no faster
+_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
+_TILE = 128, 256  # rows and columns of a product that a multiprocessor computes at a time, in cuBLAS's large kernels
+_ROW_MULTIPLE = 64  # elements of a row of logits on a GPU: rows that start at 128 bytes are read 16 bytes at a time
 
 
 def linear_policy_gradient_loss(
@@ -53,14 +56,18 @@ def linear_policy_gradient_loss(
     The forward pass computes loss and gradients, chunk by chunk: the logits of a chunk, their gradient in the same memory, and
     its matrix multiplications with weight and hidden states. Beside the gradients of hidden [T, H] and of weight [V, H], the
     latter in float32 until the end, it needs memory for one chunk of logits (and its float32 copy where a CPU multiplies half
-    precision), for any T. gspo takes two passes, the first for the ratios of its sequences. Tokens with zero gradient are left
-    out of the multiplications; on a GPU, finding them waits for the device once.
+    precision), for any T. On a GPU the rows of a chunk are padded to a multiple of 64 logits, so that a chunk of C tokens takes
+    C ceil(V / 64) 64 numbers. gspo takes two passes, the first for the ratios of its sequences.
+
+    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, since the host waits for the
+    number of these tokens; without a mask no call waits, and all tokens are multiplied.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
         weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and not allocated
             if weight is frozen (requires_grad False).
-        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, 1 GiB on a GPU, but at least 128 tokens.
+        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (there a number of tokens
+            that the multiprocessors divide evenly), but at least 128 tokens.
         others: as in policy_gradient_loss.
 
     Returns:
@@ -97,7 +104,7 @@ def linear_policy_gradient_loss(
     )
     if not has_kernels(hidden.device):
         return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, terms), hidden)
-    counted = torch.full((), len(batch), device=hidden.device) if mask is None else mask.sum()
+    counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, *needed)
     total, metrics = loss_and_metrics(sums, hidden)
@@ -134,7 +141,7 @@ def linear_token_logprobs(
 
 
 def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[int, int]:
-    """Return V and the number of tokens in a chunk; raise ValueError if hidden and weight do not fit."""
+    """Return V and the given number of tokens in a chunk, or 0; raise ValueError if hidden and weight do not fit."""
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
     if hidden.dtype not in DTYPES:
@@ -149,19 +156,65 @@ def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[in
     if chunk_tokens is not None:
         check_integer("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
         chunk_tokens = min(chunk_tokens, torch.iinfo(torch.int64).max)
-    row_bytes = max(len(weight) * hidden.element_size(), 1)
-    return len(weight), chunk_tokens or max(_CHUNK_BYTES.get(hidden.device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
+    return len(weight), chunk_tokens or 0
+
+
+def row_stride(vocab_size: int, device: torch.device) -> int:
+    """Return the distance between rows of logits, in elements."""
+    multiple = _ROW_MULTIPLE if _gate.is_gpu(device) else 1
+    return -(-vocab_size // multiple) * multiple
+
+
+def default_chunk(hidden: Tensor, vocab_size: int) -> int:
+    """Return the number of tokens in a chunk of the logits [T, V] of `hidden` [T, H]."""
+    device = hidden.device
+    row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
+    most = max(_CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
+    if device.type != "cuda":
+        return most
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return chunk_tokens(len(hidden), most, hidden.shape[1], multiprocessors)
+
+
+@lru_cache(maxsize=256)
+def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
+    """Return how many tokens, at most `most`, to multiply at a time, so that the multiprocessors are idle least.
+
+    The gradient in the hidden states of a chunk [C, H] has few tiles, and its last wave of tiles takes as long as a full one,
+    so the result is the multiple of 128 with the fewest waves over all tokens, the largest of these. The other two products
+    have V / 256 times H / 256 or C / 128 tiles: their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
+    tiles of 128 x 256, four waves of 132 multiprocessors.
+    """
+    if num_tokens <= most:
+        return max(num_tokens, 1)
+    rows, columns = _TILE
+    width = -(-hidden_size // columns)
+
+    def waves(tokens: int) -> int:
+        return -(-(-(-tokens // rows) * width) // multiprocessors)
+
+    def total(size: int) -> int:
+        full, rest = divmod(num_tokens, size)
+        return full * waves(size) + waves(rest)
+
+    largest = most // rows * rows
+    return min(range(largest, largest // 2, -rows), key=total)
 
 
 class _Chunks:
     """The logits hidden @ weight.T, one chunk after the other in the same memory, and the backward pass of the product."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool):
-        self.hidden, self.weight, self.size, self.dtype = hidden, weight.to(hidden.dtype), size, weight.dtype
+        self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
+        self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        self.buffer = hidden.new_empty(min(size, len(hidden)), len(weight))
+        # On a GPU the first product overwrites the gradient in the weight, which saves two passes over it.
+        overwrites = _gate.is_gpu(hidden.device) and len(hidden) > 0
+        make = torch.empty_like if overwrites else torch.zeros_like
+        self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
+        stride = row_stride(len(weight), hidden.device)
+        self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
@@ -174,15 +227,19 @@ class _Chunks:
         if self.grad_hidden is not None:
             torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
         if self.grad_weight is not None:
-            hidden = self.hidden[start:stop]
-            if gradient.dtype == self.grad_weight.dtype:
-                self.grad_weight.addmm_(gradient.T, hidden)
-            elif gradient.device.type == "cuda" and _adds_half_products(gradient.device, gradient.dtype):
-                torch.addmm(self.grad_weight, gradient.T, hidden, out_dtype=self.grad_weight.dtype, out=self.grad_weight)
-            elif gradient.device.type == "cuda":
-                self.grad_weight += torch.mm(gradient.T, hidden, out_dtype=self.grad_weight.dtype)
-            else:
-                self.grad_weight.addmm_(gradient.T.to(self.grad_weight.dtype), hidden.to(self.grad_weight.dtype))
+            self.grad_weight = self._added(self.grad_weight, gradient, self.hidden[start:stop])
+
+    def _added(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
+        """Return total [V, H] + gradient.T @ hidden, in the memory of `total` where torch can do so."""
+        beta, self.beta = self.beta, 1
+        if gradient.dtype == total.dtype:
+            return total.addmm_(gradient.T, hidden, beta=beta)
+        if gradient.device.type != "cuda":
+            return total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype), beta=beta)
+        if _adds_half_products(gradient.device, gradient.dtype):
+            return torch.addmm(total, gradient.T, hidden, beta=beta, out_dtype=total.dtype, out=total)
+        product = torch.mm(gradient.T, hidden, out_dtype=total.dtype)
+        return total.add_(product) if beta else product
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients in hidden and weight, of their dtypes; [0] where they are not needed."""
@@ -200,11 +257,13 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
     Otherwise the product needs a matrix [V, H] of its own, and another pass over both.
     """
     total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    unwritten = torch.full_like(total, torch.nan)
     try:
         torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        torch.addmm(unwritten, half, half, beta=0, out_dtype=torch.float32, out=unwritten)
     except RuntimeError:  # this version requires equal dtypes
         return False
-    return bool((total == 17).all())
+    return bool((total == 17).all() & (unwritten == 16).all())
 
 
 # The arguments of token_loss between the logits and needs_gradient, as its schema has them.
@@ -222,9 +281,8 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     """
     *loss, chunk, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
-    index = batch.needed_rows(terms).nonzero()[:, 0]
-    rows = hidden
-    if len(index) < len(hidden):
+    index, rows = _needed_index(batch, terms), hidden
+    if index is not None:
         rows, batch = hidden.index_select(0, index), batch.take(index)
     if terms.loss == "gspo" and batch.old_logprobs is not None:
         batch = with_sequence_ratios(batch, _logprobs(rows, weight, batch.targets, batch.temperature, chunk)[0])
@@ -239,9 +297,17 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
             sums += kernels.token_loss(logits, *part, False)[0]
     chunks.buffer = logits = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
     grad_hidden, grad_weight = chunks.gradients()
-    if needs_hidden and rows is not hidden:
+    if needs_hidden and index is not None:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
     return sums, grad_hidden, grad_weight
+
+
+def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
+    """Return which tokens the loss reads, int64; None for all. Without a mask nothing on a GPU is read back by the host."""
+    if _gate.is_gpu(batch.targets.device) and batch.mask is None:
+        return None
+    index = batch.needed_rows(terms).nonzero()[:, 0]
+    return index if len(index) < len(batch) else None
 
 
 @register_fake(linear_loss)

@@ -6,9 +6,9 @@ from torch import Tensor
 from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_integer, check_tensor
-from maxrl_fast.ops.pacs_kernel import DTYPES, PacsSums
+from maxrl_fast.ops.pacs_kernel import DTYPES, PacsMetrics
 from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
-from maxrl_fast.ops.token_batch import as_denominator, check_sequences
+from maxrl_fast.ops.token_batch import check_sequences, split_denominator
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
@@ -113,27 +113,17 @@ def pacs_loss(
         wanted = f"a number of rollouts that divides S = {size}, or offsets"
         group_size = check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         group_size = min(group_size, max(size, 1))
-    denominator = as_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device)
     operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
-    sums, cross_entropy, *_ = operator(
+    loss, means, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
         offsets,
         group_size,
         score,
         weight == "balanced",
-        denominator,
+        *split_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device),
     )
-    loss = sums[0].to(reward_proxy.dtype)
     if can_look_at(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())
         raise ValueError(f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}")
-    named = PacsSums(*sums.detach().unbind())
-    metrics = {
-        "cross_entropy": cross_entropy.detach(),
-        "accuracy": named.accurate / max(size, 1),
-        "reward_proxy": named.proxy / max(size, 1),
-        "score_correct": named.score_correct / named.correct.clamp_min(1),
-        "score_wrong": named.score_wrong / (size - named.correct).clamp_min(1),
-    }
-    return loss, metrics
+    return loss, {"cross_entropy": cross_entropy.detach(), **PacsMetrics(*means.detach().unbind())._asdict()}

@@ -13,19 +13,17 @@ from maxrl_fast.ops.derivatives import register_backward
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
-class PacsSums(NamedTuple):
-    """PacsSums of csrc/pacs.h: scalars."""
+class PacsMetrics(NamedTuple):
+    """PacsMetrics of csrc/pacs.h: means, float64 scalars; 0 over no rollouts."""
 
-    loss: Tensor
-    accurate: Tensor  # rollouts whose score has the sign of their label
-    proxy: Tensor
-    score_correct: Tensor
+    accuracy: Tensor  # rollouts whose score has the sign of their label
+    reward_proxy: Tensor
+    score_correct: Tensor  # over the rollouts with label 1
     score_wrong: Tensor
-    correct: Tensor  # rollouts with label 1
 
 
-NUM_SUMS = len(PacsSums._fields)
-check_fields("PacsSums", PacsSums._fields)
+NUM_METRICS = len(PacsMetrics._fields)
+check_fields("PacsMetrics", PacsMetrics._fields)
 
 
 @operator()
@@ -36,31 +34,40 @@ def pacs_loss(
     group_size: int,  # not read where there are offsets
     score: str,
     balanced: bool,
-    denominator: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the PacsSums [6], the cross-entropies [S], and the gradient of the loss in the proxies [S]."""
+    denominators: Tensor | None,  # []; if absent, `denominator`, which saves a GPU the launch that would write it
+    denominator: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the loss in the proxies [S].
+
+    On a GPU this is two launches: one sets the workspace to 0, and the kernel's last block writes the loss and the metrics.
+    """
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
-    cross_entropy, gradient = torch.empty_like(proxies), torch.empty_like(proxies)
-    size = _C.PACS_WORKSPACE if _gate.is_gpu(device) else NUM_SUMS
-    sums = torch.zeros(size, dtype=torch.float64, device=device)
+    loss, metrics, cross_entropy, gradient = results = _empty_results(proxies)
     call = Call(device)
     pacs = _C.Pacs(
+        num_rollouts=len(proxies),
         num_groups=num_groups,
         group_size=group_size,
         offsets=call.address("offsets", offsets, torch.int64, (num_groups + 1,)),
         proxies=call.address("reward_proxy", proxies, dtype, shape),
         labels=call.address("labels", labels, dtype, shape),
-        denominator=call.address("denominator", denominator, torch.float64, ()),
+        denominators=call.address("denominator", denominators, torch.float64, ()),
+        denominator=denominator,
         score=score,
         balanced=balanced,
+        loss=call.keep(loss),
+        metrics=call.keep(metrics),
         cross_entropy=call.keep(cross_entropy),
         gradient=call.keep(gradient),
     )
-    unusable = call.launch("pacs_loss", dtype=DTYPES[dtype], pacs=pacs, sums=call.keep(sums))
+    more = {}
+    if _gate.is_gpu(device):
+        more["workspace"] = call.keep(torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device))
+    unusable = call.launch("pacs_loss", dtype=DTYPES[dtype], pacs=pacs, **more)
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
-    return sums[:NUM_SUMS], cross_entropy, gradient
+    return results
 
 
 @register_fake(pacs_loss)
@@ -71,20 +78,26 @@ def _(
     group_size: int,
     score: str,
     balanced: bool,
-    denominator: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = proxies.new_empty(NUM_SUMS, dtype=torch.float64)
-    return sums, torch.empty_like(proxies), torch.empty_like(proxies)
+    denominators: Tensor | None,
+    denominator: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_results(proxies)
 
 
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _empty_results(proxies: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
+    return proxies.new_empty(()), metrics, torch.empty_like(proxies), torch.empty_like(proxies)
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(output[2])
+    ctx.set_materialize_grads(False)  # else autograd makes zeros for the other results
+    ctx.save_for_backward(output[3])
 
 
-def _pacs_loss_backward(ctx: Any, grad_sums: Tensor, *_: Tensor) -> tuple[Tensor]:
+def _pacs_loss_backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None]:
     (gradient,) = ctx.saved_tensors
-    return (gradient * grad_sums[0].to(gradient.dtype),)
+    return (None if grad_loss is None else gradient * grad_loss,)
 
 
 register_backward(pacs_loss, "pacs_loss", _pacs_loss_backward, save=_save_gradient)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from maxrl_fast.ops.pacs_kernel import PacsSums
+from maxrl_fast.ops.pacs_kernel import PacsMetrics
 
 
 def log_ratio_reward_reference(
@@ -25,9 +25,10 @@ def pacs_loss_reference(
     group_size: int,
     score: str,
     balanced: bool,
-    denominator: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the PacsSums and cross-entropies of the operator; the first sum, the loss, is differentiable by autograd."""
+    denominators: Tensor | None,
+    denominator: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, which is differentiable by autograd, the PacsMetrics and the cross-entropies of the operator."""
     r, y = proxies.double(), labels.double()
     sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
     group = torch.repeat_interleave(sizes, output_size=len(r))
@@ -52,13 +53,12 @@ def pacs_loss_reference(
     both = (correct > 0) & (correct < n) & balanced
     weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
     cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
-    loss, psi = (weight * cross_entropy).sum() / denominator, psi.detach()
-    sums = PacsSums(
-        loss=loss,
-        accurate=((psi > 0) == (y > 0)).double().sum(),
-        proxy=r.detach().sum(),
-        score_correct=(psi * y).sum(),
-        score_wrong=(psi * (1 - y)).sum(),
-        correct=y.sum(),
+    loss, psi = (weight * cross_entropy).sum() / (denominator if denominators is None else denominators), psi.detach()
+    size, num_correct = max(len(r), 1), y.sum()
+    metrics = PacsMetrics(
+        accuracy=((psi > 0) == (y > 0)).double().sum() / size,
+        reward_proxy=r.detach().sum() / size,
+        score_correct=(psi * y).sum() / num_correct.clamp_min(1),
+        score_wrong=(psi * (1 - y)).sum() / (len(r) - num_correct).clamp_min(1),
     )
-    return torch.stack(sums), cross_entropy.detach().to(proxies.dtype)
+    return loss.to(proxies.dtype), torch.stack(metrics), cross_entropy.detach().to(proxies.dtype)

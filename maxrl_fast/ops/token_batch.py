@@ -336,18 +336,24 @@ def _denominator(
 
 
 def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
-    """Return the denominator as a scalar tensor, float64, on the device.
+    """Return the denominator as a scalar tensor, float64, on the device; raise what `split_denominator` raises."""
+    tensor, number = split_denominator(given, device)
+    return torch.full((), number, dtype=torch.float64, device=device) if tensor is None else tensor
+
+
+def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+    """Return the denominator as a scalar tensor, float64, on the device; or None, and the number where the host knows it.
 
     Raises:
         ValueError: if it is not one finite number above 0.
     """
+    wanted = "a finite number above 0"
     if not isinstance(given, Tensor):
-        given = check_number("denominator", given, "a finite number above 0", lambda x: 0 < x < math.inf)
-        return torch.full((), given, dtype=torch.float64, device=device)
+        return None, check_number("denominator", given, wanted, lambda x: 0 < x < math.inf)
     check_tensor("denominator", given)
     if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
         where = "on the logits' device or a CPU"
         raise ValueError(f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}")
-    if can_look_at(given) and not 0 < float(given.detach()) < math.inf:
-        raise ValueError(f"denominator must be a finite number above 0, got {float(given.detach())}")
-    return given.detach().to(device, torch.float64).reshape(())
+    if can_look_at(given):
+        return None, check_number("denominator", float(given.detach()), wanted, lambda x: 0 < x < math.inf)
+    return given.detach().to(device, torch.float64).reshape(()), 1.0

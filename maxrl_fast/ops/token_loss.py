@@ -14,8 +14,7 @@ from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dty
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
-# Means over the tokens with a gradient.
-_MEANS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
+_MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -186,7 +185,7 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
     """Return what policy_gradient_loss returns, from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
-    means = {name: getattr(named, name) / read for name in _MEANS}
+    means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))  # one launch for all of them
     metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
     return sums[0].to(real_dtype(like.dtype)), metrics
 

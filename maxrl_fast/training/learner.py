@@ -144,13 +144,15 @@ class Learner:
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_own, is_last in self._passes(packer, learning):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
-                part, metrics = self.loss(batch, denominator)
-                # Gradients become means over the ranks; a pass that only keeps step with the others adds nothing.
-                (part * (self.ranks.size if is_own else 0)).backward()
+                # Gradients become means over the ranks. A factor of the loss would be another pass over its gradients.
+                part, metrics = self.loss(batch, denominator / self.ranks.size)
+                (part if is_own else 0 * part).backward()  # a pass that only keeps step with the others adds nothing
             if is_own:
                 num_read = metrics["tokens"] - metrics["dropped_tokens"]
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
-                sums += torch.stack([part.detach(), num_read.new_tensor(len(batch.tokens)), num_read, *totals])
+                sums += torch.stack(
+                    [part.detach() / self.ranks.size, num_read.new_tensor(len(batch.tokens)), num_read, *totals]
+                )
         loss, num_tokens, num_targets, *totals = self.ranks.sum(sums)
         grad_norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         if not (loss.isfinite() and grad_norm.isfinite()):

@@ -53,7 +53,7 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   const std::vector<int64_t> targets = integers(num_tokens, vocab_size), cu_seqlens{0, num_tokens / 2, num_tokens};
   const std::vector<float> advantages{1.0f, -2.0f}, old(num_tokens, -3.0f), ref(num_tokens, -3.1f);
   Flags mask(num_tokens, true);
-  mask.values[1] = false;
+  mask.values[1] = mask.values[2] = false;
   const double denominator = static_cast<double>(num_tokens);
   TokenLossInputs<float> in{};
   in.rows = {num_tokens, vocab_size, targets.data(), nullptr, 0.7};
@@ -198,18 +198,21 @@ void pacs() {
   const Numbers<float> proxies(total);
   std::vector<float> labels(total), cross_entropy(total), gradient(total);
   for (float& label : labels) label = static_cast<float>(generator() % 2);
-  const double denominator = static_cast<double>(total);
-  std::vector<double> workspace(cuda::pacs_workspace());
-  cuda::pacs_loss<float>({num_groups,
-                          size,
-                          nullptr,
-                          proxies.data,
-                          labels.data(),
-                          &denominator,
-                          {Score::kGrpo, true},
-                          cross_entropy.data(),
-                          gradient.data()},
-                         workspace.data(), nullptr);
+  std::vector<double> workspace(cuda::pacs_workspace()), metrics(PacsMetrics::kSize);
+  float loss;
+  Pacs<float> in{};
+  in.num_rollouts = total;
+  in.num_groups = num_groups;
+  in.group_size = size;
+  in.proxies = proxies.data;
+  in.labels = labels.data();
+  in.denominator = static_cast<double>(total);
+  in.options = {Score::kGrpo, true};
+  in.loss = &loss;
+  in.metrics = metrics.data();
+  in.cross_entropy = cross_entropy.data();
+  in.gradient = gradient.data();
+  cuda::pacs_loss<float>(in, workspace.data(), nullptr);
 
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Numbers<float> logprobs(700), ref(700), grads(3);
@@ -224,10 +227,10 @@ void pacs() {
 int main(int argc, char** argv) {
   const std::string part = argc == 2 ? argv[1] : "";
   if (part == "token_loss") {
-    token_loss<float>(5, 300, false, 0);
-    token_loss<BFloat16>(5, 3001, true, 1);
+    token_loss<float>(20, 300, false, 0);   // a warp for each row
+    token_loss<BFloat16>(5, 5001, true, 1);  // a block
   } else if (part == "token_loss_in_clusters") {
-    token_loss<BFloat16>(3, 90001, true, 0);
+    token_loss<BFloat16>(5, 45001, true, 0);
   } else if (part == "token_logprobs") {
     token_logprobs();
   } else if (part == "decode_attention") {

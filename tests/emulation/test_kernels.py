@@ -16,6 +16,7 @@ from maxrl_fast.ops import group_advantage_kernel as group_kernel
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from tests.gpu.test_advantage import SHAPES, arguments, layouts
 from tests.gpu.test_token_loss import OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of
+from tests.ops.test_token_rows import check_rows_far_apart
 
 pytestmark = pytest.mark.emulated
 CPU = torch.device("cpu")
@@ -99,6 +100,58 @@ def test_token_logprobs(dtype):
     for a, b in zip(actual[:2], expected[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert_rows_close(actual[2], expected[2], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("vocab", [37, 5003])
+def test_more_rows_than_fit_at_once(vocab):
+    """Every warp, or block, takes several rows, some of which it skips."""
+    generator = torch.Generator().manual_seed(5)
+    num_tokens = 300 if vocab < 100 else 60
+    logits = 3 * torch.randn(num_tokens, vocab, generator=generator)
+    batch = {
+        "targets": torch.randint(vocab, (num_tokens,), generator=generator),
+        "advantages": torch.randn(num_tokens, generator=generator) * (torch.rand(num_tokens, generator=generator) < 0.7),
+        "advantages_per_token": True,
+        "cu_seqlens": torch.tensor([0, 17, num_tokens]),
+        "mask": torch.rand(num_tokens, generator=generator) < 0.8,
+    }
+    loss, gradient, metrics = gradient_of(logits, batch)
+    with emulated_gpu():
+        gpu_loss, gpu_gradient, gpu_metrics = gradient_of(logits, batch)
+    assert gpu_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert_rows_close(gpu_gradient, gradient, TOLERANCE[torch.float32])
+    for name, value in metrics.items():
+        assert gpu_metrics[name].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("vocab", [40, 30011])
+def test_extreme_logits(vocab):
+    """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf makes a row NaN."""
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(6))
+    targets = torch.tensor([3, 3, vocab - 1, 0, 5, 5, 5, 5])
+    logits[0, vocab // 2 :] = -torch.inf
+    logits[1, :3] = logits[1, 4:] = -torch.inf  # all but the target
+    logits[2] *= 1e6
+    logits[3, 0] = 80  # a probability of 1
+    logits[4, 6:] = 1e6
+    logits[5, 9] = torch.nan
+    logits[6, 9] = torch.inf
+    logits[7, 5] = -torch.inf  # the target
+    results = []
+    for gpu in (contextlib.nullcontext(), emulated_gpu()):
+        z = logits.detach().requires_grad_()
+        with gpu:
+            logprobs, entropy = ops.token_logprobs(z, targets)
+            (gradient,) = torch.autograd.grad(logprobs[:5].sum() + 0.5 * entropy[:4].sum(), z)
+        results.append((logprobs.detach(), entropy.detach(), gradient))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert results[1][0].isfinite().tolist() == [True] * 5 + [False] * 3
+
+
+def test_rows_may_be_more_than_32_bits_apart():
+    with emulated_gpu():
+        check_rows_far_apart()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

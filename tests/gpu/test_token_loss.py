@@ -193,12 +193,16 @@ def test_on_a_side_stream_and_in_a_graph():
 def test_no_operator_waits_for_the_device():
     logits, batch = example(5000, torch.bfloat16)
     batch, z = on_gpu(batch), logits.to(DEVICE).requires_grad_()
+    hidden, weight = (torch.randn(n, 64, device=DEVICE).bfloat16().requires_grad_() for n in (T, 5000))
+    unmasked = {name: values for name, values in batch.items() if name != "mask"}
+    ops.linear_policy_gradient_loss(hidden, weight, **unmasked)[0].backward()  # the first one looks what torch can do
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for options in OPTIONS:
             loss, _ = ops.policy_gradient_loss(z, **batch, **options)
             (2 * loss).backward()
+            ops.linear_policy_gradient_loss(hidden, weight, **unmasked, **options)[0].backward()
         ops.token_logprobs(z, batch["targets"])
     finally:
         torch.cuda.set_sync_debug_mode("default")

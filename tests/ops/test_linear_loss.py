@@ -9,7 +9,7 @@ from maxrl_fast.ops import (
     policy_gradient_loss,
     token_logprobs,
 )
-from maxrl_fast.ops.linear_loss import _Chunks
+from maxrl_fast.ops.linear_loss import _Chunks, chunk_tokens
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
@@ -153,6 +153,51 @@ def test_logprobs_equal_logprobs_from_logits(dtype):
         assert_close(*gradients, dtype)
     with torch.no_grad():
         assert not linear_token_logprobs(hidden, weight, batch["targets"])[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "hidden_size", "chunk"),
+    [
+        (16384, 4416, 4096, 4224),  # 33 x 16 tiles are four waves of 132 multiprocessors
+        (65536, 4416, 4096, 4224),
+        (16384, 2560, 4096, 2048),  # 256 tiles of 264; 2560 tokens would be 320 tiles, three waves
+        (100_000, 10_000, 896, 8448),
+        (300, 4416, 4096, 300),  # all at once
+        (0, 4416, 4096, 1),
+        (1000, 128, 4096, 128),
+    ],
+)
+def test_chunks_fill_whole_waves_of_tiles(num_tokens, most, hidden_size, chunk):
+    assert chunk_tokens(num_tokens, most, hidden_size, 132) == chunk
+
+
+def test_no_other_multiple_of_a_tile_has_fewer_waves():
+    def waves(num_tokens, size):
+        parts = [min(size, num_tokens - start) for start in range(0, num_tokens, size)]
+        return sum(-(-(-(-part // 128) * 5) // 132) for part in parts)  # H = 1100: 5 tiles of 256
+
+    for num_tokens in (9000, 40_000, 123_457):
+        chunk = chunk_tokens(num_tokens, 7000, 1100, 132)
+        assert chunk % 128 == 0
+        assert waves(num_tokens, chunk) <= min(waves(num_tokens, size) for size in range(3584, 7001, 128))
+
+
+def test_many_tokens():
+    """More than 65,536 tokens, in chunks of the default size and in one that leaves a rest."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = 70_001
+    hidden, weight = (torch.randn(n, 4, generator=generator).requires_grad_() for n in (num_tokens, 33))
+    batch = (
+        torch.randint(33, (num_tokens,), generator=generator),
+        torch.tensor([1.0, -2.0]),
+        torch.tensor([0, 66_000, num_tokens]),
+    )
+    expected, _ = policy_gradient_loss(hidden @ weight.T, *batch)
+    for chunk in (None, 4224):
+        actual, _ = linear_policy_gradient_loss(hidden, weight, *batch, chunk_tokens=chunk)
+        assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
+        gradients = [torch.autograd.grad(value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
 def test_no_tokens():

@@ -172,10 +172,9 @@ def test_long_sequences_are_summed_in_float64():
 
 def test_operators_pass_opcheck():
     proxies, labels = example(dtype=torch.float32)
-    denominator = torch.tensor(24.0, dtype=torch.float64)
     ops = torch.ops.maxrl_fast
-    for offsets in (None, OFFSETS):
-        arguments = (proxies.clone().requires_grad_(), labels, offsets, 6, "grpo", True, denominator)
+    for offsets, denominator in ((None, torch.tensor(24.0, dtype=torch.float64)), (OFFSETS, None)):
+        arguments = (proxies.clone().requires_grad_(), labels, offsets, 6, "grpo", True, denominator, 24.0)
         torch.library.opcheck(ops.pacs_loss.default, arguments)
     logp, cu_seqlens = torch.randn(10, requires_grad=True), torch.tensor([0, 3, 10])
     torch.library.opcheck(ops.log_ratio_reward.default, (logp, torch.randn(10), cu_seqlens, torch.rand(10) < 0.5, 0.5))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops.token_loss_kernel import token_logprobs_backward_
 
 VOCABULARIES = [1, 2, 127, 32000, 50257, 151936, 262144]
 # The relative error of a row in the Euclidean norm, from rounding of the result and of float32 arithmetic.
@@ -304,6 +305,26 @@ def test_rows_without_a_gradient_are_not_read():
     assert loss.isfinite()
     assert (gradient[[1, 3]] == 0).all()
     assert_rows_close(gradient, expected, targets, 2e-6)
+
+
+def check_rows_far_apart():
+    """Compare results on rows that are more than 2^32 elements apart with results on the same rows side by side.
+
+    The memory between the rows is never touched, so that the system need not have it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stride, targets = 2**32 + 72, torch.tensor([1, 2, 70])
+    near = torch.randn(3, 71, generator=generator).bfloat16()
+    far = torch.empty(2 * stride + 71, dtype=torch.bfloat16).as_strided((3, 71), (stride, 1)).copy_(near)
+    for ours, expected in zip(token_logprobs(far, targets), token_logprobs(near, targets), strict=True):
+        assert torch.equal(ours, expected)
+    for logits in (far, near):
+        token_logprobs_backward_(logits, targets, None, 1.0, torch.ones(3), torch.full((3,), 0.5))
+    assert torch.equal(far, near)
+
+
+def test_rows_may_be_more_than_32_bits_apart():
+    check_rows_far_apart()
 
 
 def test_other_upstream_gradients():

@@ -104,6 +104,7 @@ inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long v
   return emulation::add_atomically(to, value);
 }
 using std::fma;
+using std::fmax;
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __uint_as_float(unsigned bits) {
   float value;

@@ -1,0 +1,146 @@
+"""How many launches the operators take on a GPU, counted on a CPU that is treated as one."""
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from maxrl_fast import _C
+from maxrl_fast.ops import (
+    _gate,
+    group_advantage,
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+    log_ratio_reward,
+    pacs_loss,
+    policy_gradient_loss,
+)
+from maxrl_fast.ops.linear_loss import _Chunks
+
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class Launches(TorchDispatchMode):
+    """Lists what runs on a GPU: kernels of this package, and operators of PyTorch that neither allocate nor give a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name.startswith("maxrl_fast::"):
+            with self:  # what the operator calls counts
+                return function.redispatch(CPU, *args, **(kwargs or {}))
+        if not (function.is_view or name.startswith(("aten::empty", "aten::new_empty", "aten::promote_types"))):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Run CPU kernels in place of CUDA kernels, without the checks of values that only a CPU makes."""
+    counting = Launches()
+
+    def launch(call, name, **arguments):
+        counting.names.append(name)
+        arguments.pop("workspace", None)
+        if name != "scale":  # the tests scale by 1
+            getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
+
+    monkeypatch.setattr(_gate.Call, "launch", launch)
+    monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
+    for name in ("PACS_WORKSPACE", "LOSS_WORKSPACE"):
+        monkeypatch.setattr(_C, name, 64, raising=False)
+    for module in ("pacs", "token_batch", "group_advantage"):
+        monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "can_look_at", lambda tensor: False)
+    return counting
+
+
+@pytest.mark.parametrize("denominator", [None, 12.0, torch.tensor(12.0, dtype=torch.float64)])
+@pytest.mark.parametrize("groups", [4, torch.tensor([0, 3, 12])])
+def test_pacs_is_one_fill_and_one_kernel(launches, groups, denominator):
+    proxies, labels = torch.randn(12, requires_grad=True), (torch.arange(12) % 3 == 0).float()
+    with launches:
+        loss, _ = pacs_loss(proxies, labels, groups, denominator=denominator)
+    assert launches.names == ["aten::zeros", "pacs_loss"]
+    launches.names.clear()
+    one = torch.ones(())
+    with launches:
+        torch.autograd.grad(loss, proxies, one)
+    assert launches.names == ["aten::mul.Tensor"]
+
+
+def test_log_ratio_rewards_are_one_kernel_each_way(launches):
+    logprobs, reference = torch.randn(12, requires_grad=True), torch.randn(12)
+    cu_seqlens, mask, gradient = torch.tensor([0, 5, 12]), torch.arange(12) > 1, torch.ones(2)
+    with launches:
+        proxies = log_ratio_reward(logprobs, reference, cu_seqlens, mask=mask)
+        torch.autograd.grad(proxies, logprobs, gradient)
+    assert launches.names == ["log_ratio_reward", "log_ratio_reward_backward"]
+
+
+@pytest.mark.parametrize("options", [{"estimator": "grpo"}, {"estimator": "maxpo", "k": 2}])
+def test_a_group_advantage_is_one_kernel(launches, options):
+    rewards = torch.rand(3, 4)
+    group_advantage(rewards, **options)  # fills the cache of tables
+    launches.names.clear()
+    with launches:
+        group_advantage(rewards, **options)
+    assert launches.names == ["group_advantage"]
+
+
+def test_the_metrics_of_a_token_loss_are_few_launches(launches):
+    logits, targets = torch.randn(6, 9, requires_grad=True), torch.arange(6)
+    batch = (targets, torch.tensor([1.0, -1.0]), torch.tensor([0, 2, 6]))
+    with launches:
+        policy_gradient_loss(logits, *batch, denominator=6.0)
+    before, after = launches.names[:3], launches.names[3:]
+    assert before == ["aten::full", "aten::zeros", "token_loss"]
+    assert sorted(after) == ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::sub.Tensor"]
+
+
+WAITS = {"aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::unique_consecutive"}
+
+
+def linear_gradients(**options: object) -> list[Tensor]:
+    """Return losses, log-probabilities and gradients from hidden states, at an odd vocabulary and odd chunks."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (30, 71))
+    targets = torch.randint(71, (30,), generator=generator)
+    batch = (targets, torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0, 9, 14, 30]))
+    old = -5 * torch.rand(30, generator=generator)
+    loss, metrics = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options)
+    loss.backward()
+    logprobs, entropy = linear_token_logprobs(hidden, weight, targets, chunk_tokens=7)
+    of_logprobs = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    return [loss.detach(), hidden.grad, weight.grad, logprobs.detach(), entropy.detach(), *of_logprobs, *metrics.values()]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_linear_loss_without_a_mask_does_not_wait_for_the_device(launches, loss):
+    with launches:
+        linear_gradients(loss=loss)
+    assert launches.names.count("token_loss") == 5  # chunks
+    assert not WAITS & set(launches.names)
+    launches.names.clear()
+    with launches:
+        linear_gradients(loss=loss, mask=torch.arange(30) % 2 == 0)
+    assert WAITS & set(launches.names)  # the test sees a wait
+
+
+def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):
+    expected = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    strides, original = [], _Chunks.__init__
+
+    def remembered(self, *arguments):
+        original(self, *arguments)
+        strides.append(self.buffer.stride())
+
+    monkeypatch.setattr(_Chunks, "__init__", remembered)
+    request.getfixturevalue("launches")  # from here on as on a GPU
+    actual = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    assert set(strides) == {(128, 1)}  # V = 71
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

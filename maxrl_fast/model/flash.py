@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, length_buckets, padding_mask, tile
+from maxrl_fast.transfers import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -38,10 +40,8 @@ class VarlenSpec:
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
-        cu_q, cu_k = (
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
-            for lengths in (self.q_lengths, self.k_lengths)
-        )
+        cumulated = [F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32) for lengths in (self.q_lengths, self.k_lengths)]
+        cu_q, cu_k = to_device(self.device, *cumulated)
         # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 

@@ -38,13 +38,14 @@ class Collected(Samples):
 
     @property
     def with_reward(self) -> Tensor:
-        """The samples whose reward is known, int64, ascending: the ones that are learned from."""
-        return self.sequences if self.valid is None else self.sequences[self.valid.flatten()]
+        """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
+        return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64, ascending."""
-        shares = self.sequences.chunk(count)
-        return list(shares) if self.valid is None else [share[self.valid.flatten()[share]] for share in shares]
+        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64 on the host,
+        ascending."""
+        shares, valid = self.sequences.chunk(count), None if self.valid is None else self.valid.flatten().cpu()
+        return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class RolloutCollector:
             batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers)
             batches.append(batch)
             errors.update(batch.numbers)
-            num_mixed += int(is_mixed(batch.sampled_rewards).sum())
+            if self.max_batches > 1:
+                num_mixed += int(is_mixed(batch.sampled_rewards).sum())
         numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks)
         if self.max_batches == 1:
             return replace(batches[0], numbers=numbers)

@@ -1,7 +1,7 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-`kernel_for` picks the available backend: the flash-attn package or torch's own FlashAttention-2 on a GPU in half precision,
-torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
+`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in place of torch's own
+FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, length_buckets, padding_mask, tile
@@ -87,7 +88,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
         return PADDED_CPU
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
         return PADDED_REFERENCE
-    return FLASH_ATTN if _flash_attn() else TORCH_VARLEN
+    return FLASH_ATTN if current_flash_attention_impl() is None and _flash_attn() else TORCH_VARLEN
 
 
 @cache

@@ -1,7 +1,9 @@
 """The samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,6 +59,8 @@ class RolloutCollector:
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
         needs_greedy: whether the greedy response to each prompt is scored too.
         needs_binary: whether rewards must be 0 or 1.
+        make_prompts: returns training prompts, given the first and how many, such as PromptsAhead.take; None: the task makes
+            them.
     """
 
     task: Task
@@ -70,6 +74,7 @@ class RolloutCollector:
     max_batches: int = 1
     needs_greedy: bool = False
     needs_binary: bool = False
+    make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -108,7 +113,8 @@ class RolloutCollector:
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
-            prompts = self.task.prompts("train", first_prompt, self.num_prompts).to(self.device)
+            make_prompts = self.make_prompts or partial(self.task.prompts, "train")
+            prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
             sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)

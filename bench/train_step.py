@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from bench.layouts import LAYOUTS, Case, update_in_layouts
 from bench.measure import argument_parser, describe, machine, milliseconds, prepare, run_command
@@ -35,6 +36,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.hardware import memory_bytes, resolve_dtype
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.flash_choice import first_right
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.tasks.maze import MazeTask
 
@@ -221,6 +223,26 @@ def measure(
     layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
     result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
     report(name, result["cases"][name])
+    if options.attention:
+        result["cases"][name]["attention"] = update_by_attention(options.attention, case, rounds, device, dtype)
+
+
+def update_by_attention(
+    names: list[str], case: Case, rounds: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    """Return the milliseconds of the shared update with each FlashAttention, or why it cannot run; print them."""
+    figures, heads = dict[str, dict[str, Any]](), case.model.config.head_sizes
+    for name in names:
+        tried = [] if name == "FA2" else first_right([name], device, dtype, heads, bool, torch.nn.attention)
+        if name != "FA2" and current_flash_attention_impl() != name:
+            figures[name] = {"refused": tried[0]}
+        else:
+            times = update_in_layouts(case, rounds, device, dtype, ["shared"])["layouts"]["shared"]
+            figures[name] = {"milliseconds": times["milliseconds"]}
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        print(f"  attention {name}: {figures[name]}")
+    return figures
 
 
 def main() -> int:
@@ -229,6 +251,9 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=["job", "maze17"], help="default: job maze17")
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 3; maze17: 0, which times the first call)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of the update (default: all)")
+    parser.add_argument(
+        "--attention", nargs="+", choices=("FA2", "FA3", "FA4"), help="also time the shared update with each (default: none)"
+    )
     parser.add_argument("--warm-start", type=int, default=100, help="warm-start steps of step17 (default: %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out step17 with torch.compile, on a GPU")
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")

@@ -1,9 +1,9 @@
 """A whole training step by the trainer itself: prompts, rollout, reward, advantage, update, weights to the rollout engine."""
 
-import copy
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,15 +86,15 @@ def timed_trainer(config: ResolvedConfig, task: Task, model: Decoder, *, trains:
         trains: False: the learning rate is 0, so that every step starts from the same weights.
     """
     clock = DeviceStopwatch(torch.device(config.run.device))
-    make_prompts, task = task.prompts, copy.copy(task)
-
-    def timed_prompts(split: str, start: int, count: int) -> Prompts:
-        with clock("prompts"):
-            return make_prompts(split, start, count)
-
-    task.prompts = timed_prompts  # type: ignore[method-assign]
     engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
     trainer, _ = build_trainer(config, task, engine, scorer, model, clock)
+    make_prompts = trainer.collector.make_prompts or partial(task.prompts, "train")
+
+    def timed_prompts(start: int, count: int) -> Prompts:
+        with clock("prompts"):  # on a GPU, the wait for those that a thread makes
+            return make_prompts(start, count)
+
+    trainer.collector = replace(trainer.collector, make_prompts=timed_prompts)
     if not trains:
         trainer.learning_rate = LearningRate(0.0, 1, 0, "constant")
     return TimedTrainer(trainer)

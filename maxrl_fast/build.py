@@ -29,6 +29,7 @@ from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
+from maxrl_fast.training.prompts_ahead import PromptsAhead
 from maxrl_fast.training.sharding import distribute
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import Trainer
@@ -288,6 +289,7 @@ def build_collector(
 ) -> RolloutCollector:
     """Return what samples and scores a step's rollouts."""
     options, needs = config.rollout, objective.needs
+    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))  # others take no time
     return RolloutCollector(
         task,
         engine,
@@ -300,6 +302,7 @@ def build_collector(
         max_batches=max(options.dynamic_sampling, 1),
         needs_greedy=needs.greedy,
         needs_binary=needs.binary,
+        make_prompts=PromptsAhead(task).take if is_ahead else None,
         clock=clock or Stopwatch(),
         ranks=ranks or Ranks(),
     )

@@ -181,5 +181,5 @@ class Samples:
 
     @property
     def sequences(self) -> Tensor:
-        """0 to S - 1, int64 [S]."""
-        return torch.arange(len(self.rollouts), device=self.rollouts.tokens.device)
+        """0 to S - 1, int64 [S] on the host, where micro-batches are cut."""
+        return torch.arange(len(self.rollouts))

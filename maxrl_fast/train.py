@@ -17,6 +17,7 @@ from maxrl_fast.build import (
     build_scorer,
     build_task,
     build_trainer,
+    dtype_of,
 )
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import describe_run, estimate
@@ -28,6 +29,7 @@ from maxrl_fast.distributed.watch import Watch
 from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
+from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.output import protect_output
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.control import StopSignal, Watchdog
@@ -104,7 +106,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
-        for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
+        tried = choose(device, dtype_of(config), model.config.head_sizes, lambda failed: ranks.any(failed, device))
+        for line in (*describe_run(config, task, model, ranks, saved.directory if saved else None), *tried):
             screen.say(line)
         screen.say(f"rollout engine: {engine.describe()}")
         if how := scorer.describe():

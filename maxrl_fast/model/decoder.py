@@ -79,6 +79,11 @@ class DecoderConfig:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """Numbers of query heads and of key heads, and the head size."""
+        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+
+    @property
     def has_qkv_bias(self) -> bool:
         return FAMILIES[self.model_type][0]
 

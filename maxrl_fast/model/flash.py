@@ -1,7 +1,7 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-`kernel_for` picks the available backend: the flash-attn package or torch's own FlashAttention-2 on a GPU in half precision,
-torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
+`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in place of torch's own
+FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
 """
 
 import importlib.util
@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, length_buckets, padding_mask, tile
+from maxrl_fast.transfers import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -38,10 +41,8 @@ class VarlenSpec:
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
-        cu_q, cu_k = (
-            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
-            for lengths in (self.q_lengths, self.k_lengths)
-        )
+        cumulated = [F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32) for lengths in (self.q_lengths, self.k_lengths)]
+        cu_q, cu_k = to_device(self.device, *cumulated)
         # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
@@ -87,7 +88,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
         return PADDED_CPU
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
         return PADDED_REFERENCE
-    return FLASH_ATTN if _flash_attn() else TORCH_VARLEN
+    return FLASH_ATTN if current_flash_attention_impl() is None and _flash_attn() else TORCH_VARLEN
 
 
 @cache

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,6 +45,7 @@ class PromptEncoder:
     """
 
     _loadings = itertools.count()
+    _turn = threading.Lock()  # all share one process, which answers one request at a time; prompts may be made in a thread
 
     def __init__(self, directory: Path, limit: int = 0, allow_special: bool = False):
         self._directory = directory
@@ -67,6 +69,10 @@ class PromptEncoder:
 
     def _request(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
         """Return the answers of the worker, after one that says that it has the tokenizer."""
+        with self._turn:
+            return self._answers(prompts, places)
+
+    def _answers(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
         worker, num_answers, found = Worker.running(), 1 + len(prompts), list[list[int] | None]()
         try:
             worker.send(self._settings | {"prompts": list(prompts), "seconds": SECONDS})

@@ -19,12 +19,12 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from maxrl_fast.background import Background
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.run.background import Background
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after

@@ -1,7 +1,9 @@
 """The samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,13 +40,14 @@ class Collected(Samples):
 
     @property
     def with_reward(self) -> Tensor:
-        """The samples whose reward is known, int64, ascending: the ones that are learned from."""
-        return self.sequences if self.valid is None else self.sequences[self.valid.flatten()]
+        """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
+        return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64, ascending."""
-        shares = self.sequences.chunk(count)
-        return list(shares) if self.valid is None else [share[self.valid.flatten()[share]] for share in shares]
+        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64 on the host,
+        ascending."""
+        shares, valid = self.sequences.chunk(count), None if self.valid is None else self.valid.flatten().cpu()
+        return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class RolloutCollector:
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
         needs_greedy: whether the greedy response to each prompt is scored too.
         needs_binary: whether rewards must be 0 or 1.
+        make_prompts: returns training prompts, given the first and how many, such as PromptsAhead.take; None: the task makes
+            them.
     """
 
     task: Task
@@ -69,6 +74,7 @@ class RolloutCollector:
     max_batches: int = 1
     needs_greedy: bool = False
     needs_binary: bool = False
+    make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -88,7 +94,8 @@ class RolloutCollector:
             batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers)
             batches.append(batch)
             errors.update(batch.numbers)
-            num_mixed += int(is_mixed(batch.sampled_rewards).sum())
+            if self.max_batches > 1:
+                num_mixed += int(is_mixed(batch.sampled_rewards).sum())
         numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks)
         if self.max_batches == 1:
             return replace(batches[0], numbers=numbers)
@@ -106,7 +113,8 @@ class RolloutCollector:
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
-            prompts = self.task.prompts("train", first_prompt, self.num_prompts).to(self.device)
+            make_prompts = self.make_prompts or partial(self.task.prompts, "train")
+            prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
             sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)

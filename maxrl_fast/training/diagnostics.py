@@ -26,13 +26,12 @@ def prompt_gradient_norms(
 
     Args:
         advantages: [S].
-        sequences: int64, ascending: the samples that have a reward.
+        sequences: int64, ascending, on the host: the samples that have a reward.
         beat: is called after each prompt.
     """
     # As in Learner.update: bitwise identical on all ranks, which must make the same passes.
-    advantages = learner.ranks.from_first(advantages.clone())
-    learning, denominator = learner.select(samples, advantages, sequences)
-    learning, packer = learning.cpu(), learner.packer(samples, advantages)
+    packer = learner.packer(samples, learner.ranks.from_first(advantages.clone()))
+    learning, denominator = learner.select(packer, sequences)
     group, norms = learning // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():
         learner.zero_gradients()

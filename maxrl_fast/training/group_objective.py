@@ -1,5 +1,6 @@
 """Objectives whose advantages are an estimator of the group advantage (ops/estimators.py), fixed for a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,23 +48,23 @@ class GroupObjective:
             "prompts": [0, 1],
         }
         rewards = torch.tensor([[0.0], [1.0]]).expand(shape)
-        return bool(group_advantage(rewards, self.estimator, **self._inputs(known), **self.options).any())
+        inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
+        return bool(group_advantage(rewards, self.estimator, **inputs, **self.options).any())
 
     def begin(self, collected: Collected, learner: Learner) -> None:
         rewards, rollouts, greedy = collected.rewards, collected.rollouts, collected.greedy_rewards
-        known = {
-            "lengths": rollouts.lengths.view(rewards.shape),
-            "logprobs": rollouts.mean_logprobs.view(rewards.shape),
-            "greedy_correct": None if greedy is None else greedy > 0.5,  # [G]
-            "prompts": collected.prompts.ids.tolist(),
+        # Functions, because an estimator takes few of these, and the prompts' indices are read from the device.
+        known: dict[str, Callable[[], Any]] = {
+            "lengths": lambda: rollouts.lengths.view(rewards.shape),
+            "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
+            "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
+            "prompts": collected.prompts.ids.tolist,
         }
+        inputs = {name: known[name]() for name in ESTIMATORS[self.estimator].inputs}
         options = dict(self.options)
         if collected.valid is not None and options.get("order") == rewards.shape[1] - 1:
             options["order"] = None  # the full order of every group, by the samples that have a reward
-        self._values = group_advantage(rewards, self.estimator, valid=collected.valid, **self._inputs(known), **options)
-
-    def _inputs(self, known: dict[str, Any]) -> dict[str, Any]:
-        return {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
+        self._values = group_advantage(rewards, self.estimator, valid=collected.valid, **inputs, **options)
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()

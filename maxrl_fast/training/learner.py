@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,10 +17,11 @@ from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.linear import own_part, whole
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
-from maxrl_fast.records import Samples, gather_sequences
+from maxrl_fast.records import Samples
 from maxrl_fast.training.optimizer import moment_variance
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.sharding import gradients_stay
+from maxrl_fast.transfers import to_host
 
 AnySamples = TypeVar("AnySamples", bound=Samples)
 
@@ -133,13 +135,13 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for parameter in (p for p in self.model.parameters() if p.requires_grad):
+        self.zero_gradients()
+        for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
             # Zeros, not None: where no sample has a gradient, the optimizer still takes a step with a zero gradient.
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+            parameter.grad = torch.zeros_like(parameter)
         # Bitwise identical on all ranks, which must agree on the samples that have a gradient.
-        advantages, sequences = self.ranks.from_first(advantages.clone()), sequences.to(advantages.device)
-        learning, denominator = self.select(samples, advantages, sequences)
-        packer = self.packer(samples, advantages)
+        packer = self.packer(samples, self.ranks.from_first(advantages.clone()))
+        learning, denominator = self.select(packer, sequences)
         # In float64, so that sums of integers stay exact: loss, tokens computed, then sums over the trained tokens.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_own, is_last in self._passes(packer, learning):
@@ -150,29 +152,33 @@ class Learner:
             if is_own:
                 num_read = metrics["tokens"] - metrics["dropped_tokens"]
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
-                sums += torch.stack(
-                    [part.detach() / self.ranks.size, num_read.new_tensor(len(batch.tokens)), num_read, *totals]
-                )
-        loss, num_tokens, num_targets, *totals = self.ranks.sum(sums)
-        grad_norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
-        if not (loss.isfinite() and grad_norm.isfinite()):
+                computed = num_read.new_full((), len(batch.tokens))
+                sums += torch.stack([part.detach() / self.ranks.size, computed, num_read, *totals])
+        # One read, which waits for the backward pass: the weights must not change if something is not finite.
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
+        sums, norm = to_host(self.ranks.sum(sums), norm)
+        (loss, num_tokens, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"{when}: {self._find_non_finite(packer, learning, denominator)}")
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
+        if self.shares_weights:
+            variance = float(self.ranks.sum(torch.full((), variance, dtype=torch.float64, device=advantages.device)))
         return UpdateMetrics(
-            loss=float(loss),
-            grad_norm=float(grad_norm),
+            loss=loss,
+            grad_norm=grad_norm,
             num_sequences=len(learning),
             num_tokens=int(num_tokens),
             num_targets=int(num_targets),
-            **{name: float(total) for name, total in zip(TOKEN_METRICS, totals, strict=True)},
-            moment_variance=max(0.0, float(self.ranks.sum(variance) if self.shares_weights else variance)),
+            **dict(zip(TOKEN_METRICS, of_tokens, strict=True)),
+            moment_variance=max(0.0, variance),
         )
 
-    def select(self, samples: Samples, advantages: Tensor, sequences: Tensor) -> tuple[Tensor, float]:
-        """Return which of the sequences have a gradient, and the denominator of the loss over all of them."""
-        lengths = samples.rollouts.lengths[sequences]
-        has_gradient = self.settings.has_gradient(advantages[sequences]) & (lengths > 0)
+    def select(self, packer: Packer, sequences: Tensor) -> tuple[Tensor, float]:
+        """Return which of the sequences have a gradient, on the host, and the denominator of the loss over all of them."""
+        sequences = sequences.cpu()
+        lengths = packer.lengths[sequences]
+        has_gradient = self.settings.has_gradient(packer.host_advantages[sequences]) & (lengths > 0)
         return sequences[has_gradient], self.settings.denominator(lengths)
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
@@ -186,7 +192,6 @@ class Learner:
         All ranks make the same number of passes, since they exchange gradients, and sharded weights, in them; a rank with
         less to do repeats the shortest response.
         """
-        sequences = sequences.cpu()
         parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
         own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
         for i in range(num_passes):
@@ -229,14 +234,15 @@ class Learner:
     def logprobs(self, model: Decoder, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
         temperature."""
-        rollouts = samples.rollouts
-        logprobs = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
-        for batch, is_own, _ in self._passes(self.packer(samples), sequences):
+        tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
+        logprobs = torch.zeros(len(tokens), device=tokens.device)
+        for batch, is_own, _ in self._passes(packer, sequences):
             if is_own or self.shares_weights:
                 values = self._batch_logprobs(model, batch)
             if is_own:
                 logprobs[batch.target_index] = values
-        return self.ranks.sum(logprobs)[gather_sequences(rollouts.cu_seqlens, sequences)[0]]
+        logprobs, is_all = self.ranks.sum(logprobs), len(sequences) == len(samples.rollouts)
+        return logprobs if is_all else logprobs[packer.positions(sequences)]
 
     def apply_importance_sampling(self, samples: AnySamples, cap: float) -> tuple[AnySamples, dict[str, float]]:
         """Return the samples with truncated importance weights (Yao et al. 2025), and metrics of them.
@@ -248,7 +254,8 @@ class Learner:
         logprobs = self.logprobs(self.model, samples, samples.sequences)
         difference = logprobs - samples.rollouts.logprobs
         weights = difference.exp().clamp_max(cap)
-        metrics = {"logprob_diff": float(difference.abs().mean()), "importance_weight": float(weights.mean())}
+        mean_difference, mean_weight = (float(x) for x in to_host(difference.abs().mean(), weights.mean()))
+        metrics = {"logprob_diff": mean_difference, "importance_weight": mean_weight}
         rollouts = dataclasses.replace(samples.rollouts, logprobs=logprobs, importance_weights=weights)
         return dataclasses.replace(samples, rollouts=rollouts), metrics
 
@@ -274,16 +281,15 @@ class Learner:
 
     def zero_gradients(self) -> None:
         """Set all gradients that there are to zero."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+        gradients = [own_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
 
     def _find_non_finite(self, packer: Packer, sequences: Tensor, denominator: float) -> str:
         """Say what became non-finite, and for which prompt: compute every prompt again, alone, on all ranks alike."""
         for name, parameter in self.model.named_parameters():
             if not whole(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
-        sequences = sequences.cpu()
         group = sequences // packer.num_rollouts
         for g in group.unique().tolist():
             where = f"for prompt {int(packer.prompts.ids[g])}"

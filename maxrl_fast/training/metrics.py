@@ -6,6 +6,7 @@ from torch import Tensor
 
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import UpdateMetrics
+from maxrl_fast.transfers import to_host
 
 
 def step_metrics(
@@ -23,7 +24,17 @@ def step_metrics(
     """
     rewards, rollouts = collected.sampled_rewards, collected.rollouts
     solved = rewards > 0.5  # an unknown reward, NaN, is not
-    known = rewards[~rewards.isnan()]
+    known = rewards if collected.valid is None else rewards[~rewards.isnan()]
+    means = {
+        "reward_mean": known.mean(),
+        "pass_at_1": (known > 0.5).float().mean(),
+        "frac_prompts_solved": solved.any(1).float().mean(),
+        "frac_groups_zero_variance": (advantages == 0).all(1).float().mean(),
+        # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.
+        "entropy": -rollouts.logprobs.mean(),
+        "response_length_mean": rollouts.lengths.float().mean(),
+        "truncated": rollouts.truncated.float().mean(),
+    }
     seconds = {"rollout_seconds": collected.rollout_seconds, "train_seconds": train_seconds}
 
     def over_updates(name: str) -> float:
@@ -35,14 +46,7 @@ def step_metrics(
 
     return {
         "step": collected.step,
-        "reward_mean": float(known.mean()),
-        "pass_at_1": float((known > 0.5).float().mean()),
-        "frac_prompts_solved": float(solved.any(1).float().mean()),
-        "frac_groups_zero_variance": float((advantages == 0).all(1).float().mean()),
-        # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.
-        "entropy": float(-rollouts.logprobs.mean()),
-        "response_length_mean": float(rollouts.lengths.float().mean()),
-        "truncated": float(rollouts.truncated.float().mean()),
+        **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
         **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")},

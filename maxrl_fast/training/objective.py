@@ -49,7 +49,8 @@ class Objective(Protocol):
         """Take a step's samples and rewards, before the first update on them."""
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples, for an update on `sequences`: samples of whole groups, with a reward.
+        """Return the advantages [S] of all samples, for an update on `sequences`: samples of whole groups, with a reward,
+        int64 on the host.
 
         Samples that no update has used yet may have the advantage 0.
         """

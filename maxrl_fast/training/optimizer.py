@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.model.linear import own_part
+from maxrl_fast.transfers import to_host
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,22 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
 
 
 @torch.no_grad()
-def moment_variance(optimizer: torch.optim.Optimizer) -> Tensor:
+def moment_variance(optimizer: torch.optim.Optimizer) -> float:
     """Return the estimate of the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.
 
-    The result is a scalar. Where weights are sharded over ranks it is the sum over this rank's part.
+    Where weights are sharded over ranks it is the sum over this rank's part. It is read from the device at once.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    betas, numbers, total = list[tuple[float, float]](), list[Tensor](), 0.0
     for group in optimizer.param_groups:
         states = [optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]]
         if not states:
             continue
-        beta1, beta2 = group["betas"]
-        step = float(states[0]["step"])
+        betas.append(group["betas"])
         first, second = ([own_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
         sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
-        total = total.to(sums.device) + sums / (1 - beta2**step) - squares / (1 - beta1**step) ** 2
+        numbers += [states[0]["step"], sums, squares]
+    values = iter([float(x) for x in to_host(*numbers)])
+    for (beta1, beta2), step, sum_, square in zip(betas, values, values, values, strict=True):
+        total = total + sum_ / (1 - beta2**step) - square / (1 - beta1**step) ** 2
     return total

@@ -1,6 +1,7 @@
 """From rollouts to packed micro-batches in which each prompt appears once for all its responses.
 
-All indices are computed on the host, which gets the lengths once per step; only the finished indices go to the device.
+All indices are computed on the host, which gets the lengths once per update; only the finished indices go to the device, in one
+copy that the host does not wait for.
 """
 
 import heapq
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
+from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
+from maxrl_fast.transfers import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,24 @@ class Packer:
         return len(self.rollouts) // len(self.prompts)
 
     @cached_property
-    def _cu_seqlens(self) -> tuple[Tensor, Tensor]:
+    def _on_host(self) -> list[Tensor]:
+        """Return what is read from the device, once: cu_seqlens of the prompts and of the responses, and the advantages."""
+        return to_host(self.prompts.cu_seqlens, self.rollouts.cu_seqlens, self.advantages)
+
+    @property
+    def _cu_seqlens(self) -> list[Tensor]:
         """Return cu_seqlens of the prompts and of the responses, on the host."""
-        return self.prompts.cu_seqlens.cpu(), self.rollouts.cu_seqlens.cpu()
+        return self._on_host[:2]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the lengths of all responses, [S] on the host."""
+        return self._on_host[1].diff()
+
+    @property
+    def host_advantages(self) -> Tensor:
+        """Return the advantages of all responses, [S] on the host."""
+        return self._on_host[2]
 
     @cached_property
     def _tokens(self) -> Tensor:
@@ -83,7 +100,6 @@ class Packer:
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Return the micro-batch of the chosen rollouts, `sequences` [S] in ascending order, on the host."""
-        device = self.rollouts.tokens.device
         prompt_cu, response_cu = self._cu_seqlens
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
         prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
@@ -120,17 +136,22 @@ class Packer:
         predicted_from[begins] = (run_starts[run] + prompt_ends - 1)[lengths > 0]
         predicts = torch.zeros(len(index), dtype=torch.bool)
         predicts[predicted_from] = True
-        target_index = ranges(response_cu[:-1][sequences], lengths).to(device)
+        device = self.rollouts.tokens.device
+        index, positions, rows, target_rows, target_cu, target_index, sequences = to_device(
+            device,
+            *(index, positions, predicts.nonzero()[:, 0], (predicts.cumsum(0) - 1)[predicted_from], target_cu),
+            *(ranges(response_cu[:-1][sequences], lengths), sequences),
+        )
         importance = self.rollouts.importance_weights
         return MicroBatch(
-            tokens=self._tokens[index.to(device)],
-            positions=positions.to(device),
+            tokens=self._tokens[index],
+            positions=positions,
             layout=SharedPromptLayout.build(run_lengths, shared, run[~is_whole], device),
-            rows=predicts.nonzero()[:, 0].to(device),
-            target_rows=(predicts.cumsum(0) - 1)[predicted_from].to(device),
+            rows=rows,
+            target_rows=target_rows,
             targets=self.rollouts.tokens[target_index],
-            cu_seqlens=target_cu.to(device),
-            advantages=self.advantages[sequences.to(device)],
+            cu_seqlens=target_cu,
+            advantages=self.advantages[sequences],
             old_logprobs=self.rollouts.logprobs[target_index],
             importance_weights=None if importance is None else importance[target_index],
             target_index=target_index,
@@ -142,6 +163,11 @@ class Packer:
             torch.zeros_like(prompt_lengths).index_add(0, group, x) for x in (torch.ones_like(group), inputs)
         )
         return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
+
+    def positions(self, sequences: Tensor) -> Tensor:
+        """Return the indices of the chosen rollouts' tokens among all tokens of the rollouts, on their device."""
+        (positions,) = to_device(self.rollouts.tokens.device, gather_sequences(self._cu_seqlens[1], sequences)[0])
+        return positions
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
         """Split sequences, ascending, into micro-batches of at most `token_budget` tokens, or of one longer response.

@@ -15,6 +15,7 @@ from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
+from maxrl_fast.transfers import to_device, to_host
 
 
 @dataclass
@@ -24,6 +25,7 @@ class _Step:
     collected: Collected
     learner: Learner
     ref_logprobs: Tensor | None  # [T]; None where the policy is its own reference throughout
+    cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] where it is not needed
     values: Tensor  # [S], the advantages of the updates so far
     metrics: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
 
@@ -64,23 +66,26 @@ class PacsObjective:
         reference = learner.reference if self.has_actor else learner.model if self.updates_per_step > 1 else None
         # Computed by the learner, not taken from the rollout engine: rounding differences would add up over a response.
         ref_logprobs = None if reference is None else learner.logprobs(reference, collected, collected.sequences)
-        self._step = _Step(collected, learner, ref_logprobs, torch.zeros_like(collected.rewards.flatten()))
+        cu_seqlens = torch.zeros(0) if ref_logprobs is None else collected.rollouts.cu_seqlens.cpu()
+        self._step = _Step(collected, learner, ref_logprobs, cu_seqlens, torch.zeros_like(collected.rewards.flatten()))
 
     def advantages(self, sequences: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin comes first"
+        device, sequences = step.values.device, sequences.cpu()
         group_sizes = (sequences // step.collected.num_rollouts).unique_consecutive(return_counts=True)[1]
+        offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
         if step.ref_logprobs is None:
-            proxies = torch.zeros(len(sequences), device=sequences.device)
+            proxies = torch.zeros(len(sequences), device=device)
         else:
-            index, cu_seqlens = gather_sequences(step.collected.rollouts.cu_seqlens, sequences)
+            index, cu_seqlens = to_device(device, *gather_sequences(step.cu_seqlens, sequences))
             logprobs = step.learner.logprobs(step.learner.model, step.collected, sequences)
             proxies = log_ratio_reward(logprobs, step.ref_logprobs[index], cu_seqlens, self.beta)
         proxies.requires_grad_()
         loss, metrics = pacs_loss(
             proxies,
-            step.collected.rewards.flatten()[sequences],
-            cumulative(group_sizes),
+            step.collected.rewards.flatten()[chosen],
+            offsets,
             score=self.score,
             weight=self.class_weight,
             denominator=1.0,  # the learner divides by B
@@ -91,7 +96,7 @@ class PacsObjective:
         # The actor term takes the log-likelihood without class weights: with them it would push rare correct rollouts down by
         # more than the critic's term pushes them up.
         actor = -cross_entropy if self.has_actor else 0.0
-        step.values[sequences] = actor - self.beta * grad_proxies
+        step.values[chosen] = actor - self.beta * grad_proxies
         step.metrics.append(metrics)
         return step.values
 
@@ -101,4 +106,5 @@ class PacsObjective:
         if self.has_actor and self.ref_reset_interval and step.collected.step % self.ref_reset_interval == 0:
             step.learner.restart_from_reference()
         metrics = step.metrics
-        return {f"pacs_{name}": float(sum(m[name] for m in metrics) / len(metrics)) for name in metrics[0]}
+        means = {name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics) for name in metrics[0]}
+        return {f"pacs_{name}": float(value) for name, value in zip(means, to_host(*means.values()), strict=True)}

@@ -1,0 +1,253 @@
+"""A GPU that does not exist: tensors that claim the device cuda:0, and the count of what their operations would launch.
+
+PyTorch's FakeTensor knows the shape, dtype and device of a result without computing it, and refuses operations that mix
+devices. On top of it, `PretendGpu` counts kernels, and notes where the host would wait for the device: reads of values
+(.item(), bool, .tolist(), .cpu()), results whose shape depends on values (nonzero, boolean indices, repeat_interleave without
+output_size), and copies from memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
+which reads them goes on with the true ones; other values read as 1.
+
+One aten operation counts as one kernel. This is exact for elementwise operations, copies, matrix multiplications and fused
+kernels; sorts, and reductions over much memory, launch a few more.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config  # FakeTensorMode imports it, and it checks the signature of what `pretend_gpu` replaces
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from maxrl_fast import _C
+from maxrl_fast.model import flash
+from maxrl_fast.ops import _gate, group_advantage_kernel, linear_loss
+
+GPU = torch.device("cuda", 0)
+_WITHOUT_KERNEL = (
+    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
+    *("_unsafe_view", "detach", "lift_fresh", "set_", "device"),
+)
+_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")
+_LARGEST_KNOWN = 1 << 20  # elements of a tensor whose values are kept
+_CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+
+
+class PretendGpu(TorchDispatchMode):
+    """Counts what runs while it is entered.
+
+    `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What has only tensors of the host
+    runs as always, and is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.waits = Counter[str](), list[str]()
+        self._fake, self._before = FakeTensorMode(allow_non_fake_inputs=True), list[bool]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [x for x in given if isinstance(x, FakeTensor)]
+        device = kwargs.get("device")
+        if inputs and device is not None and torch.device(device).type == "meta":  # what C++ takes for the device of the inputs
+            kwargs = kwargs | {"device": GPU}
+            device = GPU
+        if inputs:  # scalars that C++ has put there
+            args, kwargs = tree_map(self._from_meta, (args, kwargs))
+        goes_to_gpu = device is not None and torch.device(device).type == "cuda"
+        if name in ("_pin_memory", "is_pinned") and not inputs:
+            return _pinned(args[0]) if name == "_pin_memory" else hasattr(args[0], "is_pretended_pinned")
+        if not inputs and not goes_to_gpu:
+            return func(*args, **kwargs)
+        if func.namespace == "maxrl_fast":  # the package's own code, down to its launch
+            with self:
+                return func.redispatch(_CUDA_KERNELS, *args, **kwargs)
+        with self:  # below autograd, operations come here before they are decomposed
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        if name == "_local_scalar_dense":
+            self.waits.append("a value is read")
+            return _value(inputs[0]).item()
+        if inputs and ((device is not None and not goes_to_gpu) or (name == "copy_" and not isinstance(args[0], FakeTensor))):
+            self.waits.append("a tensor is copied to the host")
+            values = _value(inputs[0])
+            return args[0].copy_(values) if name == "copy_" else values.to(kwargs.get("dtype") or values.dtype)
+        if _depends_on_values(name, args, kwargs):
+            self.waits.append(f"the shape of {name} depends on values")
+            self.launches[name] += 1
+            return self._put(self._on_host(func, args, kwargs), all(map(_is_known, inputs)))
+        from_host = [x for x in given if not isinstance(x, FakeTensor)]
+        if from_host and name in ("_to_copy", "copy_"):
+            is_asynchronous = kwargs.get("non_blocking") or args[2:] == (True,)
+            if not (is_asynchronous and hasattr(from_host[0], "is_pretended_pinned")):
+                self.waits.append("a tensor is copied from memory of the host that is not pinned")
+        if name == "_to_copy" and not inputs:
+            self.launches[name] += 1
+            return self._put(args[0].to(kwargs.get("dtype") or args[0].dtype, copy=True))
+        return self._run(func, name, args, kwargs, inputs)
+
+    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
+        """Count an operation whose result's shape is known without values, and return the result."""
+        with self._fake:
+            result = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if not func.is_view and name not in _WITHOUT_KERNEL and any(x.numel() for x in outputs or inputs):
+            self.launches[name] += 1
+        written = inputs if func._schema.is_mutable else []
+        small = all(x.numel() < _LARGEST_KNOWN for x in outputs)
+        if small and all(map(_is_known, inputs)) and not name.startswith(("empty", "new_empty", "_flash")):
+            values = tree_leaves(self._on_host(func, args, kwargs))
+            for output, value in zip(outputs, (x for x in values if isinstance(x, Tensor)), strict=True):
+                output.known = value
+        else:
+            for x in written:
+                x.__dict__.pop("known", None)
+        return result
+
+    def _from_meta(self, x: Any) -> Any:
+        is_meta = isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.device.type == "meta"
+        return self._put(torch.empty(x.shape, dtype=x.dtype), known=False) if is_meta else x
+
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the values of its inputs, 1 where they are not known."""
+        values = tree_map(lambda x: _value(x) if isinstance(x, FakeTensor) else x, (args, kwargs))
+        if "device" in kwargs:
+            values[1]["device"] = torch.device("cpu")
+        return func(*values[0], **values[1])
+
+    def _put(self, values: Any, known: bool = True) -> Any:
+        def put(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            with self._fake:
+                fake = torch.empty(x.shape, dtype=x.dtype, device=GPU)
+            if known:
+                fake.known = x
+            return fake
+
+        return tree_map(put, values)
+
+    def put(self, x: Any) -> Any:
+        """Return a tensor, or a record of tensors, on this GPU, with its values. Nothing is counted."""
+        if isinstance(x, Tensor):
+            return self._put(x.clone())
+        return type(x)(**{name: self.put(y) if isinstance(y, Tensor) else y for name, y in vars(x).items()})
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator["PretendGpu"]:
+        """Count only what runs inside."""
+        self.launches.clear()
+        self.waits.clear()
+        with self:
+            yield self
+
+    def __enter__(self) -> "PretendGpu":
+        # Else torch.tensor(data, device=...) does not show its copy to a mode.
+        self._before.append(torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._before.pop())
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches.total()
+
+    def __str__(self) -> str:
+        kernels = ", ".join(f"{count} {name}" for name, count in self.launches.most_common())
+        return f"{self.num_launches} kernels ({kernels}); {len(self.waits)} waits {self.waits}"
+
+
+def _pinned(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.is_pretended_pinned = True  # type: ignore[attr-defined]
+    return x
+
+
+def _is_known(x: Tensor) -> bool:
+    return hasattr(x, "known")
+
+
+def _value(x: Any) -> Tensor:
+    return x.known if _is_known(x) else torch.ones(x.shape, dtype=x.dtype)
+
+
+def _depends_on_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in ("index", "index_put_", "index_put"):
+        return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return name in _BY_VALUES
+
+
+class _RmsNorm(torch.autograd.Function):
+    """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device `meta`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, launches: Counter[str]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.launches = launches
+        launches["_fused_rms_norm"] += 1
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.launches["_fused_rms_norm_backward"] += 1
+        return *(torch.empty_like(x) for x in ctx.saved_tensors), None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
+    """A GPU without kernels of the package: their launches are counted, with every tensor whose address they take checked."""
+    make_subclass = torch.Tensor._make_subclass
+
+    def without_device(cls: Any, *args: Any, dispatch_device: bool = False, **kwargs: Any) -> Any:
+        """In C++ the device stays `meta`: autograd of a PyTorch without CUDA ends the process at a tensor on cuda."""
+        return make_subclass(cls, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(without_device))
+    monkeypatch.setattr(_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor])
+    monkeypatch.setattr(_foreach_utils, "_device_has_foreach_support", lambda device: True)
+    monkeypatch.setattr(_gate, "has_cuda_kernels", lambda device: True)
+    for name in ("LOSS_WORKSPACE", "PACS_WORKSPACE"):
+        monkeypatch.setattr(_C, name, 64, raising=False)
+    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
+    properties = SimpleNamespace(multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(linear_loss, "_adds_half_products", lambda device, dtype: True)
+    for name in ("_lazy_init", "graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm
+
+    def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return _RmsNorm.apply(x, weight, pretended.launches) if x.device == GPU else rms_norm(x, shape, weight, eps)
+
+    def keep(call: _gate.Call, tensor: Tensor) -> int:
+        on_gpu = isinstance(tensor, FakeTensor) and tensor.device == call.device == GPU
+        assert on_gpu, f"{tensor} is not on the GPU"
+        call._kept.append(tensor)
+        return 1 + len(call._kept)
+
+    def launch(call: _gate.Call, kernel: str, **arguments: Any) -> None:
+        pretended.launches[kernel] += 1
+        for tensor in call._kept:  # its results, such as advantages
+            if not _is_known(tensor) and tensor.dtype in (torch.float32, torch.float64) and tensor.numel() < _LARGEST_KNOWN:
+                tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)
+    monkeypatch.setattr(_gate.Call, "keep", keep)
+    monkeypatch.setattr(_gate.Call, "launch", launch)
+    yield pretended
+    group_advantage_kernel.forget_tables()

@@ -1,0 +1,129 @@
+"""Prompts that are made one batch ahead, in a thread."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from maxrl_fast.build import build_collector, build_scorer, build_task
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.prompts_ahead import PromptsAhead
+
+LIMIT = 30  # seconds for another thread
+
+
+class RecordedTask(MazeTask):
+    """Notes every call: its thread, and its range. `began` is set by the first call from another thread, which waits for
+    `may_go_on`."""
+
+    fails_at = -1
+
+    def __init__(self):
+        super().__init__(5)
+        self.calls, self.began, self.may_go_on = [], threading.Event(), threading.Event()
+        self.may_go_on.set()
+
+    def prompts(self, split, start, count):
+        is_ahead = threading.current_thread() is not threading.main_thread()
+        self.calls.append((start, count, is_ahead))
+        if is_ahead:
+            self.began.set()
+            assert self.may_go_on.wait(LIMIT)
+        if start == self.fails_at:
+            raise InputError(f"there is no prompt {start}")
+        return super().prompts(split, start, count)
+
+
+def assert_prompts(prompts, start, count):
+    expected = MazeTask(5).prompts("train", start, count)
+    for name in ("tokens", "cu_seqlens", "ids"):
+        assert torch.equal(getattr(prompts, name), getattr(expected, name))
+
+
+def test_the_same_prompts_come_in_the_same_order_and_one_batch_ahead():
+    task = RecordedTask()
+    ahead = PromptsAhead(task)
+    for step in range(4):
+        assert_prompts(ahead.take(2 * step, 2), 2 * step, 2)
+        ahead._background.wait()
+    assert task.calls == [(0, 2, False), (2, 2, True), (4, 2, True), (6, 2, True), (8, 2, True)]
+
+
+def test_taking_does_not_wait_for_the_batch_after_it():
+    task = RecordedTask()
+    task.may_go_on.clear()
+    ahead = PromptsAhead(task)
+    assert_prompts(ahead.take(0, 3), 0, 3)
+    assert task.began.wait(LIMIT)
+    assert len(task.calls) == 2  # and no batch beyond the one that is being made
+    task.may_go_on.set()
+    assert_prompts(ahead.take(3, 3), 3, 3)
+
+
+@pytest.mark.parametrize(("start", "count"), [(50, 2), (0, 2), (2, 3)])
+def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count):
+    """After a resume, and where the number of prompts changes."""
+    task = RecordedTask()
+    ahead = PromptsAhead(task)
+    ahead.take(0, 2)
+    assert_prompts(ahead.take(start, count), start, count)
+    assert_prompts(ahead.take(start + count, count), start + count, count)
+    assert (start, count, False) in task.calls
+
+
+def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
+    task = RecordedTask()
+    task.fails_at = 2
+    ahead = PromptsAhead(task)
+    assert_prompts(ahead.take(0, 2), 0, 2)
+    for _ in range(2):
+        with pytest.raises(InputError, match="there is no prompt 2"):
+            ahead.take(2, 2)
+    ahead = PromptsAhead(task)
+    ahead.take(0, 2)
+    assert_prompts(ahead.take(4, 2), 4, 2)  # nobody asks for the one that fails
+    assert_prompts(ahead.take(6, 2), 6, 2)
+
+
+TINY = Config().replace(objective="grpo", maze_size=5, prompts=2, rollouts=2, sft_steps=0, device="cpu", dynamic_sampling=3)
+
+
+class Engine:
+    """No response of its samples is right, so that dynamic sampling draws all the batches that it may."""
+
+    def generate(self, prompts, num_samples, sampling, *, seed, step):
+        self.seen = [*getattr(self, "seen", []), *prompts.ids.tolist()]
+        return Rollouts.given([[7]] * (len(prompts) * num_samples))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_dynamic_sampling_takes_the_same_prompts(is_ahead):
+    task, engine = RecordedTask(), Engine()
+    config = resolve(TINY, task)
+    collector = build_collector(config, task, engine, build_scorer(config.reward, task), objective_of(config))
+    if is_ahead:
+        collector = dataclasses.replace(collector, make_prompts=PromptsAhead(task).take)
+    first = 0
+    for step in (1, 2):
+        first += collector.collect(step, first).num_sampled
+    assert first == 12
+    assert engine.seen == list(range(12))
+
+
+CASES = [("maze", "cuda", True), ("chain", "cuda", False), ("maze", "cpu", False)]
+
+
+@pytest.mark.parametrize(("task_name", "device", "is_ahead"), CASES)
+def test_prompts_that_take_time_are_made_ahead_on_a_gpu(task_name, device, is_ahead):
+    config = TINY.replace(task=task_name)
+    task = build_task(config.task, 0)
+    resolved = resolve(config, task)
+    resolved = resolved.replace(device=device)
+    collector = build_collector(resolved, task, Engine(), build_scorer(resolved.reward, task), objective_of(resolved))
+    assert (collector.make_prompts is not None) == is_ahead

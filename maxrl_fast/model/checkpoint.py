@@ -144,12 +144,29 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
     try:
-        safe = json.loads(json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS})
+        safe = without_code(fields)
         # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand times its size.
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items())
     except RecursionError as error:
         raise InputError(f"cannot read the checkpoint's {shown(path)}: it is nested too deeply") from error
     return f"{{\n{lines}\n}}\n".encode()
+
+
+def without_code(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration without keys that make transformers run code, at any depth."""
+    safe: dict[str, Any] = json.loads(
+        json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
+    )
+    return safe
+
+
+def num_tensors(directory: Path) -> int:
+    """Return the number of weights in a checkpoint directory, from the headers of its files.
+
+    Raises:
+        InputError: if a file cannot be read.
+    """
+    return len(_find_tensors(directory))
 
 
 def load_checkpoint(directory: Path) -> Decoder:

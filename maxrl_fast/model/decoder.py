@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.linear import Linear, LoraLinear, whole
+from maxrl_fast.model.policy_model import PolicyModel
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -193,13 +194,13 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(nn.Module):
+class Decoder(PolicyModel):
     """Decoder over a packed stream of tokens. The caller supplies the attention function.
 
     If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which recomputes the layer.
     """
 
-    checkpoint_activations = False
+    config: DecoderConfig
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -237,6 +238,10 @@ class Decoder(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.layers)
 
     def compile_layers(self) -> None:
         """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation."""

@@ -1,0 +1,193 @@
+"""Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
+
+transformers gets a configuration without the keys that make it run code, reads safetensors only, and downloads nothing.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.files.untrusted import read_json, shown
+from maxrl_fast.model.checkpoint import DTYPES, num_tensors, without_code
+from maxrl_fast.model.decoder import check_sizes
+from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
+
+# Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
+_NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
+# Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
+    """Return the policy of a checkpoint directory, on the CPU in float32.
+
+    Args:
+        longest: the most tokens of a prompt with its response.
+
+    Raises:
+        InputError: if transformers is not installed, cannot read the directory, or the model is one that cannot be exact.
+    """
+    config, sizes = read_huggingface(directory)
+    check_supported(config, longest)
+    if os.path.lexists(directory / "config.json") and config.num_hidden_layers > (count := num_tensors(directory)):
+        raise InputError(f"{directory} has {count} tensors, too few for {config.num_hidden_layers} layers")
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises anything
+        raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found.get(kind):
+            names = ", ".join(sorted(map(str, found[kind]))[:3])
+            raise InputError(f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}")
+    return policy_of(model, sizes)
+
+
+def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
+    """Return the policy of a model of transformers, with the factor of its logits.
+
+    Raises:
+        InputError: if transformers cannot give the model our attention function.
+    """
+    policy = HuggingFacePolicy(model, sizes)
+    policy.logit_scale = _logit_scale(policy)
+    return policy
+
+
+def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
+    """Return the configuration of a directory as transformers has it, and the policy's sizes.
+
+    Raises:
+        InputError: if transformers is not installed, or config.json is not one of a decoder that it has.
+    """
+    path = directory / "config.json"
+    fields = without_code(read_json(path))
+    model_type = fields.get("model_type")
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        raise InputError(
+            f"{path}: model_type {model_type!r:.80} needs transformers: pip install 'maxrl_fast[hf]' ({error})"
+        ) from error
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not isinstance(model_type, str) or model_type not in names or model_type not in CONFIG_MAPPING:
+        raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
+    if fields.get("quantization_config") is not None:
+        raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
+    try:
+        config = AutoConfig.for_model(**fields)
+        sizes = sizes_of(config, fields)
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises anything
+        raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
+    return config, sizes
+
+
+def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
+    """Return the sizes of a configuration of transformers; `fields` are those of config.json.
+
+    Raises:
+        ValueError: if a size is not one.
+    """
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    if of_expert := getattr(config, "moe_intermediate_size", None):
+        intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+    }
+    check_sizes(**sizes)
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
+
+
+def check_supported(config: Any, longest: int) -> None:
+    """Refuse what a packed stream of sequences that share prompts cannot compute.
+
+    Raises:
+        InputError: naming it.
+    """
+    for reason in _reasons(config, longest):
+        raise InputError(f"{config.model_type} of transformers is not supported: {reason}")
+
+
+def _reasons(config: Any, longest: int) -> Iterator[str]:
+    if config.get_text_config() is not config:
+        yield "it is not a decoder of text alone"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it has an encoder"
+    for kind in getattr(config, "layer_types", None) or ():
+        if any(word in kind for word in _NOT_ATTENTION):
+            yield f"its layers are not all attention over earlier tokens, got {kind}"
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < longest:
+        yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
+        original = one.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0
+        if one.get("rope_type") in _BY_LENGTH and longest > original:
+            yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens, and sequences have up to {longest}"
+
+
+def _logit_scale(policy: HuggingFacePolicy) -> float:
+    """Return what the model multiplies hidden @ weight.T by: one of the factors in its configuration (Granite, Cohere), or 1.
+
+    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do not matter.
+    """
+    config, candidates = policy.hf.config, [1.0]
+    for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and value > 0:
+            candidates += [float(value), 1 / value]
+    if len(candidates) == 1:
+        return 1.0
+    logits, hidden = policy.own_logits(torch.arange(2, device=policy.lm_head.weight.device), lambda x: 1e-3 * x)
+    plain = policy.logits(hidden)
+    ratio = float((logits * plain).sum() / plain.square().sum())
+    return min(candidates, key=lambda x: abs(ratio / x - 1))
+
+
+class _quiet:  # noqa: N801
+    """Keep transformers from drawing progress bars inside."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._logging = logging
+        self._had_bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+    def __exit__(self, *_: object) -> None:
+        self._logging.set_verbosity(self._level)
+        if self._had_bars:
+            self._logging.enable_progress_bar()

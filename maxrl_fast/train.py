@@ -17,6 +17,7 @@ from maxrl_fast.build import (
     build_scorer,
     build_task,
     build_trainer,
+    compare_policy,
 )
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import describe_run, estimate
@@ -89,7 +90,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         saved = find_saved(out, ranks, screen.warn) if is_resumed else None
-        model = build_policy(config, task, saved.decoder if saved else None)
+        model = build_policy(config, task, saved)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
         fingerprints = build_fingerprints(config, task)
         if saved:
@@ -97,7 +98,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if config.run.dry_run:
             screen.say(estimate(config, task, model))
             return 0
-        engine = build_run_engine(config, model.to(device), task)
+        compared = compare_policy(model.to(device))
+        engine = build_run_engine(config, model, task)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
@@ -106,6 +108,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
         for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
             screen.say(line)
+        if compared:
+            screen.say(compared)
         screen.say(f"rollout engine: {engine.describe()}")
         if how := scorer.describe():
             screen.say(how)

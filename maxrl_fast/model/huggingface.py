@@ -59,7 +59,7 @@ class HuggingFacePolicy(PolicyModel):
         self._block_names = _block_names(model)
         routers, blocks = _router_classes(model), [model.get_submodule(name) for name in self._block_names]
         in_blocks = {id(module) for block in blocks for module in block.modules()}
-        for name, module in list(model.base_model.named_modules()):
+        for module in list[nn.Module](model.base_model.modules()):
             if isinstance(module, routers):
                 _mix(module, _Router)
             elif isinstance(module, nn.Embedding) and id(module) not in in_blocks:
@@ -80,7 +80,7 @@ class HuggingFacePolicy(PolicyModel):
         return f"transformers {transformers.__version__}"
 
     @property
-    def lm_head(self) -> Any:  # type: ignore[override]
+    def lm_head(self) -> Any:
         return self.hf.get_output_embeddings()
 
     @property
@@ -124,8 +124,9 @@ class HuggingFacePolicy(PolicyModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output layer has a bias."""
-        head = self.lm_head
-        weight = head.weight if head.bias is None else torch.cat([head.weight, head.bias[:, None]], 1)
+        head, weight = self.lm_head, self.lm_head.weight
+        if getattr(head, "bias", None) is not None:
+            weight = torch.cat([weight, head.bias[:, None]], 1)
         logits = self.logit_scale * F.linear(hidden, weight.to(hidden.dtype)).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
@@ -182,19 +183,16 @@ class HuggingFacePolicy(PolicyModel):
         for name, weight in policy.module_weights():
             own[name].copy_(weight)
 
-    def blank(self, device: torch.device, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a model of the same sizes for `copy_weights`, without adapters and gradients."""
-        with torch.device("meta"):
-            model = type(self.hf)(copy.deepcopy(self.hf.config))
-        buffers = dict(self.hf.named_buffers())  # those that are computed from the configuration
-        model = model.to(dtype).to_empty(device=device).requires_grad_(False)
-        model.tie_weights()
-        for name, buffer in model.named_buffers():
-            module, _, own = name.rpartition(".")
-            setattr(model.get_submodule(module), own, buffers[name].detach().clone().to(device))
-        policy = HuggingFacePolicy(model, self.config)
-        policy.logit_scale, policy.softcap = self.logit_scale, self.softcap
-        return policy
+    def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
+        """Return a frozen copy with weights in `dtype`, for `copy_weights`. Adapters add nothing; buffers keep their dtype."""
+        other = copy.deepcopy(self).requires_grad_(False)
+        other.checkpoint_activations = False
+        for parameter in other.parameters():
+            parameter.data, parameter.grad = parameter.data.to(dtype), None
+        for module in other.modules():
+            if isinstance(module, LoraLinear):
+                module.lora_b.zero_()
+        return other
 
     def compile_layers(self) -> None:
         """Refuse: transformers' layers are not compiled here.
@@ -228,14 +226,15 @@ def _router_classes(model: Any) -> tuple[type, ...]:
 
 
 @cache
-def _mixed(mixin: type, cls: type) -> type:
+def _mixed(mixin: type, cls: Any) -> type:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 def _mix(module: nn.Module, mixin: type) -> None:
     """Put the methods of `mixin` in front of those of a module. As a class they survive copy.deepcopy, unlike a closure."""
     if not isinstance(module, mixin):
-        module.__class__ = _mixed(mixin, type(module))
+        own: Any = type(module)
+        module.__class__ = _mixed(mixin, own)
 
 
 class _Bound(nn.Module):

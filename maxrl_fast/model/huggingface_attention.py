@@ -114,5 +114,3 @@ def attend(
     form = AttentionForm(int(window), float(softcap or 0.0), s_aux)
     out = layer_pass.attention(layer_pass.layer, q, k, v, *([] if form.is_plain else [form]))
     return out[None, ..., :size], None
-
-

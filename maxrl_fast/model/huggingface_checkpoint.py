@@ -3,7 +3,6 @@
 transformers gets a configuration without the keys that make it run code, reads safetensors only, and downloads nothing.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import read_json, shown
-from maxrl_fast.model.checkpoint import DTYPES, num_tensors, without_code
+from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 
+MAX_LAYERS = 1000  # of a directory without weights
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
 _NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
 # Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
@@ -33,13 +33,11 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     """
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
-    if os.path.lexists(directory / "config.json") and config.num_hidden_layers > (count := num_tensors(directory)):
-        raise InputError(f"{directory} has {count} tensors, too few for {config.num_hidden_layers} layers")
     from transformers import AutoModelForCausalLM
 
     try:
-        with _quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
+        with _Quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 dtype=torch.float32,
@@ -51,6 +49,7 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
             )
     except Exception as error:  # transformers raises anything
         raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
+    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
@@ -91,6 +90,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
+    _check_layers(directory, fields)
     try:
         config = AutoConfig.for_model(**fields)
         sizes = sizes_of(config, fields)
@@ -99,6 +99,16 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     except Exception as error:  # transformers raises anything
         raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
     return config, sizes
+
+
+def _check_layers(directory: Path, fields: dict[str, Any]) -> None:
+    """Raise InputError for more layers than tensors, before transformers builds lists for as many as there are said to be."""
+    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
+    most = num_tensors(directory) if has_weights else MAX_LAYERS
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
+            raise InputError(f"{directory / 'config.json'}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
@@ -155,7 +165,7 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
         original = one.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0
         if one.get("rope_type") in _BY_LENGTH and longest > original:
-            yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens, and sequences have up to {longest}"
+            yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest}"
 
 
 def _logit_scale(policy: HuggingFacePolicy) -> float:
@@ -176,7 +186,7 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
     return min(candidates, key=lambda x: abs(ratio / x - 1))
 
 
-class _quiet:  # noqa: N801
+class _Quiet:
     """Keep transformers from drawing progress bars inside."""
 
     def __enter__(self) -> None:

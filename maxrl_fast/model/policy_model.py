@@ -31,7 +31,7 @@ class PolicySizes(Protocol):
     @property
     def model_type(self) -> str: ...
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str: ...  # of the weights in checkpoints
 
 
 class PolicyModel(nn.Module):

@@ -236,7 +236,7 @@ _LOSS_SCHEMA = ", ".join(str(kernels.token_loss._schema).split("(")[1].split(")"
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.
 
-    The arguments behind the weight are those of token_loss, the tokens in a chunk, the soft cap, and which gradients are needed.
+    The arguments behind the weight are those of token_loss, the tokens in a chunk, the soft cap, and which gradients to give.
     """
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)

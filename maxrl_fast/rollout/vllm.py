@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
@@ -78,7 +78,7 @@ class VllmEngine:
         InputError: if vLLM is not installed, its version is not supported, or it rejects the model.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, *, cache_bytes: int | None = None, max_batch: int = 256):
+    def __init__(self, model: PolicyModel, dtype: torch.dtype, *, cache_bytes: int | None = None, max_batch: int = 256):
         self.version = check_installed()
         self.config, self.dtype = model.config, dtype
         device = model.lm_head.weight.device
@@ -86,7 +86,7 @@ class VllmEngine:
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
         self._can_sleep, self._is_asleep = device.type == "cuda", False
         fields = hf_config(model.config)
-        if model.config.model_type == "qwen2":
+        if model.config.model_type == "qwen2" and model.backend == "native":
             # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v is the same model.
             fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": True}
         for name, value in SETTINGS.items():
@@ -120,12 +120,13 @@ class VllmEngine:
             f"{self.cache_bytes / 1e9:.3g} GB)"
         )
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its prefix cache."""
         self._wake()
         weights = list(model.weights())
-        if model.config.tie_word_embeddings:  # vLLM stores the output matrix separately
-            weights.append(("lm_head.weight", dict(weights)["model.embed_tokens.weight"]))
+        embedding = dict(weights).get("model.embed_tokens.weight")
+        if model.config.tie_word_embeddings and embedding is not None:  # vLLM stores the output matrix separately
+            weights.append(("lm_head.weight", embedding))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self._llm.reset_prefix_cache()
 

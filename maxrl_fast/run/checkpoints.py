@@ -23,7 +23,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
-from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.run.background import Background
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
@@ -149,14 +149,14 @@ class Checkpoints:
             else:
                 self.newest = directory
 
-    def _record(self, directory: Path, progress: Progress, sizes: DecoderConfig) -> str:
+    def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
         """Return the content of progress.json as the run is now; only the first rank needs one."""
         if not self._ranks.is_first:
             return ""
         with self._stored(f"the checkpoint {directory}"):
             fields = {
                 "progress": dataclasses.asdict(progress),
-                "decoder": dataclasses.asdict(sizes),
+                "decoder": dataclasses.asdict(sizes),  # type: ignore[call-overload]  # each is a dataclass
                 "logs": self._files.log_marks(),
                 "random": random_states(),
                 "options": self._files.options,

@@ -72,7 +72,7 @@ class Snapshot:
     """A copy on the host of everything of a learner that a checkpoint has, as it was at one moment."""
 
     tensors: dict[str, Tensor]  # of learner_tensors
-    weights: list[tuple[str, Tensor]]  # of Decoder.weights; in the memory of `tensors`, but for those merged with adapters
+    weights: list[tuple[str, Tensor]]  # of PolicyModel.weights; in the memory of `tensors`, but for those merged with adapters
     dtype: str  # in which the policy's weights are to be written
 
     @classmethod
@@ -80,11 +80,12 @@ class Snapshot:
         """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
+        names = {tensor.data_ptr(): name for name, tensor in own.items() if name.startswith("model.")}
         weights = []
         for name, weight in learner.model.weights():
-            own_name = f"model.{name}"
-            is_merged = not weight.is_set_to(own[own_name])  # with an adapter, and so in memory of its own
-            weights.append((name, host_copy(weight) if is_merged else tensors[own_name]))
+            own_name = names.get(weight.data_ptr(), "")
+            is_copied = own_name and weight.is_set_to(own[own_name])  # neither merged with an adapter nor converted
+            weights.append((name, tensors[own_name] if is_copied else host_copy(weight)))
         if learner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
         return cls(tensors, weights, learner.model.config.dtype)

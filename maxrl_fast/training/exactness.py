@@ -50,7 +50,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
             largest = float(theirs.abs().max())
             head_difference = float((_logits_of(policy, hidden) - theirs).abs().max())
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
-    # Near a tie, a router may send a token to another expert: a wrong attention or position would show in more tokens than that.
+    # Near a tie, a router may send a token to another expert. A wrong attention or position would show in more tokens than so.
     typical, most = float(difference.quantile(0.98)), float(difference.max())
     if typical > LIMIT:
         raise InputError(
@@ -63,8 +63,8 @@ def check_exact(policy: HuggingFacePolicy) -> str:
             f"states times the output matrix, from which they differ by up to {head_difference:.2g} of {largest:.2g}"
         )
     return (
-        f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses of up to {max(own)} tokens, with "
-        f"their prompts {longest})"
+        f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, with their prompts of up to "
+        f"{longest} tokens)"
     )
 
 
@@ -83,8 +83,8 @@ def _logprobs(policy: HuggingFacePolicy, prompts: list[list[int]], responses: li
     batch = Packer(packed, rollouts, torch.ones(4, device=device)).pack(torch.arange(4))
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        options = {"temperature": 1 / policy.logit_scale, "softcap": policy.softcap / policy.logit_scale}
-        return linear_token_logprobs(hidden, weight, batch.targets, **options)[0]
+        temperature, softcap = 1 / policy.logit_scale, policy.softcap / policy.logit_scale
+        return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)[0]
 
     values: Tensor = run_batch(policy, batch, torch.float32, finish)
     return values

@@ -1,0 +1,64 @@
+"""Tiny models of transformers' decoder families, with weights so large that windows, soft caps and scales matter."""
+
+from typing import Any
+
+import torch
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW = {"sliding_window": 7}
+# The families that the issue names, and what their configuration needs beside the sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": WINDOW,
+    "ministral": WINDOW,
+    "gemma2": {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 5},
+    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 5},
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {},
+    "llama": {},
+    "qwen3_moe": EXPERTS,
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "starcoder2": WINDOW,
+    "glm4": {},
+    "exaone4": WINDOW,
+    "gpt2": {},
+    "gpt_oss": {**WINDOW, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "cohere2": {**WINDOW, "logit_scale": 0.125},
+    "mixtral": EXPERTS,
+    "olmo3": WINDOW,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """Return the configuration of a tiny model of a family."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **(SIZES | FAMILIES.get(family, {}) | changes))
+
+
+def tiny_model(config: Any, seed: int = 0) -> Any:
+    """Return a model of transformers in float32: matrices from N(0, 0.3^2), everything else from N(0.7, 0.2^2)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.3 * noise if parameter.dim() > 1 else 0.7 + 0.2 * noise)
+    return model

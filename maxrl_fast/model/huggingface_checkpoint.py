@@ -168,6 +168,7 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
             yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest}"
 
 
+@torch.no_grad()
 def _logit_scale(policy: HuggingFacePolicy) -> float:
     """Return what the model multiplies hidden @ weight.T by: one of the factors in its configuration (Granite, Cohere), or 1.
 

@@ -38,17 +38,12 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         for lengths in ((first, first // 2 + 1), own)
     )
     ours = _logprobs(policy, prompts, responses, device)
-    parts, largest, head_difference = [], 0.0, 0.0
+    parts = []
     for i, response in enumerate(responses):
         prompt = prompts[i // 2]
         tokens = torch.tensor(prompt + response, device=device)
-        logits, hidden = policy.own_logits(tokens)
+        logits = policy.own_logits(tokens)[0]
         parts.append(_of(logits[len(prompt) - 1 : -1], tokens[len(prompt) :]))
-        if i == 0:
-            factor = 100.0 / max(float(logits.abs().max()), 1e-6)
-            theirs, hidden = policy.own_logits(tokens, lambda x, by=factor: by * x)  # type: ignore[misc]
-            largest = float(theirs.abs().max())
-            head_difference = float((_logits_of(policy, hidden) - theirs).abs().max())
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
     # Near a tie, a router may send a token to another expert. A wrong attention or position would show in more tokens than so.
     typical, most = float(difference.quantile(0.98)), float(difference.max())
@@ -57,15 +52,28 @@ def check_exact(policy: HuggingFacePolicy) -> str:
             f"{sizes.model_type} of transformers cannot be trained here: with the prompt computed once for its responses, "
             f"log-probs differ by up to {most:.2g} nats from the model's own forward pass"
         )
-    if head_difference > LIMIT * max(1.0, largest):
-        raise InputError(
-            f"{sizes.model_type} of transformers cannot be trained here: its logits are not a soft cap or a multiple of hidden "
-            f"states times the output matrix, from which they differ by up to {head_difference:.2g} of {largest:.2g}"
-        )
+    check_head(policy, tokens)
     return (
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, with their prompts of up to "
         f"{longest} tokens)"
     )
+
+
+def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
+    """Compare logits of one sequence [L] with the model's own where hidden states are so large that a soft cap would show.
+
+    Raises:
+        InputError: saying how far apart they are.
+    """
+    small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
+    factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
+    theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
+    largest, difference = float(theirs.abs().max()), float((_logits_of(policy, hidden) - theirs).abs().max())
+    if not difference <= LIMIT * max(1.0, largest):
+        raise InputError(
+            f"{policy.config.model_type} of transformers cannot be trained here: its logits are not a soft cap or a multiple "
+            f"of hidden states times the output matrix, from which they differ by up to {difference:.2g} of {largest:.2g}"
+        )
 
 
 def _length(policy: HuggingFacePolicy) -> int:
@@ -94,6 +102,7 @@ def _of(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
+@torch.no_grad()
 def _logits_of(policy: HuggingFacePolicy, hidden: Tensor) -> Tensor:
     has_bias = getattr(policy.lm_head, "bias", None) is not None
     return policy.logits(torch.nn.functional.pad(hidden, (0, 1), value=1.0) if has_bias else hidden)

@@ -59,12 +59,12 @@ class HuggingFacePolicy(PolicyModel):
         self._block_names = _block_names(model)
         routers, blocks = _router_classes(model), [model.get_submodule(name) for name in self._block_names]
         in_blocks = {id(module) for block in blocks for module in block.modules()}
-        for module in list[nn.Module](model.base_model.modules()):
+        for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
                 _mix(module, _Router)
             elif isinstance(module, nn.Embedding) and id(module) not in in_blocks:
                 _mix(module, _Embedding)
-            elif id(module) not in in_blocks and module is not model.base_model and module._parameters:
+            elif id(module) not in in_blocks and module is not self.body and module._parameters:
                 _mix(module, _Cast)
         for i, block in enumerate(blocks):
             _mix(block, _Block)
@@ -87,6 +87,11 @@ class HuggingFacePolicy(PolicyModel):
     def blocks(self) -> list[nn.Module]:
         return [self.hf.get_submodule(name) for name in self._block_names]
 
+    @property
+    def body(self) -> nn.Module:
+        """The part of the model before its output layer: what holds the list of the decoder layers."""
+        return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
+
     def set_eager(self, is_eager: bool) -> None:
         """Use the model's own eager attention, or the registered function.
 
@@ -108,14 +113,14 @@ class HuggingFacePolicy(PolicyModel):
         finish: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Any:
         """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
-        for module in self.hf.base_model.modules():
+        for module in self.body.modules():
             if isinstance(module, _Embedding):
                 module.compute_dtype = dtype
         for block in self.blocks:
             if self.checkpoint_activations:
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
-            output = self.hf.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         hidden, weight = output[0][0].index_select(0, rows), self.lm_head.weight
         if getattr(self.lm_head, "bias", None) is not None:  # as one more column of the output matrix
             hidden = F.pad(hidden, (0, 1), value=1.0)
@@ -144,7 +149,7 @@ class HuggingFacePolicy(PolicyModel):
             output["last_hidden_state"] = found[0][None]
             return output
 
-        handle = self.hf.base_model.register_forward_hook(hook)
+        handle = self.body.register_forward_hook(hook)
         self.set_eager(True)
         try:
             with within(None):

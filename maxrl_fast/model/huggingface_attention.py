@@ -91,11 +91,11 @@ def attend(
     if layer_pass is None:
         raise InputError("the model calls attention outside its layers")
     layer_pass.num_calls += 1
-    window = attention_mask or 0
+    window = attention_mask if isinstance(attention_mask, int) else 0
     told = {name: x for name, x in others.items() if name not in _OTHER and x is not None and x is not False}
-    if isinstance(attention_mask, Tensor):
+    if attention_mask is not None and not isinstance(attention_mask, int):
         told["a mask of its own"] = True
-    if sliding_window is not None and not isinstance(attention_mask, Tensor) and sliding_window != window:
+    elif sliding_window is not None and sliding_window != window:
         told[f"sliding_window {sliding_window}, where its mask has {window or 'none'},"] = True
     if is_causal is False or getattr(module, "is_causal", True) is False:
         told["is_causal False"] = True
@@ -105,12 +105,11 @@ def attend(
         told["a second attention in one layer"] = True
     if told:
         raise InputError(f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention does not do")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
-    size = v.shape[-1]
-    if scaling is not None and scaling != q.shape[-1] ** -0.5:
-        q = q * (scaling * q.shape[-1] ** 0.5)
-    if size < q.shape[-1]:  # multi-head latent attention
-        v = F.pad(v, (0, q.shape[-1] - size))
-    form = AttentionForm(int(window), float(softcap or 0.0), s_aux)
+    size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])  # they differ in multi-head latent attention
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (F.pad(x[0].transpose(0, 1), (0, largest - x.shape[-1])) for x in (query, key, value))  # [U, heads, D]
+    if scaling != largest**-0.5:
+        q = q * (scaling * largest**0.5)
+    form = AttentionForm(window, float(softcap or 0.0), s_aux)
     out = layer_pass.attention(layer_pass.layer, q, k, v, *([] if form.is_plain else [form]))
     return out[None, ..., :size], None

@@ -18,6 +18,14 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 MAX_LAYERS = 1000  # of a directory without weights
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
 _NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
+_TEXT = {
+    "text_config",
+    "text_encoder",
+    "decoder",
+    "generator",
+    "thinker_config",
+    "patcher_config",
+}  # parts of a model that reads more than text
 # Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
 _BY_LENGTH = ("dynamic", "longrope")
 
@@ -118,8 +126,8 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         ValueError: if a size is not one.
     """
     heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
+    intermediate = _largest(config, "intermediate_size") or 4 * hidden
     if of_expert := getattr(config, "moe_intermediate_size", None):
         intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
     sizes = {
@@ -140,6 +148,14 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
     return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
 
 
+def _largest(config: Any, name: str) -> Any:
+    """Return a size that may differ between layers, the largest of them; None if there is none."""
+    fields = config.to_dict()
+    found = [fields.get(name), *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values())]
+    sizes = [x for one in found for x in (one if isinstance(one, (list, tuple)) else [one]) if x is not None]
+    return max(sizes, default=None)
+
+
 def check_supported(config: Any, longest: int) -> None:
     """Refuse what a packed stream of sequences that share prompts cannot compute.
 
@@ -151,13 +167,16 @@ def check_supported(config: Any, longest: int) -> None:
 
 
 def _reasons(config: Any, longest: int) -> Iterator[str]:
-    if config.get_text_config() is not config:
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if parts or config.sub_configs.keys() & _TEXT:
         yield "it is not a decoder of text alone"
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder"
     for kind in getattr(config, "layer_types", None) or ():
         if any(word in kind for word in _NOT_ATTENTION):
             yield f"its layers are not all attention over earlier tokens, got {kind}"
+    if getattr(config, "attn_temperature_tuning", False):
+        yield "it scales attention by the place in the stream (attn_temperature_tuning), not by the position"
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < longest:
         yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"

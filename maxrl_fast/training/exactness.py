@@ -37,7 +37,14 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         [torch.randint(sizes.vocab_size, (n,), generator=generator).tolist() for n in lengths]
         for lengths in ((first, first // 2 + 1), own)
     )
-    ours = _logprobs(policy, prompts, responses, device)
+    try:
+        ours = _logprobs(policy, prompts, responses, device)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # of code that is not ours
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{sizes.model_type} of transformers cannot compute a packed stream: {type(error).__name__}: {error}"
+        ) from error
     parts = []
     for i, response in enumerate(responses):
         prompt = prompts[i // 2]

@@ -165,7 +165,12 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
     ("family", "changes", "reason"),
     [
         ("qwen3_5_text", {}, "its layers are not all attention over earlier tokens, got linear_attention"),
-        ("llama4_text", {"attention_chunk_size": 16}, "it attends within chunks of 16 tokens, and sequences have up to 64"),
+        ("llama4_text", {}, "it scales attention by the place in the stream"),
+        (
+            "llama4_text",
+            {"attn_temperature_tuning": False, "attention_chunk_size": 16},
+            "it attends within chunks of 16 tokens, and sequences have up to 64",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}, "max_position_embeddings": 32},

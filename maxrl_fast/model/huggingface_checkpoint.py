@@ -86,6 +86,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     fields = without_code(read_json(path))
     model_type = fields.get("model_type")
     try:
+        import transformers
         from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -93,6 +94,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(
             f"{path}: model_type {model_type!r:.80} needs transformers: pip install 'maxrl_fast[hf]' ({error})"
         ) from error
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise InputError(f"--model-backend transformers needs transformers 5 or later, got {transformers.__version__}")
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not isinstance(model_type, str) or model_type not in names or model_type not in CONFIG_MAPPING:
         raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")

@@ -46,14 +46,31 @@ RUNS = {
 }
 
 
-def model(family, directory):
-    """Save a small model of the task's vocabulary, near the usual initialisation."""
-    made = tiny_model(tiny_config(family, vocab_size=TASK.vocab_size))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.3)
-    made.save_pretrained(directory)
+CHAIN = [  # in which every group has some reward, so that no gradient is mere rounding
+    *(
+        "--task",
+        "chain",
+        "--chain-length",
+        "8",
+        "--prompts",
+        "4",
+        "--rollouts",
+        "8",
+        "--k",
+        "2",
+        "--steps",
+        "3",
+        "--lr",
+        "1e-2",
+    ),
+    *("--warmup-steps", "1", "--eval-prompts", "4", "--eval-samples", "2", "--threads", "1", "--dtype", "float32"),
+]
+
+
+def model(family, directory, vocab_size=TASK.vocab_size):
+    """Save a tiny model of a task's vocabulary."""
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    tiny_model(tiny_config(family, vocab_size=vocab_size, **tokens)).save_pretrained(directory)
     return directory
 
 
@@ -112,9 +129,9 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--sharding", "full"]])
 @pytest.mark.parametrize("name", ["windows and soft caps", "experts"])
 def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
-    start = model(RUNS[name][0], tmp_path / "model")
-    assert run(start, tmp_path / "alone") == 0
-    command = ["-m", "maxrl_fast.train", *JOB, "--model", str(start), "--out", str(tmp_path / "together"), *flags]
+    job = [*CHAIN, "--kl-coef", "0.1", "--model", str(model(RUNS[name][0], tmp_path / "model", vocab_size=8))]
+    assert train.main([*job, "--out", str(tmp_path / "alone")]) == 0
+    command = ["-m", "maxrl_fast.train", *job, "--out", str(tmp_path / "together"), *flags]
     process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 300)
     assert process.returncode == 0, output

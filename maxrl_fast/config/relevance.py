@@ -23,6 +23,7 @@ class Choices:
     task: str = "maze"
     reward: str | None = None
     resume: Any = None
+    model: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
 
@@ -43,6 +44,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
+    if choices.model is None:
+        found["model_backend"] = "a run without --model"
     if choices.resume is None:
         found["allow_changes"] = "a run without --resume"
     return found

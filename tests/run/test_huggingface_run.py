@@ -147,9 +147,12 @@ def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model-backend", "transformers"], "runs the layers of --model DIR as they are, got no --model"),
+        (["--model-backend", "transformers"], "a run without --model takes no model_backend"),
         (["--model-backend", "native", "--model", "MODEL"], "model_type must be one of qwen2, qwen3, llama, got 'gemma2'"),
-        (["--model-backend", "transformers", "--model", "MODEL", "--compile"], "got --compile"),
+        (
+            ["--model-backend", "transformers", "--model", "MODEL", "--compile"],
+            "--compile is for the native decoder, got --model-backend transformers",
+        ),
         (["--model", "MODEL", "--compile"], "--compile is for the native decoder, got a policy of transformers"),
         (["--model", "MODEL", "--lora-rank", "2", "--lora-targets", "gate"], "lora_targets must be among"),
     ],

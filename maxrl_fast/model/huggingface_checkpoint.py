@@ -116,6 +116,9 @@ def _check_layers(directory: Path, fields: dict[str, Any]) -> None:
     """Raise InputError for more layers than tensors, before transformers builds lists for as many as there are said to be."""
     has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
     most = num_tensors(directory) if has_weights else MAX_LAYERS
+    for part in fields.values():
+        if isinstance(part, dict):
+            _check_layers(directory, part)
     for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         value = fields.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):

@@ -12,7 +12,7 @@ from maxrl_fast.model.checkpoint import kept_files, write_policy
 from maxrl_fast.model.formed_attention import AttentionForm, formed_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block, _Router
 from maxrl_fast.model.huggingface_checkpoint import check_supported, load_huggingface, policy_of, sizes_of
-from maxrl_fast.model.policy import backend_of, load_policy
+from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.exactness import check_exact, check_head
@@ -208,6 +208,7 @@ def test_which_backend_is_taken(tmp_path):
     assert backend_of(tmp_path / "llama", "transformers") == "transformers"
     assert backend_of(saved_model("gemma2", tmp_path / "gemma2")) == "transformers"
     assert backend_of(saved_model("qwen2", tmp_path / "windowed")) == "transformers"  # our decoder has no windows
+    assert [read_sizes(tmp_path / name).vocab_size for name in ("llama", "gemma2")] == [40, 40]
     options = {"task": "t", "vocab_size": 40, "prompt_length": 8, "max_new_tokens": 8}
     with pytest.raises(InputError, match="model_type must be one of qwen2, qwen3, llama, got 'gemma2'"):
         load_policy(tmp_path / "gemma2", backend="native", **options)
@@ -236,6 +237,10 @@ def layers(count):
         (
             broken(lambda c: c | {"model_type": ["gemma2"]}),
             r"model_type must be a decoder that transformers has, got \['gemma2",
+        ),
+        (
+            broken(lambda c: c | {"text_config": {"num_hidden_layers": 10**12}}),
+            "num_hidden_layers must be an integer from 1 to 35",
         ),
         (broken(lambda c: c | {"num_hidden_layers": 10**12}), "num_hidden_layers must be an integer from 1 to 35, got 1000000"),
         (

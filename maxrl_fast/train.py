@@ -106,13 +106,10 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
-        for line in describe_run(config, task, model, ranks, saved.directory if saved else None):
-            screen.say(line)
-        if compared:
-            screen.say(compared)
-        screen.say(f"rollout engine: {engine.describe()}")
-        if how := scorer.describe():
-            screen.say(how)
+        described = describe_run(config, task, model, ranks, saved.directory if saved else None)
+        for line in (*described, compared, f"rollout engine: {engine.describe()}", scorer.describe()):
+            if line:
+                screen.say(line)
 
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)

@@ -107,7 +107,9 @@ def attend(
         raise InputError(f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention does not do")
     size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])  # they differ in multi-head latent attention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (F.pad(x[0].transpose(0, 1), (0, largest - x.shape[-1])) for x in (query, key, value))  # [U, heads, D]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
+    if size != query.shape[-1]:
+        q, k, v = (F.pad(x, (0, largest - x.shape[-1])) for x in (q, k, v))
     if scaling != largest**-0.5:
         q = q * (scaling * largest**0.5)
     form = AttentionForm(window, float(softcap or 0.0), s_aux)

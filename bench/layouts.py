@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
-from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.training.learner import Learner, LossSettings
@@ -26,7 +26,7 @@ LAYOUTS = ("shared", "repeated", "padded")
 class Case:
     """A policy, rollouts to learn from, and the token limit of one forward and backward pass."""
 
-    model: Decoder
+    model: PolicyModel
     prompts: Prompts
     rollouts: Rollouts
     token_budget: int
@@ -71,7 +71,7 @@ def loss_of(hidden: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
     return linear_policy_gradient_loss(hidden, weight, advantages_per_token=False, **arguments)[0]
 
 
-def update_flops(config: DecoderConfig, batch: MicroBatch) -> int:
+def update_flops(config: PolicySizes, batch: MicroBatch) -> int:
     """Return the FLOPs of the matrix multiplications of a forward and a backward pass: weights, attention, output matrix.
 
     Recomputation does not count.

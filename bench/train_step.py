@@ -231,7 +231,7 @@ def update_by_attention(
     names: list[str], case: Case, rounds: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
     """Return the milliseconds of the shared update with each FlashAttention, or why it cannot run; print them."""
-    figures, heads = dict[str, dict[str, Any]](), case.model.config.head_sizes
+    figures, heads = dict[str, dict[str, Any]](), case.model.head_sizes
     for name in names:
         tried = [] if name == "FA2" else first_right([name], device, dtype, heads, bool, torch.nn.attention)
         if name != "FA2" and current_flash_attention_impl() != name:

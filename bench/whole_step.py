@@ -15,7 +15,7 @@ from maxrl_fast.build import build_policy, build_run_engine, build_scorer, build
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.group_objective import GroupObjective
@@ -64,7 +64,7 @@ class TimedTrainer:
         return {name: statistics.median(stages[name] for stages in self.stages[-last:]) for name in self.stages[-1]}
 
 
-def warm_started(config: Config) -> tuple[ResolvedConfig, Task, Decoder]:
+def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
     """Return the resolved configuration, its task, and its policy after the warm start, on its device.
 
     Raises:
@@ -79,7 +79,7 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, Decoder]:
     return resolved, task, model
 
 
-def timed_trainer(config: ResolvedConfig, task: Task, model: Decoder, *, trains: bool = True) -> TimedTrainer:
+def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, trains: bool = True) -> TimedTrainer:
     """Return the trainer of a run, with a clock that waits for the device and has a stage of its own for prompts.
 
     Args:
@@ -114,7 +114,7 @@ def floor_milliseconds(trainer: Trainer) -> float:
     return 4 / 3 * update_flops(model.config, batch) / throughput * 1e3
 
 
-def time_steps(config: ResolvedConfig, task: Task, model: Decoder, rounds: int) -> dict[str, Any]:
+def time_steps(config: ResolvedConfig, task: Task, model: PolicyModel, rounds: int) -> dict[str, Any]:
     """Return the milliseconds of a step by GRPO, whole and by stage, in which every rollout has a gradient."""
     timed = timed_trainer(config, task, model, trains=False)
     timed.trainer.objective = RandomAdvantages("grpo", {})

@@ -11,14 +11,18 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.model.checkpoint import kept_files, new_files
-from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
+from maxrl_fast.rollout.plain import PlainEngine
 from maxrl_fast.run.fingerprints import fingerprints
+from maxrl_fast.run.resume import Saved
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -26,6 +30,7 @@ from maxrl_fast.tasks.gym import GymTask, check_config
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import GYM, dataset_spec, is_file, unknown_task
 from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.exactness import check_exact
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -105,21 +110,24 @@ def build_scorer(options: RewardOptions, task: Task) -> Scorer:
     return Scorer(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
 
 
-def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None = None) -> Decoder:
+def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None) -> PolicyModel:
     """Return the policy on the CPU, in float32, with adapters where asked.
 
     Args:
-        saved: sizes of the policy of a resumed run, whose weights are loaded later.
+        saved: the checkpoint of a resumed run, whose float32 weights are loaded later.
 
     Raises:
         InputError: where a checkpoint cannot be read or does not fit the task.
     """
     options, limit = config.model, config.rollout.max_new_tokens
-    if saved is not None:
-        model = Decoder.empty(saved)
-    elif options.model is not None:
+    start = options.model if saved is None else saved.directory
+    model: PolicyModel
+    if saved is not None and saved.decoder is not None:
+        model = Decoder.empty(saved.decoder)
+    elif start is not None:
         model = load_policy(
-            options.model,
+            start,
+            backend=options.model_backend,
             task=config.task.task,
             vocab_size=task.vocab_size,
             prompt_length=task.prompt_length,
@@ -145,7 +153,16 @@ def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None
     return model
 
 
-def build_policy_files(task: Task, model: Decoder, start: Path | None) -> dict[str, Any]:
+def compare_policy(model: PolicyModel) -> str:
+    """Return a sentence on how close a policy of transformers is to the model's own forward pass; "" for the native decoder.
+
+    Raises:
+        InputError: where it is not close enough to train.
+    """
+    return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
+
+
+def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
     """Return the files of the policy's checkpoints beside its weights, by name: JSON contents or bytes.
 
     Args:
@@ -154,8 +171,8 @@ def build_policy_files(task: Task, model: Decoder, start: Path | None) -> dict[s
     Raises:
         InputError: where a file cannot be read.
     """
-    kept = {} if start is None else kept_files(start, task.stop_ids)
-    return {**new_files(model.config, task.stop_ids), **task.tokenizer_files(), **kept}
+    own = new_files(model.config, task.stop_ids) if start is None else kept_files(start, task.stop_ids)
+    return {**task.tokenizer_files(), **own}
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
@@ -166,7 +183,7 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
 
 def build_engine(
     name: str,
-    model: Decoder,
+    model: PolicyModel,
     task: Task,
     dtype: torch.dtype,
     *,
@@ -206,12 +223,17 @@ def build_engine(
             ranks=ranks,
             tensor_parallel=vllm_tensor_parallel,
         )
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+    engine: NativeEngine | PlainEngine
+    if isinstance(model, HuggingFacePolicy):
+        engine = PlainEngine(model, dtype, cache_bytes=cache_bytes)
+    else:
+        assert isinstance(model, Decoder)
+        engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
     engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
     return engine
 
 
-def build_run_engine(config: ResolvedConfig, model: Decoder, task: Task, ranks: Ranks | None = None) -> Engine:
+def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None) -> Engine:
     """Return the rollout engine of a run; raises as `build_engine` does."""
     options = config.rollout
     return build_engine(
@@ -242,7 +264,11 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
 
 
 def build_learner(
-    config: ResolvedConfig, model: Decoder, ranks: Ranks | None = None, module: Any = None, reference: Decoder | None = None
+    config: ResolvedConfig,
+    model: PolicyModel,
+    ranks: Ranks | None = None,
+    module: Any = None,
+    reference: PolicyModel | None = None,
 ) -> Learner:
     """Return the learner of reinforcement learning, with a new optimizer."""
     options = config.optimizer
@@ -260,7 +286,7 @@ def build_learner(
 
 
 def build_warm_start(
-    config: ResolvedConfig, task: Task, model: Decoder, ranks: Ranks | None = None, module: Any = None
+    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks | None = None, module: Any = None
 ) -> WarmStart:
     """Return the warm start, with a learner and an optimizer of its own."""
     options, optimizer = config.warm_start, config.optimizer
@@ -313,7 +339,7 @@ def build_trainer(
     task: Task,
     engine: Engine,
     scorer: Scorer,
-    model: Decoder,
+    model: PolicyModel,
     clock: Stopwatch | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Trainer, WarmStart]:

@@ -5,6 +5,10 @@ class InputError(ValueError):
     """The user's input is invalid. The message says what was expected and what was given; exit code 2."""
 
 
+class UnsupportedModelError(InputError):
+    """A checkpoint is of a model that the native decoder does not have."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss, gradient or log-probability became NaN or infinite. The message says where; exit code 1."""
 

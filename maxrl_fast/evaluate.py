@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.build import build_engine, build_scorer, build_task
+from maxrl_fast.build import build_engine, build_scorer, build_task, compare_policy
 from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
 from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
 from maxrl_fast.distributed.ranks import Ranks
@@ -35,8 +35,8 @@ from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, number
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.files.durable import atomic_file, locked
 from maxrl_fast.hardware import versions
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy import load_policy
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.output import protect_output
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
@@ -54,7 +54,7 @@ class Policy:
 
     source: Source
     task: Task  # with the policy's tokenizer
-    model: Decoder
+    model: PolicyModel
     engine: Engine
 
 
@@ -174,9 +174,10 @@ def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: 
     )
     if like is not None and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config:
         return Policy(source, task, model, like.engine)
+    compare_policy(model.to(config.place.device))
     engine = build_engine(
         sampling.rollout,
-        model.to(config.place.device),
+        model,
         task,
         getattr(torch, config.place.dtype),
         max_new_tokens=sampling.max_new_tokens,

@@ -17,6 +17,7 @@ from maxrl_fast.build import (
     build_scorer,
     build_task,
     build_trainer,
+    compare_policy,
     dtype_of,
 )
 from maxrl_fast.config.checks import check
@@ -91,7 +92,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         saved = find_saved(out, ranks, screen.warn) if is_resumed else None
-        model = build_policy(config, task, saved.decoder if saved else None)
+        model = build_policy(config, task, saved)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
         fingerprints = build_fingerprints(config, task)
         if saved:
@@ -99,19 +100,21 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if config.run.dry_run:
             screen.say(estimate(config, task, model))
             return 0
-        engine = build_run_engine(config, model.to(device), task, ranks)
+        model = model.to(device)
+        # Before the policy is compared, so that the attention that will run is compared.
+        tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
+        compared = compare_policy(model)
+        engine = build_run_engine(config, model, task, ranks)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
-        tried = choose(device, dtype_of(config), model.config.head_sizes, lambda failed: ranks.any(failed, device))
-        for line in (*describe_run(config, task, model, ranks, saved.directory if saved else None), *tried):
-            screen.say(line)
-        screen.say(f"rollout engine: {engine.describe()}")
-        if how := scorer.describe():
-            screen.say(how)
+        described = describe_run(config, task, model, ranks, saved.directory if saved else None)
+        for line in (*described, *tried, compared, f"rollout engine: {engine.describe()}", scorer.describe()):
+            if line:
+                screen.say(line)
 
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)

@@ -13,7 +13,17 @@ FREE = (
     *("diagnose_every", "log_to", "vllm_url"),
 )
 # options that fix the shape of the policy,
-POLICY = ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "rope_theta", "lora_rank", "lora_targets")
+POLICY = (
+    "model_backend",
+    "hidden_size",
+    "intermediate_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "rope_theta",
+    "lora_rank",
+    "lora_targets",
+)
 # and options that change the numbers by rounding alone. All others change the mathematics, or, as eval_prompts
 # and eval_samples do, what is measured: the evaluation after the checkpoint is made again, and `best` compares evaluations.
 ROUNDING = (

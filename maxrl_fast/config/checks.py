@@ -69,6 +69,8 @@ def check(config: Config) -> None:
     if options["resume"] is not None and options["out"] not in (None, options["resume"]):
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
     _check_multiples(options)
+    if options["model_backend"] == "transformers" and options["compile"]:
+        raise InputError("--compile is for the native decoder, got --model-backend transformers")
 
 
 def check_task(name: str) -> None:

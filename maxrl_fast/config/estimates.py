@@ -9,14 +9,14 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.flash import kernel_for
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.tasks import Task
 
 
-def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Ranks, saved: Path | None = None) -> list[str]:
+def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None = None) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     threads = f"{config.run.threads} thread{'' if config.run.threads == 1 else 's'}"
@@ -35,7 +35,8 @@ def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Rank
     switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [compiled] * config.run.compile
     attention = kernel_for(device, dtype, model.config.head_dim).name
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
-    policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder, {_parameters(model):,} parameters"
+    policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder ({model.backend}), "
+    policy += f"{_parameters(model):,} parameters"
     return [
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {task.name}, "
         f"seed {config.run.seed}",
@@ -45,7 +46,7 @@ def describe_run(config: ResolvedConfig, task: Task, model: Decoder, ranks: Rank
     ]
 
 
-def estimate(config: ResolvedConfig, task: Task, model: Decoder) -> str:
+def estimate(config: ResolvedConfig, task: Task, model: PolicyModel) -> str:
     """Return the options that the run takes, and estimates of its memory and of the work of a step."""
     flat, parameters = config.flat(), _parameters(model)
     hidden = not_taken(Choices.of(flat))
@@ -65,7 +66,7 @@ def estimate(config: ResolvedConfig, task: Task, model: Decoder) -> str:
     return "\n".join(lines)
 
 
-def _memory(config: ResolvedConfig, task: Task, model: Decoder) -> dict[str, float]:
+def _memory(config: ResolvedConfig, task: Task, model: PolicyModel) -> dict[str, float]:
     """Return bytes by what they are for, with all responses at their limit."""
     sizes, options, device = model.config, config.rollout, torch.device(config.run.device)
     parameters, trained = _parameters(model), _trained(model)
@@ -97,11 +98,11 @@ def _memory(config: ResolvedConfig, task: Task, model: Decoder) -> dict[str, flo
     return memory
 
 
-def _parameters(model: Decoder) -> int:
+def _parameters(model: PolicyModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _trained(model: Decoder) -> int:
+def _trained(model: PolicyModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -202,10 +202,13 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of Qwen2, Qwen3, Llama 3 or SmolLM2."""
+    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that transformers has."""
 
     model: Annotated[Path | None, unset("DIR", "none, a new model")] = None
     """Hugging Face checkpoint directory to start from; the sizes below are then its own."""
+    model_backend: Literal["auto", "native", "transformers"] = "auto"
+    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers (docs/models.md lists which), or
+    auto: native where it has the model."""
     hidden_size: int = 128
     """Size of the hidden states."""
     intermediate_size: int = 256

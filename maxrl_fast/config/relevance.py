@@ -23,6 +23,7 @@ class Choices:
     task: str = "maze"
     reward: str | None = None
     resume: Any = None
+    model: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
     rollout: str = "native"
@@ -49,6 +50,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
     elif choices.vllm_url is not None:  # they are options of the server
         found |= dict.fromkeys(("vllm_tensor_parallel", "kv_cache_gb"), "a run with --vllm-url")
+    if choices.model is None:
+        found["model_backend"] = "a run without --model"
     if choices.resume is None:
         found["allow_changes"] = "a run without --resume"
     return found

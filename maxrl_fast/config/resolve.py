@@ -21,6 +21,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
+from maxrl_fast.model.policy import backend_of
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import objective_options
@@ -50,10 +51,19 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> ResolvedC
         warm_start=_warm_start(config, task),
         optimizer=config.optimizer,
         loss=_loss(config),
-        model=config.model,
+        model=dataclasses.replace(config.model, model_backend=_backend(config)),
         evaluation=_evaluation(config, task),
         run=_run(config, ranks),
     )
+
+
+def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
+    directory, wanted = config.model.model, config.model.model_backend
+    if wanted != "auto":
+        return wanted
+    if directory is None or not (directory / "config.json").exists():  # a run that resumes has a checkpoint of its own
+        return "native"
+    return "transformers" if backend_of(directory) == "transformers" else "native"
 
 
 def _rollout(config: Config, task: Task) -> ResolvedRollout:

@@ -9,7 +9,7 @@ In the backward pass, each part's FlashAttention backward is called with the *me
 probabilities exp(s - l) over prompt and response together, so the gradients are exact and the two parts add up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class SharedPromptLayout:
     sequences: VarlenSpec  # causal attention of the first part
     to_prompts: VarlenSpec | None  # all responses to sequence b attend to all of sequence b; None without responses
     responses: VarlenSpec | None  # causal attention of each response to itself
+    answers: Tensor  # [S] int64, the sequence that each response answers, on the host
+    with_prompts: dict[Any, Any] = field(default_factory=dict)  # what formed_attention.py makes of it, once for all layers
 
     @classmethod
     def build(cls, lengths: Tensor, response_lengths: Tensor, answers: Tensor, device: torch.device) -> "SharedPromptLayout":
@@ -50,6 +52,7 @@ class SharedPromptLayout:
             sequences=VarlenSpec(lengths, lengths, device, causal=True),
             to_prompts=VarlenSpec(by_prompt, lengths, device) if has_responses else None,
             responses=VarlenSpec(response_lengths, response_lengths, device, causal=True) if has_responses else None,
+            answers=answers,
         )
 
     @property

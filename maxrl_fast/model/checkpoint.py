@@ -15,10 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.files.durable import atomic_directory
 from maxrl_fast.files.untrusted import check_regular, read_json, shown
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
+from maxrl_fast.model.huggingface import HuggingFaceSizes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
@@ -88,8 +89,10 @@ def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, 
         save_file(shard, aside / file, metadata={"format": "pt"})
 
 
-def hf_config(config: DecoderConfig) -> dict[str, Any]:
+def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
     """Return the contents of config.json."""
+    if not isinstance(config, DecoderConfig):
+        return dict(config.fields)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}
@@ -110,7 +113,7 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def new_files(config: DecoderConfig, stop_ids: Collection[int]) -> dict[str, Any]:
+def new_files(config: DecoderConfig | HuggingFaceSizes, stop_ids: Collection[int]) -> dict[str, Any]:
     """Return the JSON contents of config.json and generation_config.json of a new policy."""
     return {
         "config.json": hf_config(config),
@@ -144,12 +147,29 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
     try:
-        safe = json.loads(json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS})
+        safe = without_code(fields)
         # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand times its size.
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items())
     except RecursionError as error:
         raise InputError(f"cannot read the checkpoint's {shown(path)}: it is nested too deeply") from error
     return f"{{\n{lines}\n}}\n".encode()
+
+
+def without_code(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration without keys that make transformers run code, at any depth."""
+    safe: dict[str, Any] = json.loads(
+        json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
+    )
+    return safe
+
+
+def num_tensors(directory: Path) -> int:
+    """Return the number of weights in a checkpoint directory, from the headers of its files.
+
+    Raises:
+        InputError: if a file cannot be read.
+    """
+    return len(_find_tensors(directory))
 
 
 def load_checkpoint(directory: Path) -> Decoder:
@@ -267,19 +287,20 @@ def read_config(path: Path) -> DecoderConfig:
     """Return the configuration of a checkpoint from its config.json.
 
     Raises:
-        InputError: if the file cannot be read, or the architecture or one of its variants is not supported.
+        InputError: if the file cannot be read.
+        UnsupportedModelError: if the native decoder does not have the architecture or one of its variants.
     """
     fields = read_json(path)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}")
+        raise UnsupportedModelError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}")
     wanted = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False}
     for key, value in wanted.items():
         if key in fields and fields[key] != value and not (model_type == "qwen2" and key == "attention_bias"):
-            raise InputError(f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}")
+            raise UnsupportedModelError(f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}")
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise InputError(f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}")
+        raise UnsupportedModelError(f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}")
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):  # written by transformers 4 and 5
         if not isinstance(fields.get(key) or {}, dict):
@@ -288,7 +309,9 @@ def read_config(path: Path) -> DecoderConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "llama3") or part != 1.0:
-        raise InputError(f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}")
+        raise UnsupportedModelError(
+            f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}"
+        )
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if not isinstance(dtype, str) or dtype not in DTYPES:

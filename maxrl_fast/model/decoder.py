@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary, has_kernels
 from maxrl_fast.model.linear import Linear, LoraLinear, whole
+from maxrl_fast.model.policy_model import PolicyModel
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -77,11 +78,6 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-
-    @property
-    def head_sizes(self) -> tuple[int, int, int]:
-        """Numbers of query heads and of key heads, and the head size."""
-        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -196,13 +192,13 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(nn.Module):
+class Decoder(PolicyModel):
     """Decoder over a packed stream of tokens. The caller supplies the attention function.
 
     If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which recomputes the layer.
     """
 
-    checkpoint_activations = False
+    config: DecoderConfig
     is_compiled = False  # by compile_layers
 
     def __init__(self, config: DecoderConfig):
@@ -241,6 +237,10 @@ class Decoder(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.layers)
 
     def compile_layers(self) -> None:
         """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation.

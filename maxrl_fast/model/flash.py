@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tiling import Tiling, length_buckets, padding_mask, tile
+from maxrl_fast.model.tiling import Tiling, causal_mask, length_buckets, padding_mask, tile
 from maxrl_fast.transfers import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -26,13 +26,16 @@ _HALF = (torch.bfloat16, torch.float16)
 class VarlenSpec:
     """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
 
-    A causal sequence has as many queries as keys. A sequence without queries may have keys; one with queries must have keys.
+    In a causal sequence the last query attends to all keys, and each query before it to one key fewer. A sequence without
+    queries may have keys; one with queries must have keys.
     """
 
     q_lengths: Tensor  # [B] int64, on the host
     k_lengths: Tensor  # [B] int64, on the host
     device: torch.device
     causal: bool = False
+    window: int = 0  # a causal query attends only to the last `window` keys up to its own; 0: to all
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
 
     def __post_init__(self) -> None:
         if bool(((self.q_lengths > 0) & (self.k_lengths < 1)).any()):
@@ -51,10 +54,18 @@ class VarlenSpec:
         """Padded tiles of queries and keys, of sequences with similar length, and the mask of the keys' padding."""
         tiles = []
         for chosen in length_buckets(self.q_lengths):
-            mask = None if self.causal else padding_mask(self.k_lengths[chosen])
+            mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
             q, k = (tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths))
             tiles.append((q, k, None if mask is None else mask.to(self.device)))
         return tiles
+
+    def _mask(self, q_lengths: Tensor, k_lengths: Tensor) -> Tensor | None:
+        """Return the mask of a tile; None where the kernel's own causal mask, or none at all, does."""
+        if not self.causal:
+            return padding_mask(k_lengths)
+        if not self.window and torch.equal(q_lengths, k_lengths):
+            return None
+        return causal_mask(q_lengths, k_lengths, self.window)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
@@ -63,14 +74,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, 
     Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of Hkv. Returns o [Tq, Hq, D] and
     l [Tq, Hq] (float32; float64 for float64 inputs).
     """
-    return kernel_for(q.device, q.dtype, q.shape[-1]).forward(q, k, v, spec)
+    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention, or merged with another."""
-    return kernel_for(q.device, q.dtype, q.shape[-1]).backward(grad, q, k, v, o, lse, spec)
+    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(grad, q, k, v, o, lse, spec)
 
 
 @dataclass(frozen=True)
@@ -82,13 +93,15 @@ class Kernel:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor, Tensor]]
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """Return the kernel for inputs on this device, of this dtype and head size."""
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0) -> Kernel:
+    """Return the kernel for inputs on this device, of this dtype and head size. torch's own varlen kernel has no soft cap."""
     if device.type == "cpu":
         return PADDED_CPU
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
         return PADDED_REFERENCE
-    return FLASH_ATTN if current_flash_attention_impl() is None and _flash_attn() else TORCH_VARLEN
+    if _flash_attn() and (softcap or current_flash_attention_impl() is None):
+        return FLASH_ATTN
+    return PADDED_REFERENCE if softcap else TORCH_VARLEN
 
 
 @cache
@@ -100,8 +113,12 @@ def _is_recent(device: torch.device) -> bool:
 # On a GPU in half precision: packed sequences without padding.
 
 
+def _window(spec: VarlenSpec) -> dict[str, int]:
+    return {"window_size_left": spec.window - 1, "window_size_right": 0} if spec.window else {}
+
+
 def _torch_varlen_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spec.varlen, 0.0, spec.causal, False)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spec.varlen, 0.0, spec.causal, False, **_window(spec))
     return o, lse.t()
 
 
@@ -111,7 +128,7 @@ def _torch_varlen_backward(
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of the dropout, which is off
     unused = torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen, 0.0, spec.causal, no_dropout, unused
+        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen, 0.0, spec.causal, no_dropout, unused, **_window(spec)
     )
     return grads
 
@@ -141,7 +158,10 @@ def _flash_attn() -> Any:
 
 def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o, lse, *_ = _flash_attn()._flash_attn_varlen_forward(
-        q, k, v, *spec.varlen, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5, causal=spec.causal
+        *(q, k, v, *spec.varlen),
+        **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spec.causal},
+        **_window(spec),
+        **({"softcap": spec.softcap} if spec.softcap else {}),
     )
     return o, lse.t()
 
@@ -153,7 +173,8 @@ def _flash_attn_backward(
     _flash_attn()._flash_attn_varlen_backward(
         *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spec.varlen),
         **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spec.causal},
-        **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "deterministic": False},
+        **({"window_size_left": -1, "window_size_right": -1} | _window(spec)),  # -1: no limit
+        **{"softcap": spec.softcap, "alibi_slopes": None, "deterministic": False},
     )
     return grads
 
@@ -161,30 +182,41 @@ def _flash_attn_backward(
 # Elsewhere: padded tiles.
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compute `forward` for sequences of equal length: q [B, Lq, heads, D], k and v [B, Lk, heads, D].
 
     mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D] and l [B, Lq, heads].
     Lq and Lk must not be 0: the CPU kernel divides by them, which kills the process.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not softcap:
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_for_cpu(mask, q))
     else:
-        o, lse = attend_reference(q, k, v, causal, mask)
+        o, lse = attend_reference(q, k, v, causal, mask, softcap)
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool = False, mask: Tensor | None = None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `backward` for sequences of equal length."""
     grad, q, k, v, o, lse = (x.transpose(1, 2) for x in (grad, q, k, v, o, lse))
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not softcap:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = kernel(grad, q, k, v, o, lse, 0.0, causal, attn_mask=_for_cpu(mask, q))
     else:
-        grads = attend_backward_reference(grad, q, k, v, o, lse, causal, mask)
+        grads = attend_backward_reference(grad, q, k, v, o, lse, causal, mask, softcap)
     return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -198,8 +230,10 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: float) -> Tensor:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
     if causal:
@@ -207,23 +241,36 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
     return scores
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Compute `attend` in plain PyTorch for [B, heads, L, D], in any dtype and on any device."""
     wide_q, wide_k, wide_v = _wide(q, k, v)
-    scores = _scores(wide_q, wide_k, causal, mask)
+    scores = _scores(wide_q, wide_k, causal, mask, softcap)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ wide_v).to(v.dtype), lse
 
 
 def attend_backward_reference(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attend_backward` in plain PyTorch for [B, heads, L, D]."""
     dtype = q.dtype
     grad, q, k, v, o = _wide(grad, q, k, v, o)
-    p = (_scores(q, k, causal, mask) - lse[..., None]).exp()
+    scores = _scores(q, k, causal, mask, softcap)
+    p = (scores - lse[..., None]).exp()
     grad_p = grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)
     grad_s = p * grad_p * q.shape[-1] ** -0.5
+    if softcap:
+        grad_s = grad_s * (1 - (scores / softcap).clamp_min(-1).square())  # masked scores are -inf
     grads = grad_s @ k, grad_s.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
 
@@ -233,13 +280,18 @@ def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
     return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
+def _how(spec: VarlenSpec, mask: Tensor | None) -> dict[str, Any]:
+    """Return the options of `attend` for a tile; a causal tile with a mask has all that is causal in the mask."""
+    return {"causal": spec.causal and mask is None, "mask": mask, "softcap": spec.softcap}
+
+
 def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spec.tiles:
         keys = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        part = attend(q_tile.pad(q), *keys, causal=spec.causal, mask=mask)
+        part = attend(q_tile.pad(q), *keys, **_how(spec, mask))
         q_tile.unpad_into(o, part[0])
         q_tile.unpad_into(lse, part[1])
     return o, lse
@@ -253,7 +305,7 @@ def _padded_backward(
     for q_tile, k_tile, mask in spec.tiles:
         padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
         padded = (q_tile.pad(grad), q_tile.pad(q), padded_k, padded_v, q_tile.pad(o), q_tile.pad(lse))
-        grad_q, *grad_kv = attend_backward(*padded, causal=spec.causal, mask=mask)
+        grad_q, *grad_kv = attend_backward(*padded, **_how(spec, mask))
         q_tile.unpad_into(grads[0], grad_q)
         for packed, part in zip(grads[1:], grad_kv, strict=True):
             k_tile.unpad_into(packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3))

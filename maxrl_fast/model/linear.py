@@ -1,8 +1,13 @@
 """Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA, Hu et al. 2021)."""
 
+import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,11 +25,11 @@ class LoraLinear(Linear):
 
     ADAPTER = ("lora_a", "lora_b")
 
-    def __init__(self, base: Linear, rank: int, alpha: float, generator: torch.Generator):
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.requires_grad_(False)
-        self.scale = alpha / rank
+        self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         device = base.weight.device
         # A is initialised like a linear layer and B with zeros, so that training starts from W itself.
         bound = 1 / math.sqrt(base.in_features)
@@ -54,6 +59,11 @@ def whole(x: Tensor) -> Tensor:
     return full
 
 
+def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module multiplies with its matrix and does nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward)
+
+
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
     """Freeze a model and add adapters to its linear layers named in `targets`.
 
@@ -66,11 +76,50 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     wanted = {name.strip() for name in targets.split(",")}
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Linear) and name.count(".") > 1}
+    found = {name: module for name, module in model.named_modules() if _is_adaptable(module) and name.count(".") > 1}
     names = {name.rpartition(".")[2] for name in found}
+    if not names:
+        raise InputError("lora_rank must be 0 for this policy, whose layers have no torch.nn.Linear to adapt")
     for name in sorted(wanted - names):
         raise InputError(f"lora_targets must be among {', '.join(sorted(names))}, got {name!r}")
     for path, base in found.items():
         parent, _, name = path.rpartition(".")
         if name in wanted:
             setattr(model.get_submodule(parent), name, LoraLinear(base, rank, alpha, generator))
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters' matrices by the names that peft gives them. With sharded weights, all ranks must iterate together."""
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            name = f"base_model.model.{path.removeprefix('hf.')}"
+            yield f"{name}.lora_A.weight", whole(module.lora_a.detach())
+            yield f"{name}.lora_B.weight", whole(module.lora_b.detach())
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """Return the contents of peft's adapter_config.json; {} for a model without adapters."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    if not found:
+        return {}
+    one = next(iter(found.values()))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": one.rank,
+        "lora_alpha": one.alpha,
+        "target_modules": sorted({path.rpartition(".")[2] for path in found}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "base_model_name_or_path": None,
+    }
+
+
+def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write adapters as peft reads them, into a new folder; nothing where there are none."""
+    if config:
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")

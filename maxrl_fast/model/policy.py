@@ -1,13 +1,15 @@
 """The initial policy of a run: a new decoder, or a checkpoint that fits the task."""
 
+import importlib.util
 from pathlib import Path
 
 import torch
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.hardware import memory_bytes
-from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.model.checkpoint import load_checkpoint, read_checked_config, read_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 
 def new_policy(
@@ -51,20 +53,65 @@ def new_policy(
     return model
 
 
-def load_policy(directory: Path, *, task: str, vocab_size: int, prompt_length: int, max_new_tokens: int) -> Decoder:
+def backend_of(directory: Path, wanted: str = "auto") -> str:
+    """Return what runs the policy of a checkpoint directory, "native" or "transformers".
+
+    Args:
+        wanted: one of these, or "auto": native where our decoder has the model, else transformers.
+
+    Raises:
+        InputError: if config.json cannot be read, or neither has the model.
+    """
+    if wanted != "auto":
+        return wanted
+    try:
+        read_config(directory / "config.json")
+    except UnsupportedModelError as error:
+        if importlib.util.find_spec("transformers") is None:
+            raise InputError(f"{error}; for other models: pip install 'maxrl_fast[hf]'") from error
+        from maxrl_fast.model.huggingface_checkpoint import read_huggingface
+
+        read_huggingface(directory)
+        return "transformers"
+    return "native"
+
+
+def read_sizes(directory: Path) -> PolicySizes | DecoderConfig:
+    """Return the sizes of the policy of a checkpoint directory, without its weights.
+
+    Raises:
+        InputError: as `backend_of` and `read_checked_config`.
+    """
+    if backend_of(directory) == "native":
+        return read_checked_config(directory)
+    from maxrl_fast.model.huggingface_checkpoint import read_huggingface
+
+    return read_huggingface(directory)[1]
+
+
+def load_policy(
+    directory: Path, *, task: str, vocab_size: int, prompt_length: int, max_new_tokens: int, backend: str = "auto"
+) -> PolicyModel:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
     Args:
+        backend: as `wanted` of `backend_of`.
         task: name of the task, for error messages.
         prompt_length: length of the longest prompt, in tokens.
 
     Raises:
         InputError: if it cannot be read, its vocabulary is not the task's, or it has too few positions.
     """
-    model = load_checkpoint(directory)
+    longest = prompt_length + max_new_tokens
+    model: PolicyModel
+    if backend_of(directory, backend) == "native":
+        model = load_checkpoint(directory)
+    else:
+        from maxrl_fast.model.huggingface_checkpoint import load_huggingface  # which imports transformers
+
+        model = load_huggingface(directory, longest)
     if model.config.vocab_size != vocab_size:
         raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
-    longest = prompt_length + max_new_tokens
     if model.config.max_position_embeddings < longest:
         raise InputError(
             f"prompts of {prompt_length} and responses of {max_new_tokens} tokens need {longest} "

@@ -76,3 +76,15 @@ def padding_mask(lengths: Tensor) -> Tensor | None:
         return None
     padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
     return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[:, None, None, :]
+
+
+def causal_mask(q_lengths: Tensor, k_lengths: Tensor, window: int) -> Tensor:
+    """Return an additive mask [B, 1, longest q, longest k] float32: the last query of a sequence is at its last key, and each
+    query attends to the last `window` keys up to its own (0: to all of them)."""
+    q, k = (torch.arange(int(lengths.max()), device=lengths.device) for lengths in (q_lengths, k_lengths))
+    at = q[:, None] + (k_lengths - q_lengths)[:, None, None]  # [B, q, 1], the key at which each query is
+    is_seen = (k <= at) & (k < k_lengths[:, None, None])
+    if window:
+        is_seen &= k > at - window
+    is_seen |= (q[:, None] >= q_lengths[:, None, None]) & (k == 0)  # padding needs a key, so that its numbers are finite
+    return torch.zeros(is_seen.shape, device=k.device).masked_fill(~is_seen, float("-inf"))[:, None]

@@ -4,6 +4,7 @@ The operators behind them have no kernels of their own: they call those of token
 operators they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
 """
 
+import math
 from functools import cache, lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels, operator, register_fake
-from maxrl_fast.ops.arguments import check_integer, check_tensor
+from maxrl_fast.ops.arguments import check_integer, check_number, check_tensor
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
@@ -49,6 +50,7 @@ def linear_policy_gradient_loss(
     aggregation: str = "token_mean",
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_gradient_loss of the logits hidden @ weight.T without ever holding all logits in memory.
@@ -66,6 +68,7 @@ def linear_policy_gradient_loss(
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
         weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and not allocated
             if weight is frozen (requires_grad False).
+        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: they stay.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (there a number of tokens
             that the multiprocessors divide evenly), but at least 128 tokens.
         others: as in policy_gradient_loss.
@@ -77,7 +80,7 @@ def linear_policy_gradient_loss(
         What policy_gradient_loss raises, and ValueError if hidden and weight do not fit each other. On a GPU the backward pass
         can run only once.
     """
-    size, chunk = _check(hidden, weight, chunk_tokens)
+    size, chunk = _check(hidden, weight, chunk_tokens, softcap)
     batch, terms = prepare(
         hidden.dtype,
         hidden.device,
@@ -103,10 +106,10 @@ def linear_policy_gradient_loss(
         denominator=denominator,
     )
     if not has_kernels(hidden.device):
-        return loss_and_metrics(token_loss_reference(hidden @ weight.to(hidden.dtype).T, batch, terms), hidden)
+        return loss_and_metrics(token_loss_reference(_logits(hidden, weight, softcap), batch, terms), hidden)
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
-    sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, *needed)
+    sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
     total, metrics = loss_and_metrics(sums, hidden)
     # The kernel has counted only the rows that it was given.
     left_out = counted - metrics["tokens"]
@@ -122,26 +125,33 @@ def linear_token_logprobs(
     targets: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H] and chunk_tokens are as in
+    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and chunk_tokens are as in
     linear_policy_gradient_loss. The backward pass computes the logits again.
     """
-    size, chunk = _check(hidden, weight, chunk_tokens)
+    size, chunk = _check(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)
     targets = targets.long().contiguous()
     if not has_kernels(hidden.device):
-        return token_logprobs_reference(hidden @ weight.to(hidden.dtype).T, targets, temperature)
+        return token_logprobs_reference(_logits(hidden, weight, softcap), targets, temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(hidden.dtype)).contiguous()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, *split_temperature(temperature), chunk)
+    logprobs, entropy = linear_logprobs(hidden, weight, targets, *split_temperature(temperature), chunk, softcap)
     return logprobs, entropy
 
 
-def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> tuple[int, int]:
+def _logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
+    logits = hidden @ weight.to(hidden.dtype).T
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _check(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float) -> tuple[int, int]:
     """Return V and the given number of tokens in a chunk, or 0; raise ValueError if hidden and weight do not fit."""
+    check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
     if hidden.dtype not in DTYPES:
@@ -204,7 +214,7 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 class _Chunks:
     """The logits hidden @ weight.T, one chunk after the other in the same memory, and the backward pass of the product."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool):
+    def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool, softcap: float = 0.0):
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -215,15 +225,23 @@ class _Chunks:
         self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
+        self.softcap, self.slope = softcap, torch.empty_like(self.buffer) if softcap else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
-            yield start, stop, torch.mm(self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start])
+            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start])
+            if self.slope is not None:
+                bounded = logits.div_(self.softcap).tanh_()
+                torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)  # d tanh(x) / dx
+                bounded.mul_(self.softcap)
+            yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
         """Add the gradient in the logits of a chunk [stop - start, V] to the gradients in hidden and weight."""
+        if self.slope is not None:
+            gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
             torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
         if self.grad_weight is not None:
@@ -271,22 +289,22 @@ _LOSS_SCHEMA = ", ".join(str(kernels.token_loss._schema).split("(")[1].split(")"
 
 
 @operator(
-    schema=f"(Tensor hidden, Tensor weight, {_LOSS_SCHEMA}, SymInt chunk, bool needs_hidden, bool needs_weight) "
+    schema=f"(Tensor hidden, Tensor weight, {_LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, bool needs_weight) "
     "-> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.
 
-    The arguments behind the weight are those of token_loss, the tokens in a chunk, and which gradients are needed.
+    The arguments behind the weight are those of token_loss, the tokens in a chunk, the soft cap, and which gradients to give.
     """
-    *loss, chunk, needs_hidden, needs_weight = arguments
+    *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
     index, rows = _needed_index(batch, terms), hidden
     if index is not None:
         rows, batch = hidden.index_select(0, index), batch.take(index)
     if terms.loss == "gspo" and batch.old_logprobs is not None:
-        batch = with_sequence_ratios(batch, _logprobs(rows, weight, batch.targets, batch.temperature, chunk)[0])
-    chunks = _Chunks(rows, weight, chunk, needs_hidden, needs_weight)
+        batch = with_sequence_ratios(batch, _logprobs(rows, weight, batch.targets, batch.temperature, chunk, softcap)[0])
+    chunks = _Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     for start, stop, logits in chunks:
         part = loss_arguments(batch.rows(start, stop), terms)
@@ -342,12 +360,12 @@ register_backward(linear_loss, "linear_policy_gradient_loss", _linear_loss_backw
 
 
 def _logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies, [T] each."""
     parts = [
         kernels.token_logprobs(logits, *_rows(targets, temperature, start, stop))
-        for start, stop, logits in _Chunks(hidden, weight, chunk, False, False)
+        for start, stop, logits in _Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
     return tuple(torch.cat([none, *(part[i] for part in parts)]) for i in range(2))  # type: ignore[return-value]
@@ -360,29 +378,29 @@ def _rows(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -
 
 @operator()
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the targets [T], and the entropies [T]."""
-    return _logprobs(hidden, weight, targets, temperature if temperatures is None else temperatures, chunk)
+    return _logprobs(hidden, weight, targets, temperature if temperatures is None else temperatures, chunk, softcap)
 
 
 @register_fake(linear_logprobs)
 def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     shape, dtype = hidden.shape[:1], real_dtype(hidden.dtype)
     return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.temperature, ctx.chunk = inputs
+    *tensors, ctx.temperature, ctx.chunk, ctx.softcap = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:2]
     contiguous = (grad.contiguous() for grad in grads)
-    gradients = linear_logprobs_backward(*ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, *needed)
+    gradients = linear_logprobs_backward(*ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, ctx.softcap, *needed)
     return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
 
 
@@ -399,11 +417,12 @@ def linear_logprobs_backward(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
     chunk: int,
+    softcap: float,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed."""
-    chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight)
+    chunks = _Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     for start, stop, logits in chunks:
         rows = _rows(targets, temperature if temperatures is None else temperatures, start, stop)
         kernels.token_logprobs_backward_(logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop])
@@ -421,6 +440,7 @@ def _(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
     chunk: int,
+    softcap: float,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:

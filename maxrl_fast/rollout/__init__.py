@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError, NonFiniteError
-from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts
 
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """
 
 
-def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model: DecoderConfig) -> None:
+def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes) -> None:
     """Raise InputError for a request that no engine can serve.
 
     These are empty prompts, token ids outside the vocabulary, prompts too long for the model's context, and sampling options

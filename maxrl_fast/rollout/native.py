@@ -6,6 +6,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder
@@ -89,8 +90,9 @@ class NativeEngine:
             )
         return prompt, own
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         """Copy the policy's weights into the decoder."""
+        assert isinstance(model, Decoder)
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:

@@ -31,7 +31,7 @@ from maxrl_fast.distributed.ranks import Ranks, own_gpu
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.checkpoint import hf_config
-from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
@@ -95,7 +95,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: PolicyModel,
         dtype: torch.dtype,
         *,
         cache_bytes: int | None = None,
@@ -116,7 +116,7 @@ class VllmEngine:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         with _process_restored(), tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(self.config)))
+            (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(model)))
             vllm = importlib.import_module("vllm")
             if is_cpu:
                 _pad_heads()
@@ -153,7 +153,7 @@ class VllmEngine:
             f"{self.cache_bytes / 1e9:.3g} GB)"
         )
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its prefix cache.
 
         With sharded weights or a shared engine, the ranks must call this together.
@@ -218,7 +218,7 @@ class VllmEngine:
             self._is_asleep = True
 
 
-def named_weights(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all.
 
     With sharded weights, all ranks must iterate together.
@@ -242,16 +242,16 @@ def _rollouts(outputs: list[Any], num_samples: int, is_greedy: bool) -> Rollouts
     return Rollouts(packed, cu_seqlens, torch.zeros_like(sampled) if is_greedy else sampled, truncated)
 
 
-def _vllm_config(config: DecoderConfig) -> dict[str, Any]:
+def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     """Return the contents of config.json for vLLM."""
-    fields = hf_config(config)
-    if config.model_type == "qwen2":
+    fields = hf_config(model.config)
+    if model.config.model_type == "qwen2" and model.backend == "native":
         # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v is the same model.
         fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": True}
     return fields
 
 
-def _check_division(config: DecoderConfig, tensor_parallel: int) -> None:
+def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
     """Raise InputError where the model cannot be divided among this many ranks."""
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
     for name, size in sizes.items():
@@ -265,7 +265,7 @@ def _check_division(config: DecoderConfig, tensor_parallel: int) -> None:
         )
 
 
-def _memory_share(model: Decoder, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> float:
+def _memory_share(model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> float:
     """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing` ranks share the memory.
 
     Raises:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, ServerError, StorageError
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.vllm import check_version, named_weights
@@ -52,7 +52,7 @@ class VllmServerEngine:
         InputError: if no server answers, it has another version, or it was started with other options.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, url: str, *, ranks: Ranks | None = None):
+    def __init__(self, model: PolicyModel, dtype: torch.dtype, url: str, *, ranks: Ranks | None = None):
         self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
         if not self.url.startswith(("http://", "https://")):
@@ -77,7 +77,7 @@ class VllmServerEngine:
         """Describe the engine in a few words, for the report at the start of a run."""
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         """Write the policy's weights into the folder and let the server load them; all ranks call this together."""
         for i, (name, weight) in enumerate(named_weights(model, self.dtype)):  # gathered by all ranks together
             if self._ranks.is_first:

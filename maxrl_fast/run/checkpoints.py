@@ -2,6 +2,7 @@
 
 OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype
+    adapter/                    with --lora-rank: the adapters, as peft reads them
     state/*.safetensors         float32 weights, Adam's moments, the reference policy
     progress.json               step, next prompt, random states, lengths of the logs, configuration, sizes of the decoder
     checksums.json              size and SHA-256 of every file
@@ -24,7 +25,8 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
-from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
+from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
@@ -149,14 +151,14 @@ class Checkpoints:
             else:
                 self.newest = directory
 
-    def _record(self, directory: Path, progress: Progress, sizes: DecoderConfig) -> str:
+    def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
         """Return the content of progress.json as the run is now; only the first rank needs one."""
         if not self._ranks.is_first:
             return ""
         with self._stored(f"the checkpoint {directory}"):
             fields = {
                 "progress": dataclasses.asdict(progress),
-                "decoder": dataclasses.asdict(sizes),
+                "decoder": dataclasses.asdict(sizes),  # type: ignore[call-overload]  # each is a dataclass
                 "logs": self._files.log_marks(),
                 "random": random_states(),
                 "options": self._files.options,
@@ -169,6 +171,7 @@ class Checkpoints:
         """Write a checkpoint, in the thread."""
         with self._stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
             save_tensors(temporary / "state", snapshot.tensors)
+            save_adapters(temporary / "adapter", snapshot.adapter_config, snapshot.adapters)
             self._write_policy(temporary, record, snapshot.dtype, snapshot.weights)
         self._finish(directory)
 
@@ -180,9 +183,11 @@ class Checkpoints:
     def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
         """Write a checkpoint whose weights all ranks share."""
         weights = learner.model.weights()  # gathered by all ranks together
+        low_rank = dict(adapters(learner.model))
         with self._temporary(directory) as temporary:
             save_shards(temporary / "state", learner)
             if self._ranks.is_first:
+                save_adapters(temporary / "adapter", adapter_config(learner.model), low_rank)
                 self._write_policy(temporary, record, learner.model.config.dtype, weights)
             else:
                 for _ in weights:

@@ -23,7 +23,7 @@ class Saved:
 
     directory: Path
     progress: Progress
-    decoder: DecoderConfig
+    decoder: DecoderConfig | None  # None: transformers runs the policy, and reads its sizes from `directory`
     logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
@@ -33,12 +33,14 @@ class Saved:
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
         """Return the checkpoint in `directory` from the content of its progress.json."""
-        sizes = dict(fields["decoder"])
-        if sizes["rope_scaling"] is not None:
-            sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
+        sizes, decoder = dict(fields["decoder"]), None
+        if "rope_scaling" in sizes:
+            if sizes["rope_scaling"] is not None:
+                sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
+            decoder = DecoderConfig(**sizes)
         rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
         recorded = dict(fields["fingerprints"]) if "fingerprints" in fields else None
-        return cls(directory, Progress.of_json(fields["progress"]), DecoderConfig(**sizes), fingerprints=recorded, **rest)
+        return cls(directory, Progress.of_json(fields["progress"]), decoder, fingerprints=recorded, **rest)
 
 
 def _order(directory: Path) -> tuple[bool, int]:

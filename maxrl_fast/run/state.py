@@ -14,6 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.linear import adapter_config, adapters
 from maxrl_fast.training.learner import Learner
 
 FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
@@ -72,22 +73,26 @@ class Snapshot:
     """A copy on the host of everything of a learner that a checkpoint has, as it was at one moment."""
 
     tensors: dict[str, Tensor]  # of learner_tensors
-    weights: list[tuple[str, Tensor]]  # of Decoder.weights; in the memory of `tensors`, but for those merged with adapters
+    weights: list[tuple[str, Tensor]]  # of PolicyModel.weights; in the memory of `tensors`, but for those merged with adapters
     dtype: str  # in which the policy's weights are to be written
+    adapters: dict[str, Tensor]  # of linear.adapters
+    adapter_config: dict[str, Any]
 
     @classmethod
     def of(cls, learner: Learner) -> "Snapshot":
         """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
+        names = {tensor.data_ptr(): name for name, tensor in own.items() if name.startswith("model.")}
         weights = []
         for name, weight in learner.model.weights():
-            own_name = f"model.{name}"
-            is_merged = not weight.is_set_to(own[own_name])  # with an adapter, and so in memory of its own
-            weights.append((name, host_copy(weight) if is_merged else tensors[own_name]))
+            own_name = names.get(weight.data_ptr(), "")
+            is_copied = own_name and weight.is_set_to(own[own_name])  # neither merged with an adapter nor converted
+            weights.append((name, tensors[own_name] if is_copied else host_copy(weight)))
+        low_rank = {name: host_copy(weight) for name, weight in adapters(learner.model)}
         if learner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
-        return cls(tensors, weights, learner.model.config.dtype)
+        return cls(tensors, weights, learner.model.config.dtype, low_rank, adapter_config(learner.model))
 
 
 def host_copy(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import read_json
-from maxrl_fast.model.checkpoint import read_checked_config
+from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.prompt_process import Message, Prompt, PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.records import Prompts, pack
@@ -29,7 +29,7 @@ class TextCodec:
 
     def __init__(self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False):
         self.model = model
-        self.vocab_size = read_checked_config(model).vocab_size
+        self.vocab_size = read_sizes(model).vocab_size
         self._encoder = PromptEncoder(model, max_prompt_tokens, allow_special)
         self.tokenizer = load_tokenizer(model)  # which the encoder has shown to end; it decodes and encodes responses
         if len(self.tokenizer) > self.vocab_size:

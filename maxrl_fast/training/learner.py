@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.attention import shared_prompt_attention
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
 from maxrl_fast.model.linear import own_part, whole
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.training.optimizer import moment_variance
@@ -81,8 +81,8 @@ def run_batch(
     """Return the hidden states [T, H] that predict the batch's targets, in `dtype`, or what `finish` makes of them and the
     output matrix [V, H]."""
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return shared_prompt_attention(q, k, v, batch.layout)
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        return formed_attention(q, k, v, batch.layout, form)
 
     def of_targets(hidden: Tensor, weight: Tensor) -> Any:
         hidden = hidden.index_select(0, batch.target_rows)
@@ -104,13 +104,13 @@ class Learner:
         module: what runs the policy's passes (sharding.distribute); the model itself with one process.
     """
 
-    model: Decoder
+    model: PolicyModel
     optimizer: torch.optim.Optimizer
     settings: LossSettings
     clip_grad: float
     token_budget: int
     dtype: torch.dtype
-    reference: Decoder | None = None
+    reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     module: nn.Module | None = None
 
@@ -223,7 +223,8 @@ class Learner:
                 kl=settings.kl,
                 kl_coef=settings.kl_coef,
                 entropy_coef=settings.entropy_coef,
-                temperature=settings.temperature,
+                temperature=settings.temperature / self.model.logit_scale,
+                softcap=self.model.softcap / self.model.logit_scale,
                 aggregation=settings.aggregation,
                 denominator=denominator,
             )
@@ -231,7 +232,7 @@ class Learner:
         loss, metrics = run_batch(self._module, batch, self.dtype, finish)
         return loss, metrics
 
-    def logprobs(self, model: Decoder, samples: Samples, sequences: Tensor) -> Tensor:
+    def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
         temperature."""
         tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
@@ -260,11 +261,12 @@ class Learner:
         return dataclasses.replace(samples, rollouts=rollouts), metrics
 
     @torch.no_grad()
-    def _batch_logprobs(self, model: Decoder, batch: MicroBatch) -> Tensor:
-        temperature = self.settings.temperature
+    def _batch_logprobs(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
+        temperature = self.settings.temperature / model.logit_scale
+        softcap = model.softcap / model.logit_scale
 
         def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature)[0]
+            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)[0]
 
         values: Tensor = run_batch(model, batch, self.dtype, finish)
         return values
@@ -308,7 +310,7 @@ class Learner:
         return "the gradient summed over the prompts is not finite, though each prompt's own is"
 
 
-def frozen_copy(model: Decoder) -> Decoder:
+def frozen_copy(model: PolicyModel) -> PolicyModel:
     """Return a frozen copy of the policy. Weights that are never trained, as under adapters, are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout
-from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.transfers import to_device, to_host
 
@@ -42,7 +42,7 @@ class MicroBatch:
 _FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time in which one number is moved
 
 
-def merge_cost(config: DecoderConfig, device: torch.device) -> float:
+def merge_cost(config: PolicySizes, device: torch.device) -> float:
     """Return the cost of merging two attention calls per response token, in forward and backward passes of a token.
 
     The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.formed_attention import PLAIN, AttentionForm
+from maxrl_fast.model.policy_model import PolicyModel
 
 
-def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device) -> bool:
+def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device) -> bool:
     """Return whether --sharding means sharded weights, the same on all ranks.
 
     "auto" means "full" where the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy
@@ -26,7 +27,7 @@ def is_sharded(sharding: str, model: Decoder, ranks: Ranks, device: torch.device
     return ranks.any(wanted > torch.cuda.get_device_properties(device).total_memory / 2, device)
 
 
-def distribute(model: Decoder, reference: Decoder | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
+def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
     """Return the module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
 
     Args:
@@ -52,7 +53,9 @@ def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype
     its place. Without this the first update of a resumed run would be rounded otherwise than in a run that was not stopped.
     """
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        if form.sinks is not None:
+            q = q + form.sinks[:, None]
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
 
     def total(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype
     module.zero_grad(set_to_none=False)
 
 
-def shard(model: Decoder, dtype: torch.dtype) -> None:
+def shard(model: PolicyModel, dtype: torch.dtype) -> None:
     """Shard every weight over the ranks, in place; the weights of a layer are gathered while it computes (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh  # here: they take most of a second to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -73,7 +76,7 @@ def shard(model: Decoder, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for layer in model.model.layers:
+    for layer in model.blocks:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # By default the weights outside the layers would stay gathered after a forward pass without a backward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

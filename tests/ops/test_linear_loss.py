@@ -270,9 +270,42 @@ def test_operators_pass_opcheck():
     arguments, operators = loss_arguments(*prepared), torch.ops.maxrl_fast
     for needed in ((True, True), (True, False), (False, True)):
         matrices = (x.detach().requires_grad_(is_needed) for x, is_needed in zip((hidden, weight), needed, strict=True))
-        torch.library.opcheck(operators.linear_loss.default, (*matrices, *arguments, 7, *needed))
+        torch.library.opcheck(operators.linear_loss.default, (*matrices, *arguments, 7, 4.0, *needed))
     targets = prepared[0].targets
-    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, targets, None, 0.7, 7))
-    detached = (hidden.detach(), weight.detach(), targets, None, 0.7, torch.rand(T), torch.rand(T), 7)
+    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, targets, None, 0.7, 7, 4.0))
+    detached = (hidden.detach(), weight.detach(), targets, None, 0.7, torch.rand(T), torch.rand(T), 7, 4.0)
     for needed in ((True, True), (False, True), (True, False)):
         torch.library.opcheck(operators.linear_logprobs_backward.default, (*detached, *needed))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_soft_cap_on_the_logits(loss, dtype, chunk_tokens):
+    """Against the loss from logits that are capped in PyTorch, where half of them are near the cap."""
+    hidden, weight, batch = make(dtype)
+    cap = 4.0
+    logits = cap * torch.tanh(hidden @ weight.T / cap)
+    assert (logits.abs() > 0.7 * cap).float().mean() > 0.3
+    rel = 4e-3 if dtype == torch.bfloat16 else 2e-5
+    options = batch | {"loss": loss, "entropy_coef": 0.1}
+    expected = policy_gradient_loss(logits, **options)[0]
+    actual = linear_policy_gradient_loss(hidden, weight, **options, softcap=cap, chunk_tokens=chunk_tokens)[0]
+    assert actual.item() == pytest.approx(expected.item(), rel=rel)
+    gradients = [torch.autograd.grad(value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
+    assert_close(*gradients, dtype)
+    of_logits = token_logprobs(logits, batch["targets"], temperature=batch["temperature"])
+    of_hidden = linear_token_logprobs(
+        hidden, weight, batch["targets"], temperature=batch["temperature"], softcap=cap, chunk_tokens=chunk_tokens
+    )
+    for ours, theirs in zip(of_hidden, of_logits, strict=True):
+        assert_close([ours], [theirs], dtype)
+    totals = [(p.sum() + 0.3 * entropy.sum()) for p, entropy in (of_hidden, of_logits)]
+    assert_close(*[torch.autograd.grad(total, (hidden, weight)) for total in totals], dtype)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), "30"])
+def test_a_wrong_soft_cap_is_refused(softcap):
+    hidden, weight, batch = make(torch.float32)
+    with pytest.raises(ValueError, match="softcap must be finite and at least 0, got"):
+        linear_token_logprobs(hidden, weight, batch["targets"], softcap=softcap)

@@ -1,0 +1,316 @@
+"""A policy whose layers are transformers' own: any decoder that calls the registered attention function once a layer.
+
+Parameters are the float32 master weights. A forward pass computes in the dtype that is asked for: each layer casts its weights,
+as those of the native decoder do; routers of mixtures of experts compute in float32. Dropout is off.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model import huggingface_attention
+from maxrl_fast.model.huggingface_attention import NAME, Pass, within
+from maxrl_fast.model.linear import LoraLinear, whole
+from maxrl_fast.model.policy_model import PolicyModel
+
+
+@dataclass(frozen=True)
+class HuggingFaceSizes:
+    """Sizes of a model of transformers; see PolicySizes."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the feed-forward layers that a token goes through, together
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    model_type: str
+    dtype: str
+    fields: dict[str, Any]  # of config.json, without keys that make transformers run code
+
+
+class HuggingFacePolicy(PolicyModel):
+    """A policy of transformers.
+
+    Args:
+        model: a ...ForCausalLM on any device, changed in place.
+        sizes: from its config.json.
+
+    Raises:
+        InputError: if its layers cannot be told apart, or it takes no attention function.
+    """
+
+    def __init__(self, model: Any, sizes: HuggingFaceSizes):
+        super().__init__()
+        self.config, self.hf = sizes, model.eval()
+        self._block_names = _block_names(model)
+        routers, blocks = _router_classes(model), [model.get_submodule(name) for name in self._block_names]
+        in_blocks = {id(module) for block in blocks for module in block.modules()}
+        for module in list[nn.Module](self.body.modules()):
+            if isinstance(module, routers):
+                _mix(module, _Router)
+            elif isinstance(module, nn.Embedding) and id(module) not in in_blocks:
+                _mix(module, _Embedding)
+            elif id(module) not in in_blocks and module is not self.body and module._parameters:
+                _mix(module, _Cast)
+        for i, block in enumerate(blocks):
+            _mix(block, _Block)
+            block.block_index = i
+        huggingface_attention.register()
+        self.set_eager(False)
+        self.logit_scale, self.softcap = 1.0, float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        import transformers
+
+        return f"transformers {transformers.__version__}"
+
+    @property
+    def lm_head(self) -> Any:
+        return self.hf.get_output_embeddings()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [self.hf.get_submodule(name) for name in self._block_names]
+
+    @property
+    def body(self) -> nn.Module:
+        """The part of the model before its output layer: what holds the list of the decoder layers."""
+        return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
+
+    def set_eager(self, is_eager: bool) -> None:
+        """Use the model's own eager attention, or the registered function.
+
+        Raises:
+            InputError: if the model takes none.
+        """
+        try:
+            self.hf.set_attn_implementation("eager" if is_eager else NAME)
+        except Exception as error:  # transformers raises anything
+            raise InputError(f"{self.config.model_type} takes no attention function of ours: {error}") from error
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Callable[..., Tensor],
+        rows: Tensor,
+        dtype: torch.dtype = torch.float32,
+        finish: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
+        for module in self.body.modules():
+            if isinstance(module, _Embedding):
+                module.compute_dtype = dtype
+        for block in self.blocks:
+            if self.checkpoint_activations:
+                _set_checkpointing(block)
+        with within(Pass(attention, -1)):
+            output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        hidden, weight = output[0][0].index_select(0, rows), self.lm_head.weight
+        if getattr(self.lm_head, "bias", None) is not None:  # as one more column of the output matrix
+            hidden = F.pad(hidden, (0, 1), value=1.0)
+            weight = torch.cat([weight, self.lm_head.bias[:, None]], 1)
+        return hidden if finish is None else finish(hidden, weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output layer has a bias."""
+        head, weight = self.lm_head, self.lm_head.weight
+        if getattr(head, "bias", None) is not None:
+            weight = torch.cat([weight, head.bias[:, None]], 1)
+        logits = self.logit_scale * F.linear(hidden, weight.to(hidden.dtype)).float()
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    @torch.no_grad()
+    def own_logits(self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden) -> tuple[Tensor, Tensor]:
+        """Return the logits [L, V] float32 of one sequence [L] by the model's own eager forward pass, and its hidden states.
+
+        Args:
+            change: of the hidden states [L, H] before the output layer.
+        """
+        found: list[Tensor] = []
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            found.append(change(output[0][0]))
+            output["last_hidden_state"] = found[0][None]
+            return output
+
+        handle = self.body.register_forward_hook(hook)
+        self.set_eager(True)
+        try:
+            with within(None):
+                logits = self.hf(input_ids=tokens[None], use_cache=False).logits[0].float()
+        finally:
+            self.set_eager(False)
+            handle.remove()
+        return logits, found[0]
+
+    def module_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights and stored buffers by the names of the model's modules; otherwise as `weights`."""
+        seen: set[int] = set()
+        for name, module in self.hf.named_modules():
+            buffers = {x: b for x, b in module.named_buffers(recurse=False) if x not in module._non_persistent_buffers_set}
+            for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
+                if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+                    continue
+                seen.add(id(tensor))
+                is_adapted = isinstance(module, LoraLinear) and own == "weight"
+                yield f"{name}.{own}", module.merged() if is_adapted else whole(tensor.detach())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is converted at a time."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        def place(item: tuple[str, Tensor]) -> str | None:
+            return next((block for block in self._block_names if item[0].startswith(f"{block}.")), None)
+
+        for _, group in itertools.groupby(self.module_weights(), key=place):
+            yield from revert_weight_conversion(self.hf, dict(group)).items()
+
+    @torch.no_grad()
+    def copy_weights(self, policy: "HuggingFacePolicy") -> None:
+        """Copy the weights of another policy of the same model, its adapters merged, in this one's dtype."""
+        own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
+        for name, weight in policy.module_weights():
+            own[name].copy_(weight)
+
+    def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
+        """Return a frozen copy with weights in `dtype`, for `copy_weights`. Adapters add nothing; buffers keep their dtype."""
+        other = copy.deepcopy(self).requires_grad_(False)
+        other.checkpoint_activations = False
+        for parameter in other.parameters():
+            parameter.data, parameter.grad = parameter.data.to(dtype), None
+        for module in other.modules():
+            if isinstance(module, LoraLinear):
+                module.lora_b.zero_()
+        return other
+
+    def compile_layers(self) -> None:
+        """Refuse: transformers' layers are not compiled here.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("--compile is for the native decoder, got a policy of transformers")
+
+
+def _block_names(model: Any) -> list[str]:
+    """Return the names of the decoder layers: the modules of the class that _no_split_modules names, in lists."""
+    classes = set(model._no_split_modules or ())
+    names = [
+        f"{name}.{i}"
+        for name, blocks in model.named_modules()
+        if isinstance(blocks, nn.ModuleList)
+        for i, block in enumerate(blocks)
+        if type(block).__name__ in classes
+    ]
+    if not names:
+        raise InputError(f"{type(model).__name__} does not say what its decoder layers are")
+    return names
+
+
+def _router_classes(model: Any) -> tuple[type, ...]:
+    """Return the classes of modules that choose experts, which transformers names to record their logits."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
+    recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
+    return tuple(cls for cls in (getattr(x, "target_class", x) for x in recorded) if isinstance(cls, type))
+
+
+@cache
+def _mixed(mixin: type, cls: Any) -> type:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+
+def _mix(module: nn.Module, mixin: type) -> None:
+    """Put the methods of `mixin` in front of those of a module. As a class they survive copy.deepcopy, unlike a closure."""
+    if not isinstance(module, mixin):
+        own: Any = type(module)
+        module.__class__ = _mixed(mixin, own)
+
+
+class _Bound(nn.Module):
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        super().__init__()
+        self.module, self.own_forward = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(*args, **kwargs)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module's forward with its parameters in `dtype`; gradients reach the parameters themselves."""
+    if all(p.dtype == dtype or not p.is_floating_point() for p in module.parameters()):
+        return forward(*args, **kwargs)
+    cast = {f"module.{name}": p.to(dtype) for name, p in module.named_parameters() if p.is_floating_point()}
+    return functional_call(_Bound(module, forward), cast, args, kwargs)
+
+
+def _dtype_of(values: Iterable[Any]) -> torch.dtype:
+    return next(x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point())
+
+
+class _Embedding:
+    """An embedding whose output has the dtype of the computation; only the rows that are read are cast."""
+
+    compute_dtype = torch.float32
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return output.to(self.compute_dtype)
+
+
+class _Cast:
+    """A module that computes in the dtype of its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = _dtype_of((*args, *kwargs.values()))
+        return _in_dtype(self, dtype, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+
+
+class _Router:
+    """A router of experts that computes in float32: which experts a token goes to is decided by small differences."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+        return _in_dtype(self, torch.float32, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+
+
+class _Block(_Cast):
+    """A decoder layer. It keeps which attention it was called with, for when the backward pass recomputes it."""
+
+    block_index = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = huggingface_attention.current.get()
+        own = None if outer is None else outer.attention
+        return super().__call__(*args, layer_attention=own, **kwargs)  # type: ignore[misc]
+
+    def forward(self, *args: Any, layer_attention: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
+        with within(None if layer_attention is None else Pass(layer_attention, self.block_index)):
+            return super().forward(*args, **kwargs)
+
+
+def _set_checkpointing(block: Any) -> None:
+    """Switch on transformers' own activation checkpointing of a layer. Only it is in training mode, and not its modules.
+
+    Raises:
+        InputError: if it has none.
+    """
+    if not hasattr(block, "gradient_checkpointing"):
+        raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
+    block.gradient_checkpointing = block.training = True
+    block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

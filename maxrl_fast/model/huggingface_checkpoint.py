@@ -1,0 +1,229 @@
+"""Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
+
+transformers gets a configuration without the keys that make it run code, reads safetensors only, and downloads nothing.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.files.untrusted import read_json, shown
+from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
+from maxrl_fast.model.decoder import check_sizes
+from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
+
+MAX_LAYERS = 1000  # of a directory without weights
+# Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
+_NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
+_TEXT = {
+    "text_config",
+    "text_encoder",
+    "decoder",
+    "generator",
+    "thinker_config",
+    "patcher_config",
+}  # parts of a model that reads more than text
+# Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
+    """Return the policy of a checkpoint directory, on the CPU in float32.
+
+    Args:
+        longest: the most tokens of a prompt with its response.
+
+    Raises:
+        InputError: if transformers is not installed, cannot read the directory, or the model is one that cannot be exact.
+    """
+    config, sizes = read_huggingface(directory)
+    check_supported(config, longest)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _Quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises anything
+        raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
+    model, found = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found.get(kind):
+            names = ", ".join(sorted(map(str, found[kind]))[:3])
+            raise InputError(f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}")
+    return policy_of(model, sizes)
+
+
+def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
+    """Return the policy of a model of transformers, with the factor of its logits.
+
+    Raises:
+        InputError: if transformers cannot give the model our attention function.
+    """
+    policy = HuggingFacePolicy(model, sizes)
+    policy.logit_scale = _logit_scale(policy)
+    return policy
+
+
+def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
+    """Return the configuration of a directory as transformers has it, and the policy's sizes.
+
+    Raises:
+        InputError: if transformers is not installed, or config.json is not one of a decoder that it has.
+    """
+    path = directory / "config.json"
+    fields = without_code(read_json(path))
+    model_type = fields.get("model_type")
+    try:
+        import transformers
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        raise InputError(
+            f"{path}: model_type {model_type!r:.80} needs transformers: pip install 'maxrl_fast[hf]' ({error})"
+        ) from error
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise InputError(f"--model-backend transformers needs transformers 5 or later, got {transformers.__version__}")
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not isinstance(model_type, str) or model_type not in names or model_type not in CONFIG_MAPPING:
+        raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
+    if fields.get("quantization_config") is not None:
+        raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
+    _check_layers(directory, fields)
+    try:
+        config = AutoConfig.for_model(**fields)
+        sizes = sizes_of(config, fields)
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises anything
+        raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
+    return config, sizes
+
+
+def _check_layers(directory: Path, fields: dict[str, Any]) -> None:
+    """Raise InputError for more layers than tensors, before transformers builds lists for as many as there are said to be."""
+    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
+    most = num_tensors(directory) if has_weights else MAX_LAYERS
+    for part in fields.values():
+        if isinstance(part, dict):
+            _check_layers(directory, part)
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
+            raise InputError(f"{directory / 'config.json'}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
+
+
+def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
+    """Return the sizes of a configuration of transformers; `fields` are those of config.json.
+
+    Raises:
+        ValueError: if a size is not one.
+    """
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
+    intermediate = _largest(config, "intermediate_size") or 4 * hidden
+    if of_expert := getattr(config, "moe_intermediate_size", None):
+        intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+    }
+    check_sizes(**sizes)
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
+
+
+def _largest(config: Any, name: str) -> Any:
+    """Return a size that may differ between layers, the largest of them; None if there is none."""
+    fields = config.to_dict()
+    found = [fields.get(name), *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values())]
+    sizes = [x for one in found for x in (one if isinstance(one, (list, tuple)) else [one]) if x is not None]
+    return max(sizes, default=None)
+
+
+def check_supported(config: Any, longest: int) -> None:
+    """Refuse what a packed stream of sequences that share prompts cannot compute.
+
+    Raises:
+        InputError: naming it.
+    """
+    for reason in _reasons(config, longest):
+        raise InputError(f"{config.model_type} of transformers is not supported: {reason}")
+
+
+def _reasons(config: Any, longest: int) -> Iterator[str]:
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if parts or config.sub_configs.keys() & _TEXT:
+        yield "it is not a decoder of text alone"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it has an encoder"
+    for kind in getattr(config, "layer_types", None) or ():
+        if any(word in kind for word in _NOT_ATTENTION):
+            yield f"its layers are not all attention over earlier tokens, got {kind}"
+    if getattr(config, "attn_temperature_tuning", False):
+        yield "it scales attention by the place in the stream (attn_temperature_tuning), not by the position"
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < longest:
+        yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
+        original = one.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0
+        if one.get("rope_type") in _BY_LENGTH and longest > original:
+            yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest}"
+
+
+@torch.no_grad()
+def _logit_scale(policy: HuggingFacePolicy) -> float:
+    """Return what the model multiplies hidden @ weight.T by: one of the factors in its configuration (Granite, Cohere), or 1.
+
+    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do not matter.
+    """
+    config, candidates = policy.hf.config, [1.0]
+    for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and value > 0:
+            candidates += [float(value), 1 / value]
+    if len(candidates) == 1:
+        return 1.0
+    logits, hidden = policy.own_logits(torch.arange(2, device=policy.lm_head.weight.device), lambda x: 1e-3 * x)
+    plain = policy.logits(hidden)
+    ratio = float((logits * plain).sum() / plain.square().sum())
+    return min(candidates, key=lambda x: abs(ratio / x - 1))
+
+
+class _Quiet:
+    """Keep transformers from drawing progress bars inside."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._logging = logging
+        self._had_bars, self._level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+    def __exit__(self, *_: object) -> None:
+        self._logging.set_verbosity(self._level)
+        if self._had_bars:
+            self._logging.enable_progress_bar()

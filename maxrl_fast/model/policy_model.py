@@ -1,0 +1,94 @@
+"""What training, rollouts and checkpoints need of a policy: our own decoder, or a model of transformers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class PolicySizes(Protocol):
+    """Sizes of a policy, under the names of Hugging Face configurations. An instance is a dataclass."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...  # of the weights in checkpoints
+
+
+class PolicyModel(nn.Module):
+    """A policy. Its parameters are the float32 master weights.
+
+    Attributes:
+        config: a dataclass of its sizes.
+        lm_head: the module whose `weight` is the output matrix [V, H].
+        backend: what runs its layers, for the first lines of a run.
+        logit_scale, softcap: logits are z = logit_scale * hidden @ weight.T, then softcap * tanh(z / softcap) unless it is 0.
+        checkpoint_activations: keep only each layer's input for the backward pass, which recomputes the layer.
+    """
+
+    config: Any  # PolicySizes; each class has its own
+    lm_head: Any
+    backend = "native"
+    logit_scale = 1.0
+    softcap = 0.0
+    checkpoint_activations = False
+
+    @property
+    def head_sizes(self) -> tuple[int, int, int]:
+        """Numbers of query heads and of key heads, and the head size."""
+        return self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, whose weights are gathered one layer at a time where they are sharded."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Callable[..., Tensor],
+        rows: Tensor,
+        dtype: torch.dtype = torch.float32,
+        finish: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
+
+        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an AttentionForm
+        behind them where the layer's attention has one.
+        """
+        raise NotImplementedError
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.
+
+        With sharded weights, all ranks must iterate together.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] in float32 of hidden states [R, H]."""
+        raise NotImplementedError
+
+    def compile_layers(self) -> None:
+        """Run torch.compile on parts of the layers."""
+        raise NotImplementedError

@@ -1,0 +1,211 @@
+"""A plain rollout engine for policies that transformers runs: for tests and small models, where vLLM is not worth its start.
+
+Each prompt is computed once. Decoding goes through the same attention function as training, over a key/value cache of our own:
+there is no code for any one family. All samples of a pass decode in step until the last of them has ended.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.attention import SharedPromptLayout
+from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
+from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.tiling import tile
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
+from maxrl_fast.rollout.random import sample_keys, uniforms
+from maxrl_fast.rollout.sampling import sample
+
+
+class PlainEngine:
+    """Samples responses with a copy of the policy in the compute dtype.
+
+    The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
+
+    Args:
+        model: the policy; `load_weights` copies its weights.
+        cache_bytes: KV-cache limit; prompts beyond it wait until others are done.
+        max_batch: maximum number of samples decoded at a time.
+    """
+
+    def __init__(
+        self, model: HuggingFacePolicy, dtype: torch.dtype, *, cache_bytes: int | None = None, max_batch: int | None = None
+    ):
+        self.device = model.lm_head.weight.device
+        self.config, self.dtype = model.config, dtype
+        self.cache_bytes = default_cache_bytes(self.device) if cache_bytes is None else cache_bytes
+        self.max_batch = MAX_BATCH[self.device.type] if max_batch is None else max_batch
+        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.model = model.copy_in(dtype)
+
+    def describe(self) -> str:
+        """Describe the engine in a few words, for the report at the start of a run."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"plain ({self.model.backend}, {name}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
+
+    def load_weights(self, model: PolicyModel) -> None:
+        """Copy the policy's weights."""
+        assert isinstance(model, HuggingFacePolicy)
+        self.model.copy_weights(model)
+
+    def sleep(self) -> None:
+        """Do nothing: the cache exists only while samples are decoded."""
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the KV-cache bytes of a prompt and of a response.
+
+        Raises:
+            InputError: if the KV cache cannot hold one prompt and one response.
+        """
+        c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
+        token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
+        prompt, own = token * prompt_length, token * max_new_tokens
+        if prompt + own > self.cache_bytes:
+            raise InputError(
+                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
+                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
+            )
+        return prompt, own
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
+
+        Raises:
+            InputError: if the prompts do not fit the model, or a prompt and one response exceed the KV cache.
+        """
+        check_request(prompts, num_samples, sampling, self.config)
+        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
+        samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))  # of a prompt, in one pass
+        groups = max(1, min(self.max_batch // samples, self.cache_bytes // (prompt + samples * own)))
+        stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
+        stops[list(sampling.stop_ids)] = True
+        start, parts = time.perf_counter(), []
+        passes = [_Pass(self.model, self.dtype, sampling, stops) for _ in range(-(-len(prompts) // groups))]
+        for i, one in enumerate(passes):
+            chosen = prompts.take(i * groups, min(groups, len(prompts) - i * groups))
+            shares = [
+                one.run(chosen, seed, step, range(first, min(first + samples, num_samples)))
+                for first in range(0, num_samples, samples)
+            ]
+            parts.append(tuple(torch.cat(column, 1).flatten(0, 1) for column in zip(*shares, strict=True)))
+        tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
+        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
+        prefill = sum(one.prefill_seconds for one in passes)
+        self.statistics = RolloutStatistics(
+            prefill_seconds=prefill,
+            decode_seconds=time.perf_counter() - start - prefill,
+            decode_steps=sum(one.steps for one in passes),
+            prompt_tokens=len(prompts.tokens),
+            response_tokens=len(rollouts.tokens),
+            cache_bytes=min(len(prompts), groups) * (prompt + samples * own),
+        )
+        return rollouts
+
+
+@dataclass
+class _Pass:
+    """The decoding of some prompts with all or some of their samples."""
+
+    model: HuggingFacePolicy
+    dtype: torch.dtype
+    sampling: Sampling
+    stops: Tensor  # [V] bool, the tokens that end a response
+    prefill_seconds: float = 0.0
+    steps: int = 0
+    caches: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer: keys and values of prompts, and of samples
+
+    def run(self, prompts: Prompts, seed: int, step: int, samples: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g prompts."""
+        start, device, limit = time.perf_counter(), prompts.tokens.device, self.sampling.max_new_tokens
+        number, n = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts)), len(samples)
+        keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number)
+        token, log_p = sample(self._prefill(prompts, n), uniforms(keys, torch.zeros_like(keys)).view(-1, n), self.sampling)
+        self.prefill_seconds += time.perf_counter() - start
+        token, log_p = token.flatten(), log_p.flatten()
+        tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
+        logprobs, lengths = torch.zeros(len(keys), limit, device=device), torch.zeros_like(keys)
+        is_done = torch.zeros_like(keys, dtype=torch.bool)
+        for t in range(limit):
+            if t:
+                logits = self._step(token, prompts.lengths, t - 1)
+                u = uniforms(keys, torch.full_like(keys, t))
+                token, log_p = (x[:, 0] for x in sample(logits, u[:, None], self.sampling))
+            tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
+            lengths += ~is_done
+            is_done |= self.stops[token]
+            if bool(is_done.all()):
+                break
+        self.caches.clear()
+        return tokens.view(-1, n, limit), logprobs.view(-1, n, limit), lengths.view(-1, n)
+
+    def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
+        """Fill the caches with the prompts, and return the logits [g, V] of the first token."""
+        lengths = prompts.lengths
+        none = torch.zeros(0, dtype=torch.int64)
+        layout = SharedPromptLayout.build(lengths.cpu(), none, none, lengths.device)
+        tiling, limit = tile(lengths), self.sampling.max_new_tokens
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+            own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
+            self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
+            return formed_attention(q, k, v, layout, form)
+
+        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
+        positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
+        hidden = self.model(prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype)
+        return self.model.logits(hidden)
+
+    def _step(self, token: Tensor, prompt_lengths: Tensor, at: int) -> Tensor:
+        """Return the logits [g n, V] after the newest tokens [g n], which are number `at` of their responses."""
+        self.steps += 1
+        groups = len(prompt_lengths)
+        positions = prompt_lengths.repeat_interleave(len(token) // groups) + at
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+            cache = self.caches[layer]
+            for own, x in zip(cache[2:], (k, v), strict=True):
+                own[:, :, at] = x.unflatten(0, (groups, -1))
+            return decode_attention(q, cache, prompt_lengths, at, form)
+
+        rows = torch.arange(len(token), device=token.device)
+        return self.model.logits(self.model(token, positions, attention, rows, self.dtype))
+
+
+def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, form: AttentionForm) -> Tensor:
+    """Return the attention [g n, Hq, D] of the newest tokens, number `at` of their responses, in plain PyTorch in float32.
+
+    Args:
+        q: [g n, Hq, D].
+        cache: keys and values of the prompts [g, P, Hkv, D], then of the samples [g, n, limit, Hkv, D].
+    """
+    keys, values, own_keys, own_values = (x.float() for x in cache)
+    own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
+    g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]
+    wide = q.float().view(g, n, kv_heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5
+    to_prompts = torch.einsum("gnkrd,gpkd->gnkrp", wide, keys)
+    to_own = torch.einsum("gnkrd,gnwkd->gnkrw", wide, own_keys)
+    scores = torch.cat([to_prompts, to_own], -1)
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    lengths, p, i = prompt_lengths[:, None], *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
+    is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)  # [g, P + at + 1]
+    if form.window:
+        key_positions = torch.cat([p.expand(g, -1), lengths + i], 1)
+        is_seen &= key_positions > lengths + at - form.window
+    scores = scores.masked_fill(~is_seen[:, None, None, None], float("-inf"))
+    if form.sinks is not None:
+        sinks = form.sinks.float().view(kv_heads, -1, 1).expand(g, n, -1, -1, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    of_prompts, of_own = weights.split([to_prompts.shape[-1], to_own.shape[-1]], -1)
+    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values) + torch.einsum("gnkrw,gnwkd->gnkrd", of_own, own_values)
+    return out.flatten(2, 3).flatten(0, 1).to(q.dtype)

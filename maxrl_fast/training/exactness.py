@@ -1,0 +1,115 @@
+"""Whether a policy of transformers computes what its own forward pass does: compared at the start of every run."""
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.ops import linear_token_logprobs
+from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.training.learner import run_batch
+from maxrl_fast.training.packing import Packer
+
+LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
+LONGEST = 600  # tokens of a sequence, where the model's window is shorter
+FEWEST = 24
+
+
+def check_exact(policy: HuggingFacePolicy) -> str:
+    """Compare log-probs of four responses to two prompts with those of the model's own eager forward pass, in float32.
+
+    The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST tokens. The output layer is
+    also compared on hidden states so large that a soft cap would show.
+
+    Returns:
+        a sentence for the first lines of a run.
+
+    Raises:
+        InputError: saying how far apart they are.
+    """
+    device, sizes = policy.lm_head.weight.device, policy.config
+    generator = torch.Generator().manual_seed(0)
+    longest = min(_length(policy), sizes.max_position_embeddings)
+    # Prompts of different lengths, and responses that are partly within and partly beyond a window.
+    own = [longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2]
+    first = longest - longest // 4
+    prompts, responses = (
+        [torch.randint(sizes.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+        for lengths in ((first, first // 2 + 1), own)
+    )
+    try:
+        ours = _logprobs(policy, prompts, responses, device)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # of code that is not ours
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{sizes.model_type} of transformers cannot compute a packed stream: {type(error).__name__}: {error}"
+        ) from error
+    parts = []
+    for i, response in enumerate(responses):
+        prompt = prompts[i // 2]
+        tokens = torch.tensor(prompt + response, device=device)
+        logits = policy.own_logits(tokens)[0]
+        parts.append(_of(logits[len(prompt) - 1 : -1], tokens[len(prompt) :]))
+    difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
+    # Near a tie, a router may send a token to another expert. A wrong attention or position would show in more tokens than so.
+    typical, most = float(difference.quantile(0.98)), float(difference.max())
+    if typical > LIMIT:
+        raise InputError(
+            f"{sizes.model_type} of transformers cannot be trained here: with the prompt computed once for its responses, "
+            f"log-probs differ by up to {most:.2g} nats from the model's own forward pass"
+        )
+    check_head(policy, tokens)
+    return (
+        f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, with their prompts of up to "
+        f"{longest} tokens)"
+    )
+
+
+def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
+    """Compare logits of one sequence [L] with the model's own where hidden states are so large that a soft cap would show.
+
+    Raises:
+        InputError: saying how far apart they are.
+    """
+    small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
+    factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
+    theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
+    largest, difference = float(theirs.abs().max()), float((_logits_of(policy, hidden) - theirs).abs().max())
+    if not difference <= LIMIT * max(1.0, largest):
+        raise InputError(
+            f"{policy.config.model_type} of transformers cannot be trained here: its logits are not a soft cap or a multiple "
+            f"of hidden states times the output matrix, from which they differ by up to {difference:.2g} of {largest:.2g}"
+        )
+
+
+def _length(policy: HuggingFacePolicy) -> int:
+    config = policy.hf.config
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
+    return FEWEST + (longest * 3 // 2 if longest * 3 // 2 + FEWEST <= LONGEST else 0 if longest > LONGEST else LONGEST - FEWEST)
+
+
+@torch.no_grad()
+def _logprobs(policy: HuggingFacePolicy, prompts: list[list[int]], responses: list[list[int]], device: torch.device) -> Tensor:
+    tokens, cu_seqlens = pack(prompts)
+    packed = Prompts(tokens, cu_seqlens, torch.arange(2)).to(device)
+    rollouts = Rollouts.given(responses).to(device)
+    batch = Packer(packed, rollouts, torch.ones(4, device=device)).pack(torch.arange(4))
+
+    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
+        temperature, softcap = 1 / policy.logit_scale, policy.softcap / policy.logit_scale
+        return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)[0]
+
+    values: Tensor = run_batch(policy, batch, torch.float32, finish)
+    return values
+
+
+def _of(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+@torch.no_grad()
+def _logits_of(policy: HuggingFacePolicy, hidden: Tensor) -> Tensor:
+    has_bias = getattr(policy.lm_head, "bias", None) is not None
+    return policy.logits(torch.nn.functional.pad(hidden, (0, 1), value=1.0) if has_bias else hidden)

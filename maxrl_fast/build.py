@@ -1,5 +1,7 @@
 """From a resolved configuration to the objects of a run. They take what they need, and do not know the configuration."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.run.fingerprints import fingerprints
@@ -35,7 +38,7 @@ from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
 
-def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: str | None = None) -> Task:
+def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: Sequence[str] = ()) -> Task:
     """Return the task.
 
     Args:
@@ -56,7 +59,7 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         raise InputError(f"--task {name} takes --data or --hub, got both")
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    if spec is not None and reward is None and spec.reward is None:
+    if spec is not None and not reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
         check_config(options.gym_config)
@@ -84,24 +87,42 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
 
 
 def build_scorer(options: RewardOptions, task: Task) -> Scorer:
-    """Return what gives every response its reward: the task, or a function in worker processes.
+    """Return what gives every response its reward: the task, or functions in worker processes.
 
     Raises:
-        InputError: where the function cannot be loaded.
+        InputError: where a function cannot be loaded.
     """
-    function = options.reward or task.reward
-    if function is None:
+    names = reward_names(options, task)
+    if not names:
         return Scorer(task, None, threshold=options.reward_threshold)
-    pool = RewardPool(
-        function,
+    with contextlib.ExitStack() as on_error:
+        sources = []
+        for name in names:
+            sources.append(_build_source(options, name, is_optional=len(names) > 1))
+            on_error.callback(sources[-1].close)
+        weights = options.reward_weights or [1.0] * len(names)
+        source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
+        on_error.pop_all()
+    limit = None if options.reward else task.answer_limit  # a user's function sees everything
+    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit)
+
+
+def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
+    """Return the rewards that score responses: those of --reward, or the task's function; none where the task scores."""
+    return options.reward or ((task.reward,) if task.reward else ())
+
+
+def _build_source(options: RewardOptions, name: str, is_optional: bool) -> RewardSource:
+    return RewardPool(
+        name,
         workers=options.reward_workers,
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         isolation=options.reward_isolation,
-        environment=[name.strip() for name in options.reward_env.split(",") if name.strip()],
+        environment=[variable.strip() for variable in options.reward_env.split(",") if variable.strip()],
+        concurrency=options.reward_concurrency,
+        is_optional=is_optional,
     )
-    limit = None if options.reward else task.answer_limit  # a user's function sees everything
-    return Scorer(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
 
 
 def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None = None) -> Decoder:
@@ -159,8 +180,10 @@ def build_policy_files(task: Task, model: Decoder, start: Path | None) -> dict[s
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return the fingerprints of the files that decide the run's result."""
-    reward, objective = config.reward.reward or task.reward, config.objective.objective
-    return fingerprints(task, {"reward": reward, "objective": objective if is_file(objective) else None})
+    first, *others = reward_names(config.reward, task) or (None,)
+    objective = config.objective.objective
+    functions = {"reward": first, "objective": objective if is_file(objective) else None}
+    return fingerprints(task, functions | {f"reward {i}": name for i, name in enumerate(others, start=2)})
 
 
 def build_engine(

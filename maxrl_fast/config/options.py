@@ -15,6 +15,18 @@ def unset(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
+def as_json(value: Any) -> Any:
+    """Return an option's value in the types of JSON and TOML: of several values a list, of one the value, of none None."""
+    if isinstance(value, tuple):
+        return [*value] if len(value) > 1 else value[0] if value else None
+    return str(value) if isinstance(value, Path) else value
+
+
+def several(value: Any) -> list[Any]:
+    """Return the values that `as_json` made one value of."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 @dataclass(frozen=True)
 class ObjectiveOptions:
     """What is maximised. Only the options that the objective takes are shown."""
@@ -89,13 +101,17 @@ class TaskOptions:
 class RewardOptions:
     """How responses are scored."""
 
-    reward: Annotated[str | None, unset("FILE:FUNCTION", "the task's own")] = None
-    """Python function(prompt, response, **columns) -> float that scores responses, as rewards.py:length or package.module:f;
-    it runs in processes of its own."""
+    reward: Annotated[tuple[str, ...], unset("FILE:FUNCTION ...", "the task's own")] = ()
+    """Python functions(prompt, response, **columns) -> float that score responses, as rewards.py:length or package.module:f, in
+    processes of their own."""
+    reward_weights: Annotated[tuple[float, ...], unset("FLOAT ...", "1 for each")] = ()
+    """Weights of the functions in the reward, which is their weighted sum."""
     reward_threshold: Annotated[float | None, unset("FLOAT", "none")] = None
     """Rewards above this become 1, all others 0."""
     reward_workers: int = 2
-    """Number of processes that run the function."""
+    """Number of processes that run each function."""
+    reward_concurrency: int = 16
+    """Calls of an async function that one process makes at a time."""
     reward_seconds: float = 5.0
     """Longest time of one call in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
@@ -299,7 +315,7 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON and TOML."""
         return {
-            option.name: str(value) if isinstance(value, Path) else value
+            option.name: as_json(value)
             for group in dataclasses.fields(self)
             for option in dataclasses.fields(getattr(self, group.name))
             for value in [getattr(getattr(self, group.name), option.name)]

@@ -21,7 +21,7 @@ class Choices:
 
     objective: str = "maxpo"
     task: str = "maze"
-    reward: str | None = None
+    reward: Any = None
     resume: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
@@ -60,11 +60,12 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
         "answer_key": spec is not None and spec.gold is not None,
         **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"), reads_text),
         "reward": not is_file(task),  # there the task is the reward
+        "reward_weights": has_function,
         "reward_threshold": task != "maze" or has_function,
         **dict.fromkeys(
             (
                 *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env"),
-                "max_reward_error_rate",
+                *("reward_concurrency", "max_reward_error_rate"),
             ),
             reads_text or has_function,
         ),

@@ -133,12 +133,15 @@ def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
     paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
-    functions = {"reward": config.reward.reward, "task": config.task.task, "objective": config.objective.objective}
-    for name, value in functions.items():
-        if value is not None and is_file(value):
-            file, _, function = value.rpartition(":")
-            resolved[name] = f"{Path(file).absolute()}:{function}"
-    return resolved
+    resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
+    functions = {"task": config.task.task, "objective": config.objective.objective}
+    return resolved | {name: _absolute_function(value) for name, value in functions.items()}
+
+
+def _absolute_function(name: str) -> str:
+    """Return the name of a function by the absolute path of its file, if it has one."""
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).absolute()}:{function}" if is_file(name) else name
 
 
 def _refuse_used(out: Path) -> None:

@@ -90,7 +90,9 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
         contents: the prompts, from contents_of.
     """
     # Custom tasks and rewards by the name of their file, wherever it is.
-    names = {name: Path(options[name]).name for name in ("task", "reward") if options[name]}
+    names: dict[str, Any] = {name: Path(options[name]).name for name in ("task", "reward") if isinstance(options[name], str)}
+    if isinstance(options["reward"], list):
+        names["reward"] = [Path(reward).name for reward in options["reward"]]
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
     return {name: options[name] for name in MATCHED} | names | {DIGEST: digest}
 

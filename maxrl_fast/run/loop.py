@@ -108,6 +108,7 @@ class RunLoop:
         scorer, learner = evaluator.scorer, self.trainer.learner
         with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
             scorer.take_answers()
+            scorer.take_components()
             kept = KeptSamples(evaluator.task, step)
 
             def after_chunk(done: int) -> None:
@@ -118,7 +119,7 @@ class RunLoop:
 
             evaluation = evaluator.evaluate(after_chunk, kept.take)
         self.progress.evaluations[step] = evaluation
-        rates = scorer.answer_rates(scorer.take_answers(), self.ranks)
+        rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.take_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
         for sample in kept.records:
             self.files.write("samples", sample)

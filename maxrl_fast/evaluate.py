@@ -120,6 +120,7 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
         stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
     ):
+        scorer.check(task.prompts(config.measure.split, 0, 1))
         for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
             if line:
                 screen.say(line)

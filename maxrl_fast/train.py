@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from maxrl_fast.build import (
+    build_collector,
     build_evaluator,
     build_fingerprints,
     build_policy,
@@ -18,14 +19,14 @@ from maxrl_fast.build import (
     build_task,
     build_trainer,
 )
-from maxrl_fast.config.checks import check
+from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
 from maxrl_fast.distributed.watch import Watch
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError, RewardError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.output import protect_output
@@ -38,6 +39,7 @@ from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.supervise import close, supervise
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.rehearsal import rehearse
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -99,6 +101,14 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             return 0
         engine = build_run_engine(config, model.to(device), task)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
+        if not saved:
+            collector = build_collector(config, task, engine, scorer, objective_of(config), ranks=ranks)
+            try:
+                if complaint := rehearse(collector):
+                    screen.warn(complaint)
+            except RewardError as error:
+                screen.complain(f"{error}. Fix the reward; the same command then starts the run.")
+                return 1
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)

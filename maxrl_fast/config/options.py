@@ -259,7 +259,7 @@ class RunOptions:
     """The run itself."""
 
     out: Annotated[Path | None, unset("DIR", "runs/<objective>-<time>")] = None
-    """Folder of results, new or empty."""
+    """Folder of results: new, empty, or of a run that ended before its first step."""
     resume: Annotated[Path | None, unset("DIR", "none")] = None
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
     the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""

@@ -19,8 +19,9 @@ from maxrl_fast.config.options import (
 )
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import temporary_path
+from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
+from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import objective_options
@@ -148,6 +149,7 @@ def _refuse_used(out: Path) -> None:
     left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
     try:
         is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill)
+        is_free = is_free or (ended_before_first_step(out) and not is_locked(out))
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:

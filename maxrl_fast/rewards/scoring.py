@@ -85,6 +85,15 @@ class Scorer:
         self._answers = Counter[str]()  # since the last call of `take_answers`
         self._components = Means()  # since the last call of `take_components`
 
+    @property
+    def has_source(self) -> bool:
+        """Whether something other than the task gives the rewards."""
+        return self._source is not None
+
+    def rehearsal(self) -> "Scorer":
+        """Return a scorer of the same rewards that scores every response, and gives up only if all rewards fail."""
+        return Scorer(self._task, self._source, threshold=self._threshold)
+
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
         rewards = self._task.score(prompts, rollouts) if self._source is None else self._ask(self._source, prompts, rollouts)
@@ -182,7 +191,8 @@ class Scorer:
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
         warning = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: {examples[0]}"
         if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
-            raise RewardError(f"{warning}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
+            limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
+            raise RewardError(warning + limit * (self._max_error_rate < 1))
         return by_kind, warning
 
     def describe(self) -> str:

@@ -3,8 +3,8 @@
 Messages are JSON, one per line. A call is {"call": number, "arguments": {...}}; its answer is {"call": number, "reward": x},
 with "components" if the function returned a dict, or {"call": number, "kind": ..., "message": ...}. A function that is called
 for several responses at once answers {"call": number, "results": [...]} with such an object for each (`signature.py`). A reward
-of null does not apply to its response. This module, `keeper`, `contain` and `signature` import only a few modules of the standard
-library, because they delay the start of every worker.
+of null does not apply to its response. This module, `keeper`, `contain` and `signature` import only a few standard modules,
+because they delay the start of every worker.
 """
 
 import contextlib

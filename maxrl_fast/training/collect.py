@@ -135,7 +135,7 @@ class RolloutCollector:
         known = rewards.nan_to_num() if complaint else rewards
         check_rewards(known, prompts, step)
         if self.needs_binary:
-            check_binary(known, prompts, step)
+            check_binary(known, prompts, f"step {step}")
         return Collected(
             prompts=prompts,
             rollouts=rollouts,
@@ -151,13 +151,13 @@ class RolloutCollector:
         )
 
 
-def check_binary(rewards: Tensor, prompts: Prompts, step: int) -> None:
+def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
     """Raise InputError naming the first prompt with a reward [G, N] that is neither 0 nor 1."""
     broken = ((rewards != 0) & (rewards != 1)).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()
         raise InputError(
-            f"step {step}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
+            f"{when}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
             f"{int(prompts.ids[group])}; --reward-threshold makes them so"
         )
 

@@ -1,6 +1,7 @@
 """From a resolved configuration to the objects of a run. They take what they need, and do not know the configuration."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from maxrl_fast.config.options import ResolvedConfig, RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
 from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
+from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
+from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
-from maxrl_fast.run.fingerprints import fingerprints
+from maxrl_fast.run.fingerprints import fingerprints, source_file
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -36,6 +40,8 @@ from maxrl_fast.training.sharding import distribute
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
+
+CPU = torch.device("cpu")
 
 
 def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: Sequence[str] = ()) -> Task:
@@ -86,11 +92,14 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
     )
 
 
-def build_scorer(options: RewardOptions, task: Task) -> Scorer:
-    """Return what gives every response its reward: the task, or functions in worker processes.
+def build_scorer(options: RewardOptions, task: Task, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Scorer:
+    """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
+
+    Args:
+        device, dtype: of a reward model.
 
     Raises:
-        InputError: where a function cannot be loaded.
+        InputError: where one of them cannot be loaded.
     """
     names = reward_names(options, task)
     if not names:
@@ -98,7 +107,7 @@ def build_scorer(options: RewardOptions, task: Task) -> Scorer:
     with contextlib.ExitStack() as on_error:
         sources = []
         for name in names:
-            sources.append(_build_source(options, name, is_optional=len(names) > 1))
+            sources.append(_build_source(options, name, len(names) > 1, device, dtype))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
@@ -112,17 +121,51 @@ def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
     return options.reward or ((task.reward,) if task.reward else ())
 
 
-def _build_source(options: RewardOptions, name: str, is_optional: bool) -> RewardSource:
+def _build_source(
+    options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
+) -> RewardSource:
+    environment = [variable.strip() for variable in options.reward_env.split(",") if variable.strip()]
+    if name.startswith(CLASSIFIER):
+        return Classifier(name, device, dtype)
+    if name.startswith(JUDGE):
+        return Judge(
+            name,
+            _template(options),
+            pattern=options.judge_score,
+            time_limit=options.reward_seconds,
+            concurrency=options.reward_concurrency,
+            rate=options.judge_rate,
+            key=_key(environment),
+            cache=default_cache(),
+        )
     return RewardPool(
         name,
         workers=options.reward_workers,
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         isolation=options.reward_isolation,
-        environment=[variable.strip() for variable in options.reward_env.split(",") if variable.strip()],
+        environment=environment,
         concurrency=options.reward_concurrency,
         is_optional=is_optional,
     )
+
+
+def _template(options: RewardOptions) -> str:
+    if options.judge_template is None:
+        raise InputError(f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge")
+    try:
+        check_regular(options.judge_template, JSON_BYTES)
+        return options.judge_template.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--judge-template must be a readable text file, got {options.judge_template}: {error}") from error
+
+
+def _key(environment: Sequence[str]) -> str | None:
+    """Return the value of the first variable that is a key by its name; None if there is none."""
+    names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
+    if names and names[0] not in os.environ:
+        raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
+    return os.environ[names[0]] if names else None
 
 
 def build_policy(config: ResolvedConfig, task: Task, saved: DecoderConfig | None = None) -> Decoder:
@@ -180,10 +223,16 @@ def build_policy_files(task: Task, model: Decoder, start: Path | None) -> dict[s
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return the fingerprints of the files that decide the run's result."""
-    first, *others = reward_names(config.reward, task) or (None,)
     objective = config.objective.objective
-    functions = {"reward": first, "objective": objective if is_file(objective) else None}
-    return fingerprints(task, functions | {f"reward {i}": name for i, name in enumerate(others, start=2)})
+    files = {
+        "objective": source_file(objective) if is_file(objective) else None,
+        "judge-template": config.reward.judge_template,
+    }
+    for i, name in enumerate(reward_names(config.reward, task)):
+        is_model = name.startswith(CLASSIFIER)
+        path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)
+        files[f"reward {i + 1}" if i else "reward"] = path
+    return fingerprints(task, files)
 
 
 def build_engine(

@@ -18,6 +18,7 @@ from maxrl_fast.build import (
     build_scorer,
     build_task,
     build_trainer,
+    dtype_of,
 )
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
@@ -100,7 +101,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             screen.say(estimate(config, task, model))
             return 0
         engine = build_run_engine(config, model.to(device), task)
-        scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
+        scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task, device, dtype_of(config))))
         if not saved:
             collector = build_collector(config, task, engine, scorer, objective_of(config), ranks=ranks)
             try:

@@ -35,7 +35,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda x: 0 < x < math.inf,
     ),
     (
-        "importance_cap clip_high weight_decay entropy_coef kl_coef",
+        "importance_cap clip_high weight_decay entropy_coef kl_coef judge_rate",
         "finite and at least 0",
         lambda x: 0 <= x < math.inf,
     ),

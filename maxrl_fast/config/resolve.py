@@ -21,6 +21,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
+from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
@@ -133,6 +134,7 @@ def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Lite
 def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
     paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
+    paths["judge_template"] = config.reward.judge_template
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
     resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
     functions = {"task": config.task.task, "objective": config.objective.objective}
@@ -141,6 +143,8 @@ def _absolute(config: Config) -> dict[str, Any]:
 
 def _absolute_function(name: str) -> str:
     """Return the name of a function by the absolute path of its file, if it has one."""
+    if name.startswith(CLASSIFIER):
+        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
     file, _, function = name.rpartition(":")
     return f"{Path(file).absolute()}:{function}" if is_file(name) else name
 

@@ -11,12 +11,13 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards.pool import Failure, Scores
+from maxrl_fast.rewards.weighted import RewardSource
 
 CLASSIFIER = "hf:"
 BATCH = 16  # texts
 
 
-class Classifier:
+class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
 
     Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
@@ -108,9 +109,6 @@ class Classifier:
         values: list[float] = (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]).tolist()
         return values
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Accept every row."""
-
     def lines(self) -> list[str]:
         """Return what scores, for the start of a run."""
         labels = "the logit of its label" if self._model.config.num_labels == 1 else "the probability of its second label"
@@ -119,9 +117,3 @@ class Classifier:
     def faster(self, factor: float) -> str:
         """Return "": no option makes it faster."""
         return ""
-
-    def stacks(self) -> None:
-        """Do nothing: there are no processes."""
-
-    def close(self) -> None:
-        """Do nothing: it has started nothing."""

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.rewards.pool import PROGRESS_INTERVAL, Failure, Scores, power_of_two
 from maxrl_fast.rewards.process import CallError
+from maxrl_fast.rewards.weighted import RewardSource
 
 JUDGE = "openai:"
 TRIES = 4  # of a request
@@ -35,7 +36,7 @@ class _Retry(Exception):
         self.failure, self.pause = failure, pause
 
 
-class Judge:
+class Judge(RewardSource):
     """Asks a model for the score of each response. The same question is asked once, in this run and in later ones.
 
     Args:
@@ -215,9 +216,6 @@ class Judge:
             raise CallError("invalid", f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}")
         return reply
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Accept every row."""
-
     def lines(self) -> list[str]:
         """Return how the judge is asked, for the start of a run."""
         rate = f", at most {self._rate:g} a second" if self._rate else ""
@@ -227,12 +225,6 @@ class Judge:
     def faster(self, factor: float) -> str:
         """Return the option that makes scoring about this many times as fast."""
         return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
-
-    def stacks(self) -> None:
-        """Do nothing: there are no processes."""
-
-    def close(self) -> None:
-        """Do nothing: requests end with the call of `score`."""
 
 
 @contextmanager

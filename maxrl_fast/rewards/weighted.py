@@ -1,6 +1,7 @@
 """Several rewards as one: their weighted sum, by the convention of TRL."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from maxrl_fast.rewards.pool import Failure, Scores
 
 
 class RewardSource(Protocol):
-    """What gives responses a reward: Python functions, a judge, a classifier, or several of them."""
+    """What gives responses a reward: a Python function, a judge, a classifier, or several of them.
+
+    One that derives from this accepts every row, and has no processes.
+    """
 
     name: str  # as in --reward
 
@@ -26,6 +30,7 @@ class RewardSource(Protocol):
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise InputError if it cannot take such a row."""
+        return
 
     def lines(self) -> list[str]:
         """Return what the start of a run says about it."""
@@ -35,9 +40,11 @@ class RewardSource(Protocol):
 
     def stacks(self) -> None:
         """Write the stacks of its processes to standard error."""
+        return
 
     def close(self) -> None:
         """End what it has started."""
+        return
 
 
 class WeightedRewards:
@@ -53,6 +60,7 @@ class WeightedRewards:
     def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
         self._sources = [*zip(short_names([source.name for source in sources]), sources, weights, strict=True)]
         self.name = " ".join(source.name for source in sources)
+        self._seconds = [0.0] * len(sources)  # of each, so far
 
     def score(
         self,
@@ -64,8 +72,10 @@ class WeightedRewards:
         """Return the sums. The components are each source's value, by its name, and its components, by NAME.COMPONENT."""
         sums, components = [math.nan] * len(rows), [dict[str, float]() for _ in rows]
         failures = dict[int, Failure]()  # by row
-        for name, source, weight in self._sources:
+        for s, (name, source, weight) in enumerate(self._sources):
+            start = time.perf_counter()
             scores = source.score(rows, max_failures, on_progress, group)
+            self._seconds[s] += time.perf_counter() - start
             own = [replace(failure, message=f"{name}: {failure.message}") for failure in scores.failures]
             if scores.num_left:
                 return Scores([0.0] * len(rows), own, scores.num_left, components)
@@ -92,8 +102,8 @@ class WeightedRewards:
         return [*dict.fromkeys(lines), "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources)]
 
     def faster(self, factor: float) -> str:
-        """Return the options that make them about this many times as fast."""
-        return " ".join(dict.fromkeys(filter(None, (source.faster(factor) for _, source, _ in self._sources))))
+        """Return the option that makes the slowest of them about this many times as fast."""
+        return self._sources[self._seconds.index(max(self._seconds))][1].faster(factor)
 
     def stacks(self) -> None:
         """Write the stacks of all processes to standard error."""

@@ -5,8 +5,9 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from maxrl_fast import train
+from maxrl_fast import evaluate, train
 from maxrl_fast.build import build_scorer
+from maxrl_fast.config import evaluation_parse
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.config.parse import parse
@@ -14,7 +15,8 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.rewards.weighted import short_names
+from maxrl_fast.rewards.pool import Scores
+from maxrl_fast.rewards.weighted import WeightedRewards, short_names
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from tests.test_train import base, read
 
@@ -120,6 +122,34 @@ def test_names_are_short_and_tell_rewards_apart():
         short_names(["a.py:f", "a.py:f"])
 
 
+class Timed:
+    """A reward of 1 that takes some seconds of a clock."""
+
+    def __init__(self, name, seconds, clock):
+        self.name, self.seconds, self.clock = name, seconds, clock
+
+    def score(self, rows, *_):
+        self.clock[0] += self.seconds
+        return Scores([1.0] * len(rows), [], 0, [{} for _ in rows])
+
+    def faster(self, factor):
+        return f"{self.name} {factor:g}"
+
+
+def test_the_cure_for_slow_rewards_is_that_of_the_slowest(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("maxrl_fast.rewards.weighted.time.perf_counter", lambda: clock[0])
+    rewards = WeightedRewards([Timed("a:f", 1, clock), Timed("a:g", 5, clock), Timed("a:h", 2, clock)], [1, 1, 1])
+    assert rewards.score([{}]).rewards == [3.0]
+    assert rewards.faster(4) == "a:g 4"
+
+
+def test_a_checkpoint_behind_the_rewards_of_an_evaluation_is_not_one_of_them(tmp_path):
+    for flags in (["--reward", "a.py:f", "b.py:g", str(tmp_path)], ["--reward", "a.py:f", str(tmp_path), "--samples", "2"]):
+        with pytest.raises(InputError, match=f"CHECKPOINT must be .*, got {tmp_path}"):
+            evaluation_parse.parse(flags)
+
+
 def test_rewards_and_weights_as_flags_and_in_files(tmp_path):
     flags = ["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "-.2", "--seed", "3"]
     file = tmp_path / "run.toml"
@@ -154,6 +184,9 @@ def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(functio
     for other in (["--reward-weights", "1", "0.2"], ["--reward", f"{functions}:length", f"{functions}:parts"]):
         assert train.main(["--resume", str(out), *other]) == 2
         assert f"{other[0][2:].replace('-', '_')}: [" in capsys.readouterr().err
+    assert evaluate.main([str(out), "--prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluation")]) == 0
+    assert json.loads((tmp_path / "evaluation" / "eval.json").read_text())["reward/summed.a"] == 1.0
+    capsys.readouterr()
     functions.write_text(FUNCTIONS + "\n")
     assert train.main(["--resume", str(out)]) == 2
     error = capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.errors import RewardError
+from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.pool import Failure
 from maxrl_fast.rewards.weighted import RewardSource
@@ -133,10 +133,17 @@ class Scorer:
         return prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
 
     def check(self, prompts: Prompts) -> None:
-        """Raise InputError if the rewards cannot take the columns of these prompts, with the nearest fix."""
-        if self._source is not None:
-            for columns in self._columns(prompts):
+        """Raise InputError, with the nearest fix, if a reward can take the columns of none of these prompts."""
+        if self._source is None:
+            return
+        errors = []
+        for columns in self._columns(prompts):
+            try:
                 self._source.check({**columns, "response": ""})
+            except InputError as error:
+                errors.append(error)
+        if len(errors) == len(prompts):
+            raise errors[0]
 
     def _needs_scoring(self, response: str) -> bool:
         """Return whether to call the function: with an answer limit, not for an answer that is missing or too long."""

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.classifier import Classifier
 from tests.tasks.test_dataset import save_byte_level_policy
+from tests.test_train import base, read
 
 CPU = torch.device("cpu")
 ROWS = [
@@ -25,7 +27,8 @@ def tokenizer(tmp_path_factory):
 
 def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=300, num_key_value_heads=1, max_position_embeddings=256, **sizes, **options)
+    sizes |= {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 256} | options
+    config = Qwen2Config(**sizes)
     torch.manual_seed(0)
     shutil.copytree(tokenizer, directory)
     kind(config).save_pretrained(directory)
@@ -83,3 +86,18 @@ def test_other_models_are_refused(tokenizer, tmp_path):
     for sentence, directory in cases.items():
         with pytest.raises(InputError, match=sentence):
             Classifier(f"hf:{directory}", CPU, torch.float32)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys):
+    directory, out = saved(tokenizer, tmp_path / "model", num_labels=2, max_position_embeddings=1024), tmp_path / "run"
+    (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
+    rewards = ["--reward", f"hf:{directory}", f"{tmp_path}/half.py:half", "--reward-weights", "2", "-1"]
+    assert train.main([*base(), "--sft-steps", "2", "--steps", "1", "--objective", "rloo", *rewards, "--out", str(out)]) == 0
+    assert f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability" in capsys.readouterr().out
+    [record] = read(out / "metrics.jsonl")
+    assert 0 < record["reward/model"] < 1
+    assert record["reward_mean"] == pytest.approx(2 * record["reward/model"] - 0.5, rel=1e-4)
+    (directory / "config.json").write_text((directory / "config.json").read_text() + "\n")
+    assert train.main(["--resume", str(out)]) == 2
+    assert "the file of --reward: changed" in capsys.readouterr().err

@@ -31,6 +31,8 @@ from maxrl_fast.errors import InputError, RewardError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.output import protect_output
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.control import StopSignal, Watchdog
 from maxrl_fast.run.loop import RunLoop
@@ -102,14 +104,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             return 0
         engine = build_run_engine(config, model.to(device), task)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task, device, dtype_of(config))))
-        if not saved:
-            collector = build_collector(config, task, engine, scorer, objective_of(config), ranks=ranks)
-            try:
-                if complaint := rehearse(collector):
-                    screen.warn(complaint)
-            except RewardError as error:
-                screen.complain(f"{error}. Fix the reward; the same command then starts the run.")
-                return 1
+        if not saved and not can_score(config, task, engine, scorer, ranks, screen):
+            return 1
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
@@ -156,6 +152,21 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             )
             code = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
         return close(files, progress, clock, screen, code)
+
+
+def can_score(config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks, screen: Screen) -> bool:
+    """Try the rewards before anything is written. Return false, after saying why, if all fail.
+
+    Raises:
+        InputError: if they are not what the objective needs, or their parameters do not fit.
+    """
+    try:
+        if complaint := rehearse(build_collector(config, task, engine, scorer, objective_of(config), ranks=ranks)):
+            screen.warn(complaint)
+    except RewardError as error:
+        screen.complain(f"{error}. Fix the reward; the same command then starts the run.")
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """From a resolved configuration to the objects of a run. They take what they need, and do not know the configuration."""
 
+import contextlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +13,22 @@ from maxrl_fast.config.options import ResolvedConfig, RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
 from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
+from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
-from maxrl_fast.run.fingerprints import fingerprints
+from maxrl_fast.run.fingerprints import fingerprints, source_file
 from maxrl_fast.run.resume import Saved
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
@@ -40,8 +47,10 @@ from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
+CPU = torch.device("cpu")
 
-def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: str | None = None) -> Task:
+
+def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: Sequence[str] = ()) -> Task:
     """Return the task.
 
     Args:
@@ -62,7 +71,7 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         raise InputError(f"--task {name} takes --data or --hub, got both")
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    if spec is not None and reward is None and spec.reward is None:
+    if spec is not None and not reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
         check_config(options.gym_config)
@@ -89,25 +98,80 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
     )
 
 
-def build_scorer(options: RewardOptions, task: Task) -> Scorer:
-    """Return what gives every response its reward: the task, or a function in worker processes.
+def build_scorer(options: RewardOptions, task: Task, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Scorer:
+    """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
+
+    Args:
+        device, dtype: of a reward model.
 
     Raises:
-        InputError: where the function cannot be loaded.
+        InputError: where one of them cannot be loaded.
     """
-    function = options.reward or task.reward
-    if function is None:
+    names = reward_names(options, task)
+    if not names:
         return Scorer(task, None, threshold=options.reward_threshold)
-    pool = RewardPool(
-        function,
+    with contextlib.ExitStack() as on_error:
+        sources = []
+        for name in names:
+            sources.append(_build_source(options, name, len(names) > 1, device, dtype))
+            on_error.callback(sources[-1].close)
+        weights = options.reward_weights or [1.0] * len(names)
+        source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
+        on_error.pop_all()
+    limit = None if options.reward else task.answer_limit  # a user's function sees everything
+    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit)
+
+
+def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
+    """Return the rewards that score responses: those of --reward, or the task's function; none where the task scores."""
+    return options.reward or ((task.reward,) if task.reward else ())
+
+
+def _build_source(
+    options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
+) -> RewardSource:
+    environment = [variable.strip() for variable in options.reward_env.split(",") if variable.strip()]
+    if name.startswith(CLASSIFIER):
+        return Classifier(name, device, dtype)
+    if name.startswith(JUDGE):
+        return Judge(
+            name,
+            _template(options),
+            pattern=options.judge_score,
+            time_limit=options.reward_seconds,
+            concurrency=options.reward_concurrency,
+            rate=options.judge_rate,
+            key=_key(environment),
+            cache=default_cache(),
+        )
+    return RewardPool(
+        name,
         workers=options.reward_workers,
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         isolation=options.reward_isolation,
-        environment=[name.strip() for name in options.reward_env.split(",") if name.strip()],
+        environment=environment,
+        concurrency=options.reward_concurrency,
+        is_optional=is_optional,
     )
-    limit = None if options.reward else task.answer_limit  # a user's function sees everything
-    return Scorer(task, pool, options.max_reward_error_rate, options.reward_threshold, limit)
+
+
+def _template(options: RewardOptions) -> str:
+    if options.judge_template is None:
+        raise InputError(f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge")
+    try:
+        check_regular(options.judge_template, JSON_BYTES)
+        return options.judge_template.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--judge-template must be a readable text file, got {options.judge_template}: {error}") from error
+
+
+def _key(environment: Sequence[str]) -> str | None:
+    """Return the value of the first variable that is a key by its name; None if there is none."""
+    names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
+    if names and names[0] not in os.environ:
+        raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
+    return os.environ[names[0]] if names else None
 
 
 def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None) -> PolicyModel:
@@ -177,8 +241,16 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> di
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return the fingerprints of the files that decide the run's result."""
-    reward, objective = config.reward.reward or task.reward, config.objective.objective
-    return fingerprints(task, {"reward": reward, "objective": objective if is_file(objective) else None})
+    objective = config.objective.objective
+    files = {
+        "objective": source_file(objective) if is_file(objective) else None,
+        "judge-template": config.reward.judge_template,
+    }
+    for i, name in enumerate(reward_names(config.reward, task)):
+        is_model = name.startswith(CLASSIFIER)
+        path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)
+        files[f"reward {i + 1}" if i else "reward"] = path
+    return fingerprints(task, files)
 
 
 def build_engine(

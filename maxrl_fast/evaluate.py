@@ -109,17 +109,18 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings, device = config.measure.embeddings, torch.device(config.place.device)
+    embeddings, device, dtype = config.measure.embeddings, torch.device(config.place.device), getattr(torch, config.place.dtype)
     diversity: Diversity = NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
     out, clock = config.place.out, Stopwatch()
     with (
-        contextlib.closing(build_scorer(config.reward, task)) as scorer,
+        contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
         stored(out / RESULTS) as results,
         stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
     ):
+        scorer.check(task.prompts(config.measure.split, 0, 1))
         for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
             if line:
                 screen.say(line)
@@ -128,7 +129,7 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
         own, other = _outcome(source.name, settings, evaluation, tally), baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
-            with contextlib.closing(build_scorer(config.reward, baseline.task)) as its_scorer, clock("baseline"):
+            with contextlib.closing(build_scorer(config.reward, baseline.task, device, dtype)) as its_scorer, clock("baseline"):
                 baseline_tally = SampleTally(baseline.task, diversity)
                 evaluated = _sample(config, baseline, its_scorer, baseline_tally, screen, "baseline")
             other = _outcome(baseline.source.name, settings, evaluated, baseline_tally)
@@ -138,6 +139,7 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
             screen.console.print(table)
         draw_coverage(summary.curves(), config.measure.confidence, picture)
         estimates = summary.content(diversity, tally, evaluation.num_tokens) | {"num_distinct_prompts": num_distinct}
+        estimates |= scorer.take_components().over(Ranks())
         content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from maxrl_fast.build import (
+    build_collector,
     build_evaluator,
     build_fingerprints,
     build_policy,
@@ -20,18 +21,20 @@ from maxrl_fast.build import (
     compare_policy,
     dtype_of,
 )
-from maxrl_fast.config.checks import check
+from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
 from maxrl_fast.distributed.watch import Watch
-from maxrl_fast.errors import InputError, ServerError, StorageError
+from maxrl_fast.errors import InputError, RewardError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import resolve_device
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.output import protect_output
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.control import StopSignal, Watchdog
 from maxrl_fast.run.loop import RunLoop
@@ -41,6 +44,7 @@ from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.supervise import close, supervise
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.rehearsal import rehearse
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -105,7 +109,9 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
         compared = compare_policy(model)
         engine = build_run_engine(config, model, task, ranks)
-        scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task)))
+        scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task, device, dtype_of(config))))
+        if not saved and not can_score(config, task, engine, scorer, ranks, screen):
+            return 1
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
@@ -151,6 +157,21 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             )
             code = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
         return close(files, progress, clock, screen, code)
+
+
+def can_score(config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks, screen: Screen) -> bool:
+    """Try the rewards before anything is written. Return false, after saying why, if all fail.
+
+    Raises:
+        InputError: if they are not what the objective needs, or their parameters do not fit.
+    """
+    try:
+        if complaint := rehearse(build_collector(config, task, engine, scorer, objective_of(config), ranks=ranks)):
+            screen.warn(complaint)
+    except RewardError as error:
+        screen.complain(f"{error}. Fix the reward; the same command then starts the run.")
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
 FREE = (
     *("save_every", "keep_checkpoints", "eval_every", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env", "max_reward_error_rate"),
+    *("reward_concurrency", "judge_rate"),
     *("diagnose_every", "log_to", "vllm_url"),
 )
 # options that fix the shape of the policy,

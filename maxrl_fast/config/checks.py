@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
@@ -18,7 +18,7 @@ from maxrl_fast.training.objective_registry import OBJECTIVES, make_objective
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
         "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads reward_workers max_prompt_tokens vllm_tensor_parallel",
+        "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel",
         "at least 1",
         lambda x: x >= 1,
     ),
@@ -35,7 +35,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         lambda x: 0 < x < math.inf,
     ),
     (
-        "importance_cap clip_high weight_decay entropy_coef kl_coef",
+        "importance_cap clip_high weight_decay entropy_coef kl_coef judge_rate",
         "finite and at least 0",
         lambda x: 0 <= x < math.inf,
     ),
@@ -81,6 +81,11 @@ def check_task(name: str) -> None:
 
 def check_ranges(options: Mapping[str, Any]) -> None:
     """Raise InputError naming the first option whose value is out of its range; None is a value not given."""
+    rewards, weights = (several(options.get(name)) for name in ("reward", "reward_weights"))
+    if weights and len(weights) != len(rewards):
+        raise InputError(f"reward_weights must be a number for each of the {len(rewards)} rewards, got {len(weights)}")
+    if not all(map(math.isfinite, weights)):
+        raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
     for names, wanted, holds in _RANGES:
         for name in names.split():
             if options.get(name) is not None and not holds(options[name]):

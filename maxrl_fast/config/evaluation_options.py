@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions, unset
+from maxrl_fast.config.options import RewardOptions, TaskOptions, as_json, unset
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,11 @@ class EvaluationConfig:
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON."""
-        groups = (self.measure, self.sampling, self.task, self.reward, self.place)
+        groups = (self.measure, self.sampling, self.task, self.place)
         values = {"checkpoint": self.checkpoint} | {name: value for group in groups for name, value in vars(group).items()}
-        return {name: _json(value) for name, value in values.items()}
+        return {name: _json(value) for name, value in values.items()} | {
+            name: as_json(value) for name, value in vars(self.reward).items()
+        }
 
 
 def _json(value: Any) -> Any:

@@ -73,6 +73,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     Raises:
         InputError: where CHECKPOINT is missing or is none, and on an option that the task does not take.
     """
+    arguments = _checkpoint_first(arguments)
     asks_for_help = bool({"-h", "--help"} & {*arguments})
     hidden = training.hidden_options({}, arguments) if asks_for_help else {}
     given = training.parse_shown(EvaluationConfig, arguments, hidden, PROG)
@@ -98,6 +99,17 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     return dataclasses.replace(
         config, checkpoint=source.checkpoint, sampling=sampling, place=dataclasses.replace(place, task_seed=task_seed)
     ), source
+
+
+def _checkpoint_first(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with a CHECKPOINT behind the values of --reward moved to the front: it would be taken for one."""
+    arguments = list(arguments)
+    if "--reward" not in arguments:
+        return arguments
+    start = arguments.index("--reward") + 1
+    end = next((i for i in range(start, len(arguments)) if arguments[i].startswith("--")), len(arguments))
+    is_behind = end - start > 1 and ":" not in arguments[end - 1]  # each reward has a colon
+    return [arguments.pop(end - 1), *arguments] if is_behind else arguments
 
 
 PROG = "python -m maxrl_fast.evaluate"

@@ -8,11 +8,24 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
+SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
 
 
 def unset(metavar: str, default: str) -> Any:
     """For options whose default is worked out when the run starts: how --help shows them."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+def as_json(value: Any) -> Any:
+    """Return an option's value in the types of JSON and TOML: of several values a list, of one the value, of none None."""
+    if isinstance(value, tuple):
+        return [*value] if len(value) > 1 else value[0] if value else None
+    return str(value) if isinstance(value, Path) else value
+
+
+def several(value: Any) -> list[Any]:
+    """Return the values that `as_json` made one value of."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 @dataclass(frozen=True)
@@ -89,21 +102,33 @@ class TaskOptions:
 class RewardOptions:
     """How responses are scored."""
 
-    reward: Annotated[str | None, unset("FILE:FUNCTION", "the task's own")] = None
-    """Python function(prompt, response, **columns) -> float that scores responses, as rewards.py:length or package.module:f;
-    it runs in processes of its own."""
+    reward: Annotated[tuple[str, ...], unset("FILE:FUNCTION ...", "the task's own")] = ()
+    """Python functions(prompt, response, **columns) -> float that score responses, as rewards.py:length or package.module:f, in
+    processes of their own; hf:DIR, a reward model (a Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an
+    HTTP server with OpenAI's interface."""
+    reward_weights: Annotated[tuple[float, ...], unset("FLOAT ...", "1 for each")] = ()
+    """Weights of the functions in the reward, which is their weighted sum."""
     reward_threshold: Annotated[float | None, unset("FLOAT", "none")] = None
     """Rewards above this become 1, all others 0."""
     reward_workers: int = 2
-    """Number of processes that run the function."""
+    """Number of processes that run each function."""
+    reward_concurrency: int = 16
+    """Calls of an async function that one process makes at a time; requests to a judge at a time."""
+    judge_template: Annotated[Path | None, unset("FILE", "none")] = None
+    """Text file of the question to the judge, with {prompt}, {response} and other columns in braces."""
+    judge_score: Annotated[str, unset("REGEX", "the last number behind the word score, or at the start")] = SCORE
+    """The first group of the last match in the judge's reply is the score."""
+    judge_rate: Annotated[float, unset("FLOAT", "0, no limit")] = 0.0
+    """Largest number of requests to the judge in a second; 0: no limit."""
     reward_seconds: float = 5.0
-    """Longest time of one call in seconds; a call that takes longer is killed and counts as failed."""
+    """Longest time of one call or request in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
     """Memory limit of one process and of all that it starts, together, in 1e9 bytes."""
     reward_isolation: Literal["process", "call"] = "process"
     """process: a process makes calls until one fails; call: each call has a fresh process, which no other call can change."""
     reward_env: Annotated[str, unset("NAME,NAME", "none")] = ""
-    """Environment variables that the function needs besides a short list without keys and tokens, such as OPENAI_API_KEY."""
+    """Environment variables that the function needs besides a short list without keys and tokens, such as OPENAI_API_KEY. The
+    first whose name ends with KEY or TOKEN is sent to a judge."""
     max_reward_error_rate: float = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
 
@@ -251,7 +276,7 @@ class RunOptions:
     """The run itself."""
 
     out: Annotated[Path | None, unset("DIR", "runs/<objective>-<time>")] = None
-    """Folder of results, new or empty."""
+    """Folder of results: new, empty, or of a run that ended before its first step."""
     resume: Annotated[Path | None, unset("DIR", "none")] = None
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
     the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""
@@ -307,7 +332,7 @@ class Config:
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON and TOML."""
         return {
-            option.name: str(value) if isinstance(value, Path) else value
+            option.name: as_json(value)
             for group in dataclasses.fields(self)
             for option in dataclasses.fields(getattr(self, group.name))
             for value in [getattr(getattr(self, group.name), option.name)]

@@ -17,7 +17,7 @@ import docstring_parser
 import tyro
 
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
@@ -41,6 +41,7 @@ ESTIMATOR_OPTIONS = (
     "false_positive_rate",
     "false_negative_rate",
 )
+SEVERAL = ("reward", "reward_weights")  # options of one value or of several
 CODE = ("objective", "task", "reward", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
@@ -93,7 +94,7 @@ def foreign_code(out: Path, options: Options) -> str:
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
         return ""
-    code = [f"{name} {shown(options[name])}" for name in CODE if _is_code(name, options)]
+    code = [f"{name} {shown(value)}" for name in CODE if _is_code(name, options) for value in several(options[name])]
     whose = " and ".join(map(_user, owners))
     names = ", ".join(code) or "no code of its own"
     return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {names}"
@@ -122,7 +123,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     for name in ("lora_rank", "kl_coef"):
         with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
             choices[name] = float(choices.get(name, 0))
-    for name in ("objective", "task", "reward"):  # a number in a file is refused later
+    for name in ("objective", "task"):  # a number in a file is refused later
         if choices.get(name) is not None:
             choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))
@@ -145,7 +146,8 @@ def _find(arguments: Sequence[str], names: Sequence[str]) -> Options:
     """Return the values of some flags as text, before all are parsed; None for those not given."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names:
-        finder.add_argument("--" + name.replace("_", "-"), f"--{name}", dest=name, nargs="?")
+        nargs = "*" if name in SEVERAL else "?"
+        finder.add_argument("--" + name.replace("_", "-"), f"--{name}", dest=name, nargs=nargs)
     return vars(finder.parse_known_args(list(arguments))[0])
 
 
@@ -239,7 +241,7 @@ def _check(file: Path, options: Options) -> None:
         if isinstance(known[key], bool):
             if not isinstance(value, bool):
                 raise InputError(f"{file}: {key} must be true or false, got {value!r}")
-        elif not isinstance(value, (int, float, str)) or isinstance(value, bool):
+        elif not all(isinstance(x, (int, float, str)) and not isinstance(x, bool) for x in _values(key, value)):
             raise InputError(f"{file}: {key} must be a number or a string, got {value!r}")
 
 
@@ -247,8 +249,16 @@ def _as_flags(options: Options) -> list[str]:
     flags = []
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
-        flags += ([flag] if value else []) if isinstance(value, bool) else [f"{flag}={value}"]
+        if isinstance(value, list):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += ([flag] if value else []) if isinstance(value, bool) else [f"{flag}={value}"]
     return flags
+
+
+def _values(key: str, value: Any) -> list[Any]:
+    """Return the values that a file gives an option; a list stands for several only where the option takes them."""
+    return several(value) if key in SEVERAL else [value]
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

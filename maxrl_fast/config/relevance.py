@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions
+from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
+from maxrl_fast.rewards.judge import JUDGE
 from maxrl_fast.tasks.names import GYM, dataset_spec, is_file
 from maxrl_fast.training.objective_registry import OBJECTIVES, objective_options
 
@@ -21,7 +22,7 @@ class Choices:
 
     objective: str = "maxpo"
     task: str = "maze"
-    reward: str | None = None
+    reward: Any = None
     resume: Any = None
     model: Any = None
     lora_rank: int = 0
@@ -60,7 +61,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
 def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
     task, who = choices.task, f"task {choices.task}"
     spec, is_gym = dataset_spec(task), task.startswith(GYM)
-    reads_text, has_function = spec is not None or is_gym, choices.reward is not None
+    rewards = several(choices.reward)
+    reads_text, has_function = spec is not None or is_gym, bool(rewards)
     taken = {
         "maze_size": task == "maze",
         "chain_length": task == "chain",
@@ -69,11 +71,13 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
         "answer_key": spec is not None and spec.gold is not None,
         **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"), reads_text),
         "reward": not is_file(task),  # there the task is the reward
+        "reward_weights": has_function,
+        **dict.fromkeys(("judge_template", "judge_score", "judge_rate"), any(str(x).startswith(JUDGE) for x in rewards)),
         "reward_threshold": task != "maze" or has_function,
         **dict.fromkeys(
             (
                 *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env"),
-                "max_reward_error_rate",
+                *("reward_concurrency", "max_reward_error_rate"),
             ),
             reads_text or has_function,
         ),

@@ -19,9 +19,11 @@ from maxrl_fast.config.options import (
 )
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import temporary_path
+from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.policy import backend_of
+from maxrl_fast.rewards.classifier import CLASSIFIER
+from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import objective_options
@@ -143,19 +145,26 @@ def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Lite
 def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
     paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
+    paths["judge_template"] = config.reward.judge_template
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
-    functions = {"reward": config.reward.reward, "task": config.task.task, "objective": config.objective.objective}
-    for name, value in functions.items():
-        if value is not None and is_file(value):
-            file, _, function = value.rpartition(":")
-            resolved[name] = f"{Path(file).absolute()}:{function}"
-    return resolved
+    resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
+    functions = {"task": config.task.task, "objective": config.objective.objective}
+    return resolved | {name: _absolute_function(value) for name, value in functions.items()}
+
+
+def _absolute_function(name: str) -> str:
+    """Return the name of a function by the absolute path of its file, if it has one."""
+    if name.startswith(CLASSIFIER):
+        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).absolute()}:{function}" if is_file(name) else name
 
 
 def _refuse_used(out: Path) -> None:
     left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
     try:
         is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill)
+        is_free = is_free or (ended_before_first_step(out) and not is_locked(out))
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:

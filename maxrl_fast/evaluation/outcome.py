@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.config.options import SCORE
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
 from maxrl_fast.files.untrusted import check_regular
@@ -23,6 +24,7 @@ MATCHED = (
     *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
     *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
+GIVEN = ("reward_weights", "judge_score")  # options that must be equal too, and are settings only where they are given
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 
@@ -90,14 +92,18 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
         contents: the prompts, from contents_of.
     """
     # Custom tasks and rewards by the name of their file, wherever it is.
-    names = {name: Path(options[name]).name for name in ("task", "reward") if options[name]}
+    given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE)}
+    names: dict[str, Any] = {name: Path(options[name]).name for name in ("task", "reward") if isinstance(options[name], str)}
+    if isinstance(options["reward"], list):
+        names["reward"] = [Path(reward).name for reward in options["reward"]]
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
-    return {name: options[name] for name in MATCHED} | names | {DIGEST: digest}
+    return {name: options[name] for name in MATCHED} | names | given | {DIGEST: digest}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the differences between the settings of two evaluations, for example "samples: 16 and 256"."""
-    found = [f"{name}: {value} and {other[name]}" for name, value in one.items() if name != DIGEST and value != other[name]]
+    names = [name for name in {**one, **other} if name != DIGEST and one.get(name) != other.get(name)]
+    found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names]
     return found or ["the prompts themselves"] * (one[DIGEST] != other[DIGEST])
 
 
@@ -119,7 +125,8 @@ def read_outcome(folder: Path) -> Outcome:
             name=folder.resolve().name,
             num_samples=int(fields["num_samples"]),
             num_correct=torch.tensor(fields["per_prompt"]["num_correct"], dtype=torch.int64),
-            settings={name: fields["settings"][name] for name in (*MATCHED, DIGEST)},
+            settings={name: fields["settings"][name] for name in (*MATCHED, DIGEST)}
+            | {name: fields["settings"][name] for name in GIVEN if name in fields["settings"]},
             numbers={name: fields[name] for name in ("response_length_mean", "truncated", "reward_errors")}
             | {"diversity": fields["diversity"]["mean"]},
             measure=str(fields["diversity"]["of"]),

@@ -156,6 +156,18 @@ def refused(folder: Path, error: OSError) -> InputError | StorageError:
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder."""
+    if not (folder / "lock").exists():
+        return False
+    with open(folder / "lock", "rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def locked(
     folder: Path, is_owner: bool = True, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None

@@ -8,7 +8,7 @@ to the trainer, so that it cannot answer the calls of another. A template with t
 worker itself, and the keeper kills it and starts another on request.
 
 The answer to a request is JSON on the control socket: {"kind": ..., "cause": ...} says how the worker before ended, if "pid",
-"file", "can_fork" and the connection of a fresh one come with it; otherwise why there is none.
+"file", "can_fork", "signature" and the connection of a fresh one come with it; otherwise why there is none.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.rewards import contain
+from maxrl_fast.rewards.signature import signature_of
 from maxrl_fast.rewards.worker import LoadError, load, serve, set_soft_limit
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
@@ -118,6 +119,7 @@ def run_template(
     set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
     home = os.open(".", os.O_PATH)
     function, file = load(settings["function"])
+    signature = signature_of(function)
     can_fork = len(os.listdir("/proc/self/task")) == 1
     if settings["isolation"] == "call" and not can_fork:
         raise LoadError("loading it starts threads, so it cannot be forked for each call; it needs --reward-isolation process")
@@ -137,11 +139,12 @@ def run_template(
                 group.join()
             shared[1] = 0 if can_fork else memory_limit
             set_soft_limit(resource.RLIMIT_DATA, data_limit)
-            message = {"pid": getpid(), "file": file, "can_fork": can_fork, **end}
+            message = {"pid": getpid(), "file": file, "can_fork": can_fork, "signature": signature, **end}
             socket.send_fds(control, [dumps(message).encode()], [theirs.fileno()])
             theirs.close()
             control.close()
-            serve(own, function, file, settings["time_limit"], home, () if can_fork else spared)
+            limits = settings["is_optional"], settings["time_limit"]
+            serve(own, function, file, signature["style"], *limits, home, () if can_fork else spared)
             _exit(1)
         theirs.close()
         own.close()

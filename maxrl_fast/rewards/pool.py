@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
@@ -16,7 +16,8 @@ from typing import Any, Literal
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards.contain import ControlGroup
 from maxrl_fast.rewards.keeper import INTERVAL
-from maxrl_fast.rewards.process import CallError, StartError, UnreadError, Worker
+from maxrl_fast.rewards.process import CallError, StartError, UnreadError, Worker, printable
+from maxrl_fast.rewards.signature import BATCH, ROWS, STYLES, batch_arguments, mismatch
 
 PROGRESS_INTERVAL = 1.0  # seconds
 MAX_FAILED_STARTS = 3  # after this many `score` raises RewardError
@@ -47,11 +48,23 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards in the order of the calls, 0 for failed calls, and the failures sorted by index."""
+    """Rewards in the order of the calls, 0 for failed calls, and the failures sorted by index.
+
+    A reward is NaN where the function does not apply, if that is allowed.
+    """
 
     rewards: list[float]
     failures: list[Failure]
     num_left: int = 0  # calls without a result, because too many others failed
+    components: list[dict[str, float]] = field(default_factory=list)  # of each reward; empty: there are none
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker is asked at once: the rewards of consecutive rows."""
+
+    rows: range
+    arguments: Any  # keyword arguments; a list of them for async functions
 
 
 class RewardPool:
@@ -72,6 +85,8 @@ class RewardPool:
         start_limit: float = 60.0,
         isolation: Literal["process", "call"] = "process",
         environment: Sequence[str] = (),
+        concurrency: int = 16,
+        is_optional: bool = False,
     ) -> None:
         """Start the workers and wait until all have loaded the function.
 
@@ -83,6 +98,8 @@ class RewardPool:
             start_limit: seconds for starting a process and loading the function.
             isolation: whether a process makes calls until one fails, or each call has a fresh process.
             environment: names of variables that the function sees in addition to `ENVIRONMENT`.
+            concurrency: calls of an async function that one process makes at a time.
+            is_optional: whether None and NaN mean that the function does not apply to a response; otherwise they are failures.
 
         Raises:
             InputError: if the function cannot be loaded, a number is not positive and finite, or a variable does not exist.
@@ -90,13 +107,14 @@ class RewardPool:
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
             raise InputError(f'a reward function must be "path/to/file.py:name" or "package.module:name", got "{function}"')
-        for value, name in ((workers, "number of workers"), (time_limit, "time limit"), (memory_limit, "memory limit")):
+        limits = {"number of workers": workers, "time limit": time_limit, "memory limit": memory_limit}
+        for name, value in (limits | {"concurrency": concurrency}).items():
             if not 0 < value < math.inf:
                 raise InputError(f"the {name} of the reward pool must be positive and finite, got {value}")
         for name in environment:
             if name not in os.environ:
                 raise InputError(f"the reward function needs the environment variable {name}, which is not set")
-        self._function, self._isolation = function, isolation
+        self.name, self._isolation, self._concurrency = function, isolation, concurrency if isolation == "process" else 1
         environ = {name: value for name, value in os.environ.items() if name in environment or re.fullmatch(ENVIRONMENT, name)}
         self._cgroup = ControlGroup.parent()
         settings = {
@@ -104,6 +122,7 @@ class RewardPool:
             "isolation": isolation,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
+            "is_optional": is_optional,
             "cgroup": self._cgroup and str(self._cgroup),
         }
         self._workers: list[Worker] = []
@@ -129,11 +148,14 @@ class RewardPool:
 
     def score(
         self,
-        calls: Sequence[dict[str, Any]],
+        rows: Sequence[dict[str, Any]],
         max_failures: int | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        group: int = 1,
     ) -> Scores:
-        """Call the function once with each of `calls`, its keyword arguments (JSON values: a tuple arrives as a list).
+        """Call the function with each of `rows`, its keyword arguments (JSON values: a tuple arrives as a list).
+
+        A function of lists is called with `group` rows at a time, and an async one with several rows side by side.
 
         Args:
             max_failures: after more failures than this the remaining calls are not made.
@@ -145,9 +167,10 @@ class RewardPool:
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
+        calls = self._calls(rows, group)
         batch = Batch(calls, max_unread=len(self._workers))
         threads = [Thread(target=batch.make_calls, args=(worker,), daemon=True) for worker in self._workers]
-        rewards, failures, num_left, num_failed_starts = [0.0] * len(calls), list[Failure](), len(calls), 0
+        results, failures, num_left, num_failed_starts = [dict[str, Any]()] * len(rows), list[Failure](), len(rows), 0
         try:
             for thread in threads:
                 thread.start()
@@ -160,21 +183,57 @@ class RewardPool:
                 if isinstance(outcome, StartError):
                     num_failed_starts += 1
                     if num_failed_starts >= MAX_FAILED_STARTS:
-                        cause = f"the workers of the reward function {self._function} cannot be restarted: {outcome.cause}"
+                        cause = f"the workers of the reward function {self.name} cannot be restarted: {outcome.cause}"
                         raise RewardError(cause) from outcome
                     continue
-                num_left -= 1
-                if isinstance(outcome, float):
-                    rewards[index] = outcome
-                elif isinstance(outcome, CallError):
-                    failures.append(Failure(index, outcome.kind, outcome.cause))
-                else:
+                if isinstance(outcome, CallError):
+                    outcome = [{"kind": outcome.kind, "message": outcome.cause}] * len(calls[index].rows)
+                elif isinstance(outcome, Exception):
                     raise outcome
+                num_left -= len(outcome)
+                for row, result in zip(calls[index].rows, outcome, strict=True):
+                    results[row] = result
+                    if "kind" in result:
+                        failures.append(Failure(row, result["kind"], printable(result["message"])))
         finally:
             batch.stop.set()
             for thread in threads:
                 thread.join()
-        return Scores(rewards, sorted(failures, key=lambda failure: failure.index), num_left)
+        return Scores(
+            [math.nan if (reward := result.get("reward", 0.0)) is None else reward for result in results],
+            sorted(failures, key=lambda failure: failure.index),
+            num_left,
+            [result.get("components", {}) for result in results],
+        )
+
+    def _calls(self, rows: Sequence[dict[str, Any]], group: int) -> list[Call]:
+        """Return the calls for these rows: one for each row, or each group, or as many rows as run side by side."""
+        signature = self._workers[0].signature
+        if signature["style"] not in (ROWS, BATCH):
+            return [Call(range(i, i + 1), row) for i, row in enumerate(rows)]
+        size = group if signature["style"] == BATCH else self._concurrency
+        parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        if signature["style"] == ROWS:
+            return [Call(part, rows[part.start : part.stop]) for part in parts]
+        return [Call(part, batch_arguments(rows[part.start : part.stop], signature)) for part in parts]
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise InputError naming the nearest fix if the function's parameters do not fit a row."""
+        signature = self._workers[0].signature
+        given = [*(batch_arguments([row], signature) if signature["style"] == BATCH else row)]
+        if sentence := mismatch(signature, given):
+            raise InputError(f"--reward {self.name}: {sentence}")
+
+    def lines(self) -> list[str]:
+        """Return how the processes are contained and how the function is called, for the start of a run."""
+        how = STYLES[self._workers[0].signature["style"]].format(concurrency=self._concurrency)
+        return [f"reward workers: {self.describe()}", f"reward {self.name}: {how}"]
+
+    def faster(self, factor: float) -> str:
+        """Return the option that makes scoring about this many times as fast."""
+        if self._workers[0].signature["style"] == ROWS:
+            return f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
+        return f"--reward-workers {power_of_two(len(self._workers) * factor)}"
 
     def describe(self) -> str:
         """Return how the processes are contained, for the start of a run."""
@@ -202,14 +261,19 @@ class RewardPool:
             worker.close()
 
 
+def power_of_two(number: float) -> int:
+    """Return the nearest power of two that is at least 2."""
+    return 2 ** max(1, round(math.log2(number)))
+
+
 class Batch:
     """The calls of one `score`. A thread for each worker makes them, and leaves each outcome with its index in `outcomes`."""
 
-    def __init__(self, calls: Sequence[dict[str, Any]], max_unread: int) -> None:
+    def __init__(self, calls: Sequence[Call], max_unread: int) -> None:
         self._calls, self._max_unread = calls, max_unread
         self._waiting = deque(range(len(calls)))
         self._num_unread = Counter[int]()  # by call: processes that ended before they read it
-        self.outcomes = SimpleQueue[tuple[int, float | Exception]]()
+        self.outcomes = SimpleQueue[tuple[int, list[dict[str, Any]] | Exception]]()
         self.stop = Event()
 
     def make_calls(self, worker: Worker) -> None:
@@ -223,7 +287,7 @@ class Batch:
                     index = self._waiting.popleft()
                 except IndexError:  # another worker has just taken it
                     return
-                outcome: float | Exception = worker.call(index, self._calls[index], self.stop)
+                outcome: list[dict[str, Any]] | Exception = worker.call(index, self._calls[index].arguments, self.stop)
             except UnreadError as error:  # as often as there are workers, since all of them may have ended at once
                 outcome = error
                 self._num_unread[index] += 1

@@ -17,12 +17,14 @@ from threading import Event
 from typing import IO, Any
 
 from maxrl_fast.rewards.keeper import ENDED, NEXT
+from maxrl_fast.rewards.signature import ROW, ROWS, Signature, is_valid
 from maxrl_fast.rewards.worker import MESSAGE_LENGTH
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.keeper import main; main()"
-FRAME_LIMIT = 1 << 20  # bytes of an answer
+FRAME_LIMIT = 1 << 22  # bytes of an answer
 SEND_LIMIT = 10.0  # seconds for an idle worker to read a call
+GRACE = 1.0  # seconds for a worker to answer after its async calls have reached the time limit
 KILL_LIMIT = 5.0  # seconds for the keeper to kill everything and end
 SLICE = 0.1  # seconds after which a wait looks whether to stop
 STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds to wait for a worker's stack, and of silence that end it
@@ -30,12 +32,17 @@ FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 WROTE = "the reward code wrote to the connection between worker and trainer"
 
 
+def printable(text: str) -> str:
+    """Return text of the reward code as one short printable line: it may contain escape sequences."""
+    return "".join(c if c.isprintable() else " " for c in text[: 2 * MESSAGE_LENGTH])
+
+
 class CallError(Exception):
     """A call has no reward."""
 
     def __init__(self, kind: str, cause: str) -> None:
-        """Keep the kind, as in `pool.Failure`, and the cause as one printable line: it may contain escape sequences."""
-        self.kind, self.cause = kind, "".join(c if c.isprintable() else " " for c in cause[: 2 * MESSAGE_LENGTH])
+        """Keep the kind, as in `pool.Failure`, and the cause."""
+        self.kind, self.cause = kind, printable(cause)
 
 
 class UnreadError(CallError):
@@ -55,7 +62,10 @@ class Worker:
         pid: of the process; 0 while it starts.
         index: of its call in the batch; None while it is idle.
         can_fork: whether a fresh process is forked, without loading the function again.
+        signature: of the function, once it has been loaded.
     """
+
+    signature: Signature
 
     def __init__(
         self, settings: Mapping[str, Any], environment: Mapping[str, str], time_limit: float, start_limit: float
@@ -105,11 +115,13 @@ class Worker:
             raise StartError("crash", f"loading it took longer than {self._start_limit:g} s")
         return False
 
-    def call(self, index: int, arguments: dict[str, Any], stop: Event) -> float:
-        """Make a call and return the reward. After a failure, and when `stop` is set, the process is replaced.
+    def call(self, index: int, arguments: Any, stop: Event) -> list[dict[str, Any]]:
+        """Make a call and return its results: a "reward", or the "kind" and "message" of a failure, for each response.
+
+        After a failure, and when `stop` is set, the process is replaced.
 
         Raises:
-            CallError: if there is no reward.
+            CallError: if there are no results.
             TypeError: if an argument is not a JSON value.
         """
         self._number += 1
@@ -118,11 +130,9 @@ class Worker:
         try:
             self._send(message, stop)
             line = self._read(stop)
-            answer = parse_answer(line, self._number)
-            if answer is None:
+            results = parse_answer(line, self._number, self._num_results(arguments))
+            if results is None:
                 raise CallError("crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
-            if "kind" in answer:
-                raise CallError(answer["kind"], answer["message"])
         except EOFError:
             raise self._how_it_ended(stop) from None
         except CallError:
@@ -130,9 +140,14 @@ class Worker:
             raise
         finally:
             self.index = None
-        if self._settings["isolation"] == "call":
+        if self._settings["isolation"] == "call" or any("kind" in result for result in results):
             self.replace()
-        return float(answer["reward"])
+        return results
+
+    def _num_results(self, arguments: Any) -> int:
+        if self.signature["style"] == ROW:
+            return 1
+        return len(arguments if self.signature["style"] == ROWS else arguments["prompts"])
 
     def replace(self, request: bytes = NEXT) -> None:
         """Have the process killed with all that it started, and a fresh one started, without waiting for either."""
@@ -198,15 +213,17 @@ class Worker:
         try:
             self._connection = socket.socket(fileno=fds[0]) if fds else None
             message = json.loads(data or '{"kind": "crash", "cause": "its keeper has ended"}')
-            is_valid = message["kind"] in ("crash", "memory") and isinstance(message["cause"], str)
+            is_sound = message["kind"] in ("crash", "memory") and isinstance(message["cause"], str)
             if self._connection:
                 self.pid, self._file, self.can_fork = (message[key] for key in ("pid", "file", "can_fork"))
-                is_valid = is_valid and isinstance(self.pid, int) and self.pid > 1
+                self.signature = message["signature"]
+                is_known = isinstance(self.pid, int) and self.pid > 1 and is_valid(self.signature)
+                is_sound = is_sound and is_known
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            is_valid = False
-        if not is_valid or not self._connection:
+            is_sound = False
+        if not is_sound or not self._connection:
             self.close()
-            raise StartError(*((message["kind"], message["cause"]) if is_valid else ("crash", f"{WROTE}: {data[:80]!r}")))
+            raise StartError(*((message["kind"], message["cause"]) if is_sound else ("crash", f"{WROTE}: {data[:80]!r}")))
         self._end = message["kind"], message["cause"]
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(SLICE * 1e6)))
@@ -231,7 +248,8 @@ class Worker:
             EOFError: if it has closed the connection, usually because it has ended.
         """
         assert self._connection
-        data, deadline = b"", time.monotonic() + self._time_limit
+        grace = GRACE if self.signature["style"] == ROWS else 0.0  # each of its calls has the time limit for itself
+        data, deadline = b"", time.monotonic() + self._time_limit + grace
         while not data.endswith(b"\n") and len(data) <= FRAME_LIMIT:
             if stop.is_set() or time.monotonic() > deadline:
                 raise CallError("timeout", f"the call ran longer than {self._time_limit:g} s{self._location()}")
@@ -285,16 +303,23 @@ def is_readable(file: IO[bytes] | socket.socket, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def parse_answer(line: bytes, number: int) -> dict[str, Any] | None:
-    """Return an answer of a worker; None if it is not a valid answer to this call."""
+def parse_answer(line: bytes, number: int, count: int) -> list[dict[str, Any]] | None:
+    """Return the results in an answer of a worker, one for each of `count` responses; None if it does not answer this call."""
     try:
         answer = json.loads(line)
-        if answer["call"] != number:
-            is_valid = False
-        elif "reward" in answer:
-            is_valid = isinstance(answer["reward"], float) and math.isfinite(answer["reward"])
-        else:
-            is_valid = answer["kind"] in ("exception", "memory", "invalid") and isinstance(answer["message"], str)
-    except (ValueError, KeyError, TypeError, RecursionError):  # RecursionError: [[[[...
+        is_valid = answer["call"] == number
+        results = answer["results"] if "results" in answer else [answer] * count
+        is_valid = is_valid and len(results) == count and all(map(is_result, results))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # RecursionError: [[[[...
         return None
-    return answer if is_valid else None
+    return results if is_valid else None
+
+
+def is_result(result: dict[str, Any]) -> bool:
+    """Return whether this is a reward, with components if it has some, or the failure of one."""
+    if "kind" in result:
+        return result["kind"] in ("exception", "memory", "invalid", "timeout") and isinstance(result["message"], str)
+    numbers = [*result.get("components", {}).values()]
+    if result["reward"] is not None:
+        numbers.append(result["reward"])
+    return all(isinstance(number, float) and math.isfinite(number) for number in numbers)

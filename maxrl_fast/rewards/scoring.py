@@ -1,16 +1,18 @@
 """Score responses by the task itself, or by a Python function in worker processes."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.errors import RewardError
+from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rewards.pool import Failure, RewardPool
+from maxrl_fast.rewards.pool import Failure
+from maxrl_fast.rewards.weighted import RewardSource
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 
@@ -28,11 +30,36 @@ class ScoredTask(Protocol):
         """Return a prompt or a response as text."""
 
 
+class Means:
+    """Sums and counts of the components of rewards, by name."""
+
+    def __init__(self) -> None:
+        self._sums, self._counts = dict[str, float](), Counter[str]()
+
+    def add(self, name: str, total: float, count: int = 1) -> None:
+        """Add `count` values with this sum."""
+        self._sums[name] = self._sums.get(name, 0.0) + total
+        self._counts[name] += count
+
+    def update(self, other: "Means") -> None:
+        """Add the values of another."""
+        for name, total in other._sums.items():
+            self.add(name, total, other._counts[name])
+
+    def over(self, ranks: Ranks) -> dict[str, float]:
+        """Return the means over the values of all ranks, by metric."""
+        whole = Means()
+        for line in ranks.texts(json.dumps([[name, total, self._counts[name]] for name, total in self._sums.items()])):
+            for name, total, count in json.loads(line):
+                whole.add(name, total, count)
+        return {f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()}
+
+
 class Scorer:
     """Gives every response its reward.
 
     Args:
-        pool: runs the reward function; None: the task scores.
+        source: gives the rewards, such as a reward pool; None: the task scores.
         max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two calls of `failures`.
         threshold: rewards above it become 1, others 0; None: rewards are unchanged.
         answer_limit: the longest answer in characters; responses with a longer answer or without one get reward 0 without a
@@ -45,49 +72,78 @@ class Scorer:
     def __init__(
         self,
         task: ScoredTask,
-        pool: RewardPool | None,
+        source: RewardSource | None,
         max_error_rate: float = 1.0,
         threshold: float | None = None,
         answer_limit: int | None = None,
     ):
-        self._task, self._pool, self._max_error_rate, self._threshold = task, pool, max_error_rate, threshold
+        self._task, self._source, self._max_error_rate, self._threshold = task, source, max_error_rate, threshold
         self._answer_limit = answer_limit
         self.beat: Callable[[], None] = lambda: None
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
-        self._pool_error, self._gave_up = "", False
+        self._source_error, self._gave_up = "", False
         self._answers = Counter[str]()  # since the last call of `take_answers`
+        self._components = Means()  # since the last call of `take_components`
+
+    @property
+    def has_source(self) -> bool:
+        """Whether something other than the task gives the rewards."""
+        return self._source is not None
+
+    def rehearsal(self) -> "Scorer":
+        """Return a scorer of the same rewards that scores every response, and gives up only if all rewards fail."""
+        return Scorer(self._task, self._source, threshold=self._threshold)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
-        if self._pool is None:
-            rewards = self._task.score(prompts, rollouts)
-        else:
-            rewards = self._call_function(self._pool, prompts, rollouts)
+        rewards = self._task.score(prompts, rollouts) if self._source is None else self._ask(self._source, prompts, rollouts)
         if self._threshold is None:
             return rewards
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
 
-    def _call_function(self, pool: RewardPool, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+    def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
-        columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in _split(prompts.tokens, prompts.lengths)]
+        columns = self._columns(prompts)
         responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
         rewards = torch.zeros(len(responses))
-        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the calls
-        calls = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
-        scored = torch.full((len(calls),), float("nan"))
+        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the rows
+        rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
+        scored = torch.full((len(rows),), float("nan"))
         try:
-            scores = pool.score(calls, max_failures=int(self._max_error_rate * len(responses)), on_progress=self.beat)
+            max_failures = int(self._max_error_rate * len(responses))
+            scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
-            self._pool_error = str(error)
+            self._source_error = str(error)
         else:
             self._num_scored += len(responses) - scores.num_left
             self._failures += scores.failures
             self._gave_up |= scores.num_left > 0
             if not scores.num_left:
                 scored = torch.tensor(scores.rewards, dtype=torch.float32)
-                scored[[failure.index for failure in scores.failures]] = float("nan")
+                failed = {failure.index for failure in scores.failures}
+                scored[[*failed]] = float("nan")
+                for i, components in enumerate(scores.components):
+                    for name, value in components.items() if i not in failed else ():
+                        self._components.add(name, value)
         rewards[indices] = scored
         return rewards.to(rollouts.tokens.device)
+
+    def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
+        texts = () if prompts.columns else _split(prompts.tokens, prompts.lengths)
+        return prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
+
+    def check(self, prompts: Prompts) -> None:
+        """Raise InputError, with the nearest fix, if a reward can take the columns of none of these prompts."""
+        if self._source is None:
+            return
+        errors = []
+        for columns in self._columns(prompts):
+            try:
+                self._source.check({**columns, "response": ""})
+            except InputError as error:
+                errors.append(error)
+        if len(errors) == len(prompts):
+            raise errors[0]
 
     def _needs_scoring(self, response: str) -> bool:
         """Return whether to call the function: with an answer limit, not for an answer that is missing or too long."""
@@ -96,6 +152,11 @@ class Scorer:
         length = len(self._task.answer(response))
         self._answers.update({"all": 1, "missing": length == 0, "too_long": length > self._answer_limit})
         return 0 < length <= self._answer_limit
+
+    def take_components(self) -> Means:
+        """Return the components of this rank's rewards since the last call."""
+        components, self._components = self._components, Means()
+        return components
 
     def take_answers(self) -> Counter[str]:
         """Return counts of this rank's responses since the last call: "all", and answers that were "missing" or "too_long".
@@ -120,39 +181,44 @@ class Scorer:
         Raises:
             RewardError: if more than max_error_rate of the rewards failed, or the function can no longer be called.
         """
-        if self._pool is None:
+        if self._source is None:
             return {}, ""
         num_scored, failures = self._num_scored, self._failures
         self._num_scored, self._failures = 0, []
         own = Counter(failure.kind for failure in failures)
-        counts = [num_scored, bool(self._pool_error), self._gave_up, *(own[kind] for kind in FAILURE_KINDS)]
-        num_scored, has_pool_error, gave_up, *totals = ranks.sum(torch.tensor(counts)).tolist()
+        counts = [num_scored, bool(self._source_error), self._gave_up, *(own[kind] for kind in FAILURE_KINDS)]
+        num_scored, has_source_error, gave_up, *totals = ranks.sum(torch.tensor(counts)).tolist()
         by_kind = dict(zip(FAILURE_KINDS, totals, strict=True))
         num_failed = sum(totals)
-        if has_pool_error:
-            raise RewardError(f"{when}: {ranks.texts(self._pool_error)[0]}")
+        if has_source_error:
+            raise RewardError(f"{when}: {ranks.texts(self._source_error)[0]}")
         if not num_failed:
             return by_kind, ""
         examples = ranks.texts(failures[0].message if failures else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
         warning = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: {examples[0]}"
         if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
-            raise RewardError(f"{warning}; that is more than --max-reward-error-rate {self._max_error_rate:g} allows")
+            limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
+            raise RewardError(warning + limit * (self._max_error_rate < 1))
         return by_kind, warning
 
     def describe(self) -> str:
-        """Return how the reward function is contained, for the start of a run; "" if the task scores."""
-        return "" if self._pool is None else f"reward workers: {self._pool.describe()}"
+        """Return how rewards are computed, for the start of a run; "" if the task scores."""
+        return "" if self._source is None else "\n".join(self._source.lines())
+
+    def faster(self, factor: float) -> str:
+        """Return the option that makes rewards about this many times as fast; "" if there is none."""
+        return "" if self._source is None else self._source.faster(factor)
 
     def dump_stacks(self) -> None:
         """Write the stacks of the worker processes to standard error."""
-        if self._pool is not None:
-            self._pool.stacks()
+        if self._source is not None:
+            self._source.stacks()
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
+        if self._source is not None:
+            self._source.close()
 
 
 def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:

@@ -1,8 +1,10 @@
 """Load a reward function, and answer calls of it in a worker process.
 
-Messages are JSON, one per line. A call is {"call": number, "arguments": {...}}; its answer is {"call": number, "reward": x} or
-{"call": number, "kind": ..., "message": ...}. This module, `keeper` and `contain` import only a few modules of the standard
-library, because they delay the start of every worker.
+Messages are JSON, one per line. A call is {"call": number, "arguments": {...}}; its answer is {"call": number, "reward": x},
+with "components" if the function returned a dict, or {"call": number, "kind": ..., "message": ...}. A function that is called
+for several responses at once answers {"call": number, "results": [...]} with such an object for each (`signature.py`). A reward
+of null does not apply to its response. This module, `keeper`, `contain` and `signature` import only a few standard modules,
+because they delay the start of every worker.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 
 # Imported by name, so that the worker still works if the reward function replaces attributes of json and os.
 from json import dumps, loads
@@ -26,8 +28,10 @@ from types import ModuleType
 from typing import Any
 
 from maxrl_fast.rewards.contain import kill_descendants
+from maxrl_fast.rewards.signature import BATCH, ROW
 
 MESSAGE_LENGTH = 500  # characters
+MOST_COMPONENTS, NAME_LENGTH = 32, 100  # of one result; characters of a component's name
 LARGEST_FLOAT32 = 3.4028234663852886e38
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
@@ -87,25 +91,35 @@ def load_file(path: Path) -> ModuleType:
 
 
 def serve(
-    connection: socket.socket, function: Callable[..., Any], file: str, time_limit: float, home: int, spared: Collection[int]
+    connection: socket.socket,
+    function: Callable[..., Any],
+    file: str,
+    style: str,
+    is_optional: bool,
+    time_limit: float,
+    home: int,
+    spared: Collection[int],
 ) -> None:
     """Answer calls until one fails or the trainer closes the connection.
 
     Args:
+        style: of its signature.
+        is_optional: whether None and NaN mean that the function does not apply to a response.
         home: file descriptor of the working directory.
         spared: descendants that the calls have not started.
     """
     worker_pid = getpid()
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
+    call_styled = call_function if style == ROW else Lists(style, time_limit).call
     reset_process(home, time_limit)
     while line := lines.readline():
         call = loads(line)
-        answer = call_function(function, call["arguments"], file)
+        answer = call_styled(function, call["arguments"], file, is_optional)
         if getpid() != worker_pid:
             _exit(0)  # this is a child that the function forked and that returned from it too
         kill_descendants(spared)
         send(dumps({"call": call["call"], **answer}).encode() + b"\n")
-        if "reward" not in answer:
+        if any("kind" in result for result in answer.get("results", [answer])):
             return
         reset_process(home, time_limit)  # now: if it fails, the next call is not read and goes to another worker
 
@@ -121,20 +135,122 @@ def reset_process(home: int, time_limit: float) -> None:
     set_soft_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + 2 * time_limit) + 1)
 
 
-def call_function(function: Callable[..., Any], arguments: dict[str, Any], file: str) -> dict[str, Any]:
+def call_function(
+    function: Callable[..., Any], arguments: dict[str, Any], file: str, is_optional: bool = False
+) -> dict[str, Any]:
     """Return the reward, or the kind and message of the failure."""
     try:
-        return {"reward": to_reward(function(**arguments))}
-    except InvalidReward as error:
-        return {"kind": "invalid", "message": str(error)}
-    except MemoryError:
-        return {"kind": "memory", "message": "the call needed more memory than its limit"}
+        return to_reward(function(**arguments), is_optional)
     except BaseException as error:
-        return {"kind": "exception", "message": describe_error(error, file)}
+        return failure_of(error, file)
 
 
-def to_reward(result: Any) -> float:
-    """Return a number, or a tensor or array of one element, as a float.
+def failure_of(error: BaseException, file: str) -> dict[str, Any]:
+    """Return the kind and message of a failure."""
+    if isinstance(error, InvalidReward):
+        return {"kind": "invalid", "message": str(error)}
+    if isinstance(error, MemoryError):
+        return {"kind": "memory", "message": "the call needed more memory than its limit"}
+    return {"kind": "exception", "message": describe_error(error, file)}
+
+
+class Lists:
+    """Calls functions that score several responses at once. Coroutines run in one event loop, which clients may keep."""
+
+    def __init__(self, style: str, time_limit: float) -> None:
+        import asyncio  # only here: it delays the start of a worker
+
+        self._asyncio, self._loop = asyncio, asyncio.new_event_loop()
+        self._style, self._time_limit = style, time_limit
+
+    def call(self, function: Callable[..., Any], arguments: Any, file: str, is_optional: bool) -> dict[str, Any]:
+        """Return the results of one call with lists, or of a call for each response; else the failure of all."""
+        try:
+            if self._style != BATCH:
+                return {"results": self._loop.run_until_complete(self._each(function, arguments, file, is_optional))}
+            result = function(**arguments)
+            if isinstance(result, Coroutine):
+                result = self._loop.run_until_complete(result)
+            return {"results": self._split(result, len(arguments["prompts"]), is_optional)}
+        except BaseException as error:
+            return failure_of(error, file)
+
+    async def _each(
+        self, function: Callable[..., Any], rows: list[dict[str, Any]], file: str, is_optional: bool
+    ) -> list[dict[str, Any]]:
+        """Call an async function for all rows at the same time. Each has the time limit for itself."""
+
+        async def call(row: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return to_reward(await function(**row), is_optional)
+            except self._asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                return failure_of(error, file)
+
+        tasks = [self._asyncio.ensure_future(call(row)) for row in rows]
+        done, pending = await self._asyncio.wait(tasks, timeout=self._time_limit)
+        for task in pending:
+            task.cancel()
+        late = {"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}
+        return [task.result() if task in done else late for task in tasks]
+
+    def _split(self, result: Any, count: int, is_optional: bool) -> list[dict[str, Any]]:
+        """Return the results for each response of a function's list.
+
+        Raises:
+            InvalidReward: if it is no list of as many numbers.
+        """
+        listed = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(listed, (list, tuple)) or len(listed) != count:
+            wanted = f"a function of `completions` must return a list with a number for each of the {count} completions"
+            given = f"a list of {len(listed)}" if isinstance(listed, (list, tuple)) else SHORT_REPR.repr(result)
+            raise InvalidReward(f"{wanted}, got {given}")
+        results = []
+        for item in listed:
+            try:
+                results.append(to_reward(item, is_optional))
+            except InvalidReward as error:
+                results.append({"kind": "invalid", "message": str(error)})
+        return results
+
+
+def to_reward(result: Any, is_optional: bool = False) -> dict[str, Any]:
+    """Return what a function returned for a response as the fields of an answer.
+
+    A dict of components has its reward under "reward", else it is their sum. Components that are None or NaN are left out.
+
+    Raises:
+        InvalidReward: if it is no number of float32 and no dict of such numbers. None and NaN are allowed if it is optional.
+    """
+    if not isinstance(result, dict):
+        value = to_number(result)
+        if value is None and not is_optional:
+            raise InvalidReward(_NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__) if result is None else _NAN)
+        return {"reward": value}
+    if len(result) > MOST_COMPONENTS or not all(isinstance(name, str) and len(name) <= NAME_LENGTH for name in result):
+        raise InvalidReward(
+            f"a dict of components must have at most {MOST_COMPONENTS} names of at most {NAME_LENGTH} characters, "
+            f"got {SHORT_REPR.repr(result)}"
+        )
+    values = {name: to_number(value, f"component {name!r}: ") for name, value in result.items()}
+    components = {name: value for name, value in values.items() if value is not None}
+    reward = components.pop("reward", None) if "reward" in values else _sum([*components.values()])
+    if reward is None and not is_optional:
+        raise InvalidReward(f"the function must return a reward, got a dict without one: {SHORT_REPR.repr(result)}")
+    return {"reward": reward, "components": components}
+
+
+def _sum(values: list[float]) -> float | None:
+    return to_number(sum(values), "the sum of the components: ") if values else None
+
+
+_NO_NUMBER = "the function must return a number, got {} of type {}"
+_NAN = "the function must return a finite number of float32, got nan"
+
+
+def to_number(result: Any, where: str = "") -> float | None:
+    """Return a number, or a tensor or array of one element, as a float; None and NaN as None.
 
     Raises:
         InvalidReward: if it is anything else, or not finite in float32.
@@ -143,15 +259,20 @@ def to_reward(result: Any) -> float:
     if not isinstance(result, (int, float)) and hasattr(result, "item"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it has more than one element
             value = result.item()
+    if value is None:
+        return None
     if not isinstance(value, (int, float)):
-        raise InvalidReward(f"the function must return a number, got {SHORT_REPR.repr(result)} of type {type(result).__name__}")
+        raise InvalidReward(where + _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__))
     try:
-        reward = float(value)
+        number = float(value)
     except OverflowError:
-        raise InvalidReward("the function must return a finite number of float32, got an integer that is too large") from None
-    if not abs(reward) <= LARGEST_FLOAT32:
-        raise InvalidReward(f"the function must return a finite number of float32, got {reward}")
-    return reward
+        wanted = "the function must return a finite number of float32, got an integer that is too large"
+        raise InvalidReward(where + wanted) from None
+    if math.isnan(number):
+        return None
+    if not abs(number) <= LARGEST_FLOAT32:
+        raise InvalidReward(f"{where}the function must return a finite number of float32, got {number}")
+    return number
 
 
 def describe_error(error: BaseException, file: str) -> str:

@@ -11,12 +11,12 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import is_file
 
 
-def fingerprints(task: Task, functions: Mapping[str, str | None]) -> dict[str, str]:
+def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:
     """Return SHA-256 hashes by what they are of.
 
     Args:
-        functions: FILE.py:FUNCTION or package.module:function, by the option that names it; None: the option names none. Only
-            the function's own file is read, not what it imports.
+        files: by the option that names them; None: the option names none. Only the file of a function is read, not what it
+            imports.
 
     Raises:
         InputError: if a file cannot be read.
@@ -25,13 +25,12 @@ def fingerprints(task: Task, functions: Mapping[str, str | None]) -> dict[str, s
     for name, content in task.tokenizer_files().items():
         if isinstance(content, bytes):  # a file that was read; the others are made by the task's own code
             contents[f"{name} of the tokenizer"] = content
-    for option, function in functions.items():
-        file = None if function is None else source_file(function)
+    for option, file in files.items():
         if file is not None:
             try:
                 contents[f"the file of --{option}"] = file.read_bytes()
             except OSError as error:
-                raise InputError(f"cannot read the file of --{option} {function}: {error}") from error
+                raise InputError(f"cannot read the file of --{option}, {file}: {error}") from error
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 

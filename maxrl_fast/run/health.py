@@ -41,6 +41,41 @@ class Health:
         return begun
 
 
+SLOW_STEPS, SLOW_SECONDS = 2, 1.0  # steps after which slow rewards are reported, and the least seconds of a step in them
+MOST_TIMES = 16.0  # the largest speed-up that is proposed
+
+
+@dataclass
+class SlowRewards:
+    """Notices once that rewards take most of the time of the steps.
+
+    Args:
+        faster: returns the option that makes them a number of times as fast; "" if there is none.
+    """
+
+    faster: Callable[[float], str]
+    _seconds: Record = field(default_factory=dict)  # by stage, of the steps so far
+    _num_steps: int = 0
+
+    def observe(self, before: Record, after: Record) -> HealthWarning | None:
+        """Return a warning, once, from the seconds of the stages before and after a step."""
+        if self._num_steps < 0:
+            return None
+        self._num_steps += 1
+        for stage, seconds in after.items():
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds - before.get(stage, 0.0)
+        total, reward = sum(self._seconds.values()), self._seconds.get("reward", 0.0)
+        if self._num_steps < SLOW_STEPS or reward < SLOW_SECONDS * self._num_steps or reward <= total / 2:
+            return None
+        cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
+        self._num_steps = -1
+        return (
+            HealthWarning("slow_rewards", reward / total, f"{reward / total:.0%} of the time is reward: {cure}")
+            if cure
+            else None
+        )
+
+
 def _mean(name: str, records: list[Record]) -> float:
     return fmean(record[name] for record in records)
 

@@ -7,7 +7,7 @@ from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples
 from maxrl_fast.output import take_errors
 from maxrl_fast.run.checkpoints import Checkpoints
-from maxrl_fast.run.health import Health
+from maxrl_fast.run.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
@@ -61,12 +61,16 @@ class RunLoop:
             checkpoints.save(progress, learner)
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
+        slow_rewards = SlowRewards(self.evaluator.scorer.faster)
         with self.screen.stage("train", self.num_steps, done=progress.step) as stage, checkpoints.kept(progress, learner):
             for n in range(progress.step + 1, self.num_steps + 1):
                 diagnose = self.diagnose_every > 0 and n % self.diagnose_every == 0
+                before = dict(self.clock.seconds)
                 record = self.trainer.step(n, progress.next_prompt, diagnose)
                 stage.advance(n, summary(record.metrics))
                 self._keep(n, record)
+                if warning := slow_rewards.observe(before, self.clock.seconds):
+                    self._warn(n, warning)
                 checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
                 self._evaluate_if_due()
             checkpoints.wait()
@@ -90,8 +94,7 @@ class RunLoop:
         if record.complaint:
             self.screen.warn(record.complaint)
         for warning in self.health.observe(record.metrics):
-            self.files.write("warnings", {"step": n, **vars(warning)})
-            self.screen.warn(f"step {n}: {warning.message}")
+            self._warn(n, warning)
         for stream, error in take_errors():
             message = f"{stream} cannot be written to ({error.strerror}); the run continues, and what it prints there is lost"
             self.files.write("warnings", {"step": n, "kind": "output", "value": error.errno, "message": message})
@@ -99,6 +102,10 @@ class RunLoop:
         self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.num_prompts
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
+
+    def _warn(self, n: int, warning: HealthWarning) -> None:
+        self.files.write("warnings", {"step": n, **vars(warning)})
+        self.screen.warn(f"step {n}: {warning.message}")
 
     def _evaluate_if_due(self) -> None:
         step, evaluator = self.progress.step, self.evaluator
@@ -108,6 +115,7 @@ class RunLoop:
         scorer, learner = evaluator.scorer, self.trainer.learner
         with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
             scorer.take_answers()
+            scorer.take_components()
             kept = KeptSamples(evaluator.task, step)
 
             def after_chunk(done: int) -> None:
@@ -118,7 +126,7 @@ class RunLoop:
 
             evaluation = evaluator.evaluate(after_chunk, kept.take)
         self.progress.evaluations[step] = evaluation
-        rates = scorer.answer_rates(scorer.take_answers(), self.ranks)
+        rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.take_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
         for sample in kept.records:
             self.files.write("samples", sample)

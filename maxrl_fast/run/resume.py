@@ -55,6 +55,21 @@ def checkpoints_of(out: Path) -> list[Path]:
     return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=_order)
 
 
+def ended_before_first_step(out: Path) -> bool:
+    """Return whether the run in this folder ended before its first step, so that the same command may begin it again.
+
+    A run that was stopped within its warm start is not such a one: its checkpoint is resumed.
+    """
+    try:
+        options = json.loads((out / "config.json").read_text())
+        has_steps = isinstance(options, dict) and options.get("steps", 0) > 0 and "objective" in options
+        log = out / "metrics.jsonl"
+        has_begun = log.exists() and log.stat().st_size > 0
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+    return has_steps and not has_begun and [path.name for path in checkpoints_of(out)][-1:] in ([], ["step-000000"])
+
+
 def rename_damaged_after(directory: Path) -> None:
     """Rename the checkpoints that are newer than `directory`, from which the run resumes, to damaged-step-..."""
     for newer in checkpoints_of(directory.parent.parent):

@@ -15,7 +15,7 @@ from maxrl_fast.files.durable import atomic_file, refused, write_json
 from maxrl_fast.hardware import versions
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.run.plots import draw_curves
-from maxrl_fast.run.resume import Saved
+from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
 
 LOGS = ("metrics", "eval", "warnings", "samples", "diagnostics")
@@ -53,8 +53,10 @@ class RunFiles:
         if not is_writer:
             return
         try:
-            if not is_resumed and (self.out / "config.json").exists():  # two runs were started at once, and one has ended
-                raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+            if not is_resumed and (self.out / "config.json").exists():
+                if not ended_before_first_step(self.out):  # two runs were started at once, and one has ended
+                    raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+                self._remove_beginning()
             for file in (self.out / name for name in ("curves.png", "timings.json")):
                 if file.is_dir():
                     raise InputError(f"{file} must be a file, got a folder")
@@ -71,6 +73,14 @@ class RunFiles:
             self._board = EventFile(self.out / "tensorboard", next_step if is_resumed else None)
         except OSError as error:
             raise refused(self.out, error) from error
+
+    def _remove_beginning(self) -> None:
+        """Remove what a run that ended before its first step has left and this one would not write over."""
+        for name in ("checkpoints", "tensorboard"):
+            if (self.out / name).exists():
+                shutil.rmtree(self.out / name)
+        for name in ("latest", "best", "timings.json", "curves.png"):
+            (self.out / name).unlink(missing_ok=True)
 
     def write_config(self) -> None:
         """Write config.json: options, versions, command."""

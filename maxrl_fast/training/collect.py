@@ -11,7 +11,7 @@ from torch import Tensor
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, Samples
-from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.scoring import Means, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -89,14 +89,14 @@ class RolloutCollector:
             InputError: where rewards must be 0 or 1, and one is not.
         """
         batches: list[Collected] = []
-        errors, answers, num_mixed = Counter[str](), Counter[str](), 0
+        errors, answers, components, num_mixed = Counter[str](), Counter[str](), Means(), 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
-            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers)
+            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers, components)
             batches.append(batch)
             errors.update(batch.numbers)
             if self.max_batches > 1:
                 num_mixed += int(is_mixed(batch.sampled_rewards).sum())
-        numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks)
+        numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks) | components.over(self.ranks)
         if self.max_batches == 1:
             return replace(batches[0], numbers=numbers)
         complaints = [batch.complaint for batch in batches if batch.complaint]
@@ -108,8 +108,8 @@ class RolloutCollector:
         numbers |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
         return replace(_chosen(whole, chosen, self.num_rollouts), numbers=numbers, complaint=complaint)
 
-    def _sample(self, step: int, first_prompt: int, answers: Counter[str]) -> Collected:
-        """Return one batch of prompts; how its responses answered is added to `answers`."""
+    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: Means) -> Collected:
+        """Return one batch of prompts; how its responses answered and what their rewards consist of is added to the others."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -120,9 +120,11 @@ class RolloutCollector:
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
         scorer.take_answers()  # forget the answers of an evaluation, or of greedy responses
+        scorer.take_components()
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
         answers.update(scorer.take_answers())
+        components.update(scorer.take_components())
         greedy_rewards = None
         if self.needs_greedy:
             with clock("rollout"):
@@ -141,7 +143,7 @@ class RolloutCollector:
         known = rewards.nan_to_num() if complaint else rewards
         check_rewards(known, prompts, step)
         if self.needs_binary:
-            check_binary(known, prompts, step)
+            check_binary(known, prompts, f"step {step}")
         return Collected(
             prompts=prompts,
             rollouts=rollouts,
@@ -157,13 +159,13 @@ class RolloutCollector:
         )
 
 
-def check_binary(rewards: Tensor, prompts: Prompts, step: int) -> None:
+def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
     """Raise InputError naming the first prompt with a reward [G, N] that is neither 0 nor 1."""
     broken = ((rewards != 0) & (rewards != 1)).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()
         raise InputError(
-            f"step {step}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
+            f"{when}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
             f"{int(prompts.ids[group])}; --reward-threshold makes them so"
         )
 

@@ -111,6 +111,23 @@ def alone_run(tmp_path_factory):
 TIMES = {"rollout_seconds", "train_seconds", "tokens_per_second"}
 
 
+def test_components_of_rewards_are_means_over_all_ranks(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "def length(prompt, response):\n    return len(response.split())\n"
+        "def parts(completions, **columns):\n"
+        "    return [{'reward': len(c) / 99, 'odd': 1.0 if len(c) % 2 else None} for c in completions]\n"
+    )
+    flags = ["--steps", "1", "--reward", f"{tmp_path}/rewards.py:length", f"{tmp_path}/rewards.py:parts"]
+    records = []
+    for num_ranks in (1, 3):
+        run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--reward-weights", "1", "2")
+        records.append([read(tmp_path / str(num_ranks), log)[0] for log in ("metrics", "eval")])
+    for alone, together in zip(*records, strict=True):
+        parts = {key: value for key, value in alone.items() if key.startswith("reward/")}
+        assert parts.keys() == {"reward/length", "reward/parts", "reward/parts.odd"}
+        assert {key: together[key] for key in parts} == pytest.approx(parts)
+
+
 @pytest.mark.parametrize(("num_ranks", "flags"), [(2, []), (4, []), (2, ["--sharding", "full"])])
 def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, tmp_path, num_ranks, flags):
     """Until a rounding error changes a sampled token, every metric and the weights agree."""

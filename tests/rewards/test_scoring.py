@@ -41,7 +41,11 @@ def by_length(prompt, response):
     return len(response) % 2
 
 def broken(prompt, response):
-    raise KeyError(response)
+    with open(__file__ + ".calls", "a") as file:
+        file.write(".")
+    if os.path.getsize(__file__ + ".calls") > 4:  # after the rollouts that are scored before the first step
+        raise KeyError(response)
+    return 1.0
 """
 
 

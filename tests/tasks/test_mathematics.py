@@ -185,8 +185,8 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
     (tmp_path / "own.py").write_text("def length(prompt, response, **line):\n    return float(len(response))\n")
     reward = f"{tmp_path}/own.py:length"
     options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
-    task = build_task(options, 0, policy, reward)
-    scorer = build_scorer(RewardOptions(reward=reward), task)
+    task = build_task(options, 0, policy, (reward,))
+    scorer = build_scorer(RewardOptions(reward=(reward,)), task)
     try:
         texts = ["no box", "\\boxed{1}", "x" * 300]
         rewards = scorer.score(task.prompts("train", 0, 1), Rollouts.given([task._text.encode_response(t) for t in texts]))

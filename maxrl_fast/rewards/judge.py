@@ -1,0 +1,279 @@
+"""Rewards by a language model behind an HTTP server with OpenAI's interface, such as vLLM's: `--reward openai:URL/MODEL`."""
+
+import hashlib
+import http.client
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread, Timer, get_ident
+from typing import Any
+from urllib.parse import urlsplit
+
+from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.rewards.pool import PROGRESS_INTERVAL, Failure, Scores, power_of_two
+from maxrl_fast.rewards.process import CallError
+from maxrl_fast.rewards.weighted import RewardSource
+
+JUDGE = "openai:"
+TRIES = 4  # of a request
+PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
+REPLY_BYTES, SHOWN = 1 << 20, 200
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of HTTP: the server is busy or not ready
+
+
+class _Retry(Exception):
+    """A request failed in a way that may pass. It holds the failure, and the seconds that the server asks to wait."""
+
+    def __init__(self, failure: CallError, pause: float = 0.0) -> None:
+        self.failure, self.pause = failure, pause
+
+
+class Judge(RewardSource):
+    """Asks a model for the score of each response. The same question is asked once, in this run and in later ones.
+
+    Args:
+        name: openai:URL/MODEL; the URL ends with /v1, or before the last slash.
+        template: the question, with {prompt}, {response} and other columns in braces; braces around anything else are text.
+        pattern: regular expression; the first group of its last match in a reply is the score.
+        time_limit: seconds of a request.
+        concurrency: requests at the same time.
+        rate: requests in a second; 0: no limit.
+        key: sent as a bearer token.
+        cache: folder of replies.
+
+    Raises:
+        InputError: if one of these cannot be used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        template: str,
+        *,
+        pattern: str,
+        time_limit: float,
+        concurrency: int,
+        rate: float = 0.0,
+        key: str | None = None,
+        cache: Path,
+    ) -> None:
+        self.name, self._template, self._cache = name, template, cache
+        self._url, self._model = _parse_name(name)
+        self._time_limit, self._concurrency, self._rate = time_limit, concurrency, rate
+        if "{response}" not in template:
+            raise InputError("--judge-template must be a file with {response} in its text")
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise InputError(f"--judge-score must be a regular expression, got {pattern!r}: {error}") from error
+        if self._pattern.groups < 1:
+            raise InputError(f"--judge-score must have a group around the score, got {pattern!r}")
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
+            raise InputError("the key of the judge must be printable ASCII")  # http.client's message would show it
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._lock, self._next = Lock(), 0.0  # when the next request may start
+
+    def score(
+        self,
+        rows: Sequence[dict[str, Any]],
+        max_failures: int | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+        group: int = 1,
+    ) -> Scores:
+        """Return the scores of rows. Requests that fail after all tries, and replies without a score, are failures.
+
+        Raises:
+            StorageError: if a reply cannot be kept.
+        """
+        asked: dict[str, list[int]] = {}  # rows by question
+        for i, row in enumerate(rows):
+            asked.setdefault(self._question(row), []).append(i)
+        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, float | Exception]](), Event()
+
+        def answer() -> None:
+            with suppress(IndexError):  # another thread has taken the last question
+                while not stop.is_set():
+                    question = waiting.popleft()
+                    try:
+                        outcomes.put((question, self._answer(question, stop)))
+                    except Exception as error:
+                        outcomes.put((question, error))
+
+        for _ in range(min(self._concurrency, len(asked))):
+            Thread(target=answer, daemon=True).start()
+        rewards, failures, num_left = [0.0] * len(rows), list[Failure](), len(rows)
+        try:
+            while num_left and (max_failures is None or len(failures) <= max_failures):
+                on_progress()
+                try:
+                    question, outcome = outcomes.get(timeout=PROGRESS_INTERVAL)
+                except Empty:
+                    continue
+                for i in asked[question]:
+                    if isinstance(outcome, CallError):
+                        failures.append(Failure(i, outcome.kind, outcome.cause))
+                    elif isinstance(outcome, Exception):
+                        raise outcome
+                    else:
+                        rewards[i] = outcome
+                num_left -= len(asked[question])
+        finally:
+            stop.set()
+        return Scores(rewards, sorted(failures, key=lambda failure: failure.index), num_left, [{} for _ in rows])
+
+    def _question(self, row: dict[str, Any]) -> str:
+        """Return the template with the row's columns, in one pass: braces in a response are text."""
+        return re.sub(r"\{(\w+)\}", lambda name: _text(row[name[1]]) if name[1] in row else name[0], self._template)
+
+    def _answer(self, question: str, stop: Event) -> float:
+        """Return the score of a question, from the cache or the server.
+
+        Raises:
+            CallError: if there is none.
+        """
+        identity = hashlib.sha256(json.dumps([self._url, self._model, question]).encode()).hexdigest()
+        path = self._cache / identity[:2] / f"{identity}.txt"
+        try:
+            if path.exists():
+                return self._parse(path.read_text(encoding="utf-8"))
+            reply = self._ask(question, stop)
+            score = self._parse(reply)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}-{get_ident()}")
+            temporary.write_text(reply, encoding="utf-8")
+            temporary.rename(path)
+        except OSError as error:
+            raise StorageError(f"cannot use the judge's cache {self._cache}: {error}") from error
+        return score
+
+    def _parse(self, reply: str) -> float:
+        found = [*self._pattern.finditer(reply)]
+        with suppress(ValueError, TypeError):  # the group has no number, or has not matched
+            if found and math.isfinite(score := float(found[-1][1])):
+                return score
+        raise CallError("invalid", f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}")
+
+    def _ask(self, question: str, stop: Event) -> str:
+        """Return the reply to a question, after several tries if need be."""
+        for i in range(TRIES):
+            self._wait_for_turn(stop)
+            try:
+                return self._request(question)
+            except _Retry as error:
+                failure = error.failure
+                if i < TRIES - 1:
+                    stop.wait(min(max(PAUSE * 2**i, error.pause), MOST_PAUSE))
+            if stop.is_set():
+                break
+        raise CallError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
+
+    def _wait_for_turn(self, stop: Event) -> None:
+        if self._rate:
+            with self._lock:
+                start = max(time.monotonic(), self._next)
+                self._next = start + 1 / self._rate
+            stop.wait(start - time.monotonic())
+
+    def _request(self, question: str) -> str:
+        """Return the reply to one request. A redirection is an error: the key is sent to no other server."""
+        url, deadline = urlsplit(self._url), time.monotonic() + self._time_limit
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.netloc, timeout=self._time_limit)  # of connecting, and of each read
+        body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+        late = _Retry(CallError("timeout", f"the judge took longer than {self._time_limit:g} s"))
+        try:
+            connection.connect()
+            with _shut_down_at(connection.sock, deadline):
+                connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
+                response = connection.getresponse()
+                content = response.read(REPLY_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            if time.monotonic() >= deadline:
+                raise late from error
+            raise _Retry(CallError("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")) from error
+        finally:
+            connection.close()
+        if time.monotonic() >= deadline:  # the content may be cut
+            raise late
+        if response.status != 200:
+            failure = CallError("exception", f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}")
+            if response.status in RETRIED:
+                raise _Retry(failure, _seconds(response.getheader("Retry-After")))
+            raise failure
+        try:
+            reply = json.loads(content)["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            reply = None
+        if not isinstance(reply, str):
+            raise CallError("invalid", f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}")
+        return reply
+
+    def lines(self) -> list[str]:
+        """Return how the judge is asked, for the start of a run."""
+        rate = f", at most {self._rate:g} a second" if self._rate else ""
+        how = f"up to {self._concurrency} requests at a time{rate}"
+        return [f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"]
+
+    def faster(self, factor: float) -> str:
+        """Return the option that makes scoring about this many times as fast."""
+        return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
+
+
+@contextmanager
+def _shut_down_at(connection: socket.socket, deadline: float) -> Iterator[None]:
+    """End the reads and writes of a connection at a deadline: a server that sends a byte now and then exceeds no time-out."""
+
+    def shut_down() -> None:
+        with suppress(OSError):  # it has just been closed
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not that of ssl, which would break a read
+
+    timer = Timer(deadline - time.monotonic(), shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _parse_name(name: str) -> tuple[str, str]:
+    """Return the URL and the model of openai:URL/MODEL, where a model may have slashes behind a URL that ends with /v1."""
+    place = name.removeprefix(JUDGE)
+    url, end, model = place.partition("/v1/")
+    url, model = (url + "/v1", model) if end else (place.rpartition("/")[0], place.rpartition("/")[2])
+    parts = urlsplit(url)
+    try:
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port is no number
+        is_url = False
+    if not is_url or not model or "@" in parts.netloc or parts.query or parts.fragment:
+        raise InputError(f"--reward must be {JUDGE}URL/MODEL, such as {JUDGE}http://localhost:8000/v1/MODEL, got {name}")
+    return url, model
+
+
+def _text(value: Any) -> str:
+    """Return a column as text; chat messages one after another."""
+    if isinstance(value, list) and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value):
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _seconds(text: str | None) -> float:
+    """Return the seconds of a header Retry-After; 0 if it has none, or a date."""
+    with suppress(ValueError, TypeError):
+        seconds = float(text or 0)
+        return seconds if math.isfinite(seconds) else 0.0
+    return 0.0
+
+
+def default_cache() -> Path:
+    """Return the folder of replies: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxrl_fast" / "judge"

@@ -1,0 +1,156 @@
+"""How reward functions are called: with one response, with lists as in TRL, and async."""
+
+import pytest
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.signature import mismatch, signature_of
+
+FUNCTIONS = """
+import asyncio, time
+import os
+
+def trl(completions, prompts, answer, **columns):
+    assert columns == {"level": [1] * len(prompts)}, columns
+    return [float(a in c) + len(completions) for c, a in zip(completions, answer)]
+
+def chat(completions, **columns):
+    return [len(c[0]["content"]) if c[0]["role"] == "assistant" else None for c in completions]
+
+def texts(prompts, responses, **columns):
+    return {"wrong": 1} if prompts[0] == "dict" else [float(r) for r in responses][: 1 if prompts[0] == "short" else None]
+
+async def single(prompt, response, **columns):
+    if response == "late":
+        await asyncio.sleep(1000)
+    if response == "bad":
+        raise ValueError("no good")
+    if response == "exit":
+        os._exit(3)
+    return {"reward": float(response), "pid": os.getpid()}
+
+running, most = 0, 0
+
+async def meeting(prompt, response, **columns):
+    "Return the number of calls that ran at the same time; each waits until there are `response` of them."
+    global running, most
+    running += 1
+    most = max(most, running)
+    while most < int(response):
+        await asyncio.sleep(0.001)
+    running -= 1
+    return most
+
+async def gathered(completions, **columns):
+    return await asyncio.gather(*(asyncio.sleep(0, len(c)) for c in completions))
+
+class Judge:
+    async def __call__(self, prompt, response):
+        return 1.0
+
+judge = Judge()
+
+def client(prompt, response):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def pool(file, name, time_limit=10.0, workers=1, **options):
+    return RewardPool(f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=10**9, **options)
+
+
+def rows(*responses, prompt="p", **columns):
+    return [{"prompt": prompt, "response": response, **columns} for response in responses]
+
+
+def test_a_function_of_trl_gets_each_group_as_lists(file):
+    with pool(file, "trl", workers=2) as two:
+        scores = two.score(rows("a", "b", "ab", "c", answer="b", level=1), group=2)
+        assert scores.rewards == [2.0, 3.0, 3.0, 2.0]
+        two.check(rows("", answer="b", level=1)[0])
+        assert "called with all responses to a prompt at once" in two.lines()[1]
+    with pool(file, "chat") as one:  # as in TRL, completions of chat prompts are messages
+        assert one.score(rows("a", "abc", prompt=[{"role": "user", "content": "x"}]), group=2).rewards == [1.0, 3.0]
+    with pool(file, "gathered") as one:
+        assert one.score(rows("a", "abc"), group=2).rewards == [1.0, 3.0]
+
+
+def test_a_list_must_have_a_reward_for_each_response(file):
+    with pool(file, "texts") as one:
+        scores = one.score([*rows("1", "2", prompt="short"), *rows("3", "4"), *rows("1", "2", prompt="dict")], group=2)
+        assert scores.rewards == [0.0, 0.0, 3.0, 4.0, 0.0, 0.0]
+        assert [failure.kind for failure in scores.failures] == ["invalid"] * 4
+        message = "must return a list with a number for each of the 2 completions, got a list of 1"
+        assert message in scores.failures[0].message
+        failed = one.score(rows("1", "nan", "3"), group=3)  # one element that is no number fails alone
+        assert (failed.rewards, [failure.index for failure in failed.failures]) == ([1.0, 0.0, 3.0], [1])
+
+
+def test_async_calls_run_together_up_to_the_limit(file):
+    """Every call waits for eight at the same time, which a limit of eight allows, and never sees more."""
+    with pool(file, "meeting", concurrency=8) as one:
+        assert one.score(rows(*["8"] * 32)).rewards == [8.0] * 32
+        assert "async, called with each response, at most 8 at a time" in one.lines()[1]
+    with pool(file, "judge") as one:
+        assert one.score(rows("x")).rewards == [1.0]
+
+
+def test_async_calls_fail_alone(file):
+    with pool(file, "single", time_limit=0.5, concurrency=4) as one:
+        scores = one.score(rows("1", "late", "bad", "2", "3"))
+        assert scores.rewards == [1.0, 0.0, 0.0, 2.0, 3.0]
+        assert [(failure.index, failure.kind) for failure in scores.failures] == [(1, "timeout"), (2, "exception")]
+        assert "ValueError: no good (functions.py, line" in scores.failures[1].message
+        assert scores.components[0]["pid"] != scores.components[4]["pid"]  # a fresh process after a failure
+        crashed = one.score(rows("exit", "1", "2", "3", "4"))
+        assert [failure.kind for failure in crashed.failures] == ["crash"] * 4  # those of the process
+        assert crashed.rewards[4] == 4.0
+    with pool(file, "single", isolation="call") as one:
+        apart = one.score(rows("1", "2")).components
+        assert apart[0]["pid"] != apart[1]["pid"]
+
+
+def of(parameters):
+    scope: dict = {}
+    exec(f"def f({parameters}): pass", scope)
+    return signature_of(scope["f"])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ("prompt, response, answer", ""),
+        ("response, **columns", ""),
+        ("prompt, completion, **columns", "your function asks for `completion`: rename it to `response`"),
+        ("data_source, solution_str, ground_truth, **c", "your function asks for `data_source`: "),
+        ("solution_str, ground_truth, **c", "your function asks for `solution_str`: rename it to `response`"),
+        ("response, answers, **c", "asks for `answers`: rename it to `answer`, or ask for `completions` and return a list"),
+        ("response, anwser, **c", "asks for `anwser`: did you mean `answer`? the arguments are prompt, response, answer"),
+        ("response, extra_info, **c", "asks for `extra_info`: this trainer does not give it; leave it out"),
+        ("prompt, response", "your function does not take `answer`: add **columns to its parameters"),
+        ("completions", "your function does not take `answer`: add **columns"),
+        ("completions, prompts, answer", ""),
+        ("completions, completion_ids, **c", "asks for `completion_ids`: this trainer does not give it"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, sentence):
+    signature = of(parameters)
+    given = ["answer", "prompts", "completions"] if signature["style"] == "batch" else ["prompt", "response", "answer"]
+    found = mismatch(signature, given)
+    assert found.startswith("your function") == bool(sentence)
+    assert sentence in found
+
+
+def test_the_pool_refuses_columns_that_do_not_fit(file):
+    with (
+        pool(file, "client") as one,
+        pytest.raises(InputError, match=r"--reward .*:client: your function does not take `level`"),
+    ):
+        one.check({"prompt": "p", "response": "", "level": 1})

@@ -1,0 +1,122 @@
+"""What is wrong with a reward is found before the warm start, and a run that ended before its first step can be begun again."""
+
+import itertools
+
+import pytest
+
+from maxrl_fast import train
+from maxrl_fast.run import health
+from maxrl_fast.run.health import SlowRewards
+from maxrl_fast.training.warm_start import WarmStart
+from tests.run.test_resume import stop_at
+from tests.test_train import assert_same_run, base, read
+
+GOOD = "def score(prompt, response):\n    return len(response) % 2\n"
+
+
+@pytest.fixture
+def reward(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(GOOD)
+    return path
+
+
+def job(reward, out, objective="rloo"):
+    flags = [*base(), "--sft-steps", "2", "--steps", "1", "--objective", objective, "--reward", f"{reward}:score"]
+    return [*flags, "--reward-workers", "1", "--out", str(out)]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "sentence"),
+    [
+        ("def score(prompt, response):\n    return 1 / 0\n", 1, "before the first step: 4 of 4 rewards failed (exception 4)"),
+        ("def score(prompt, completion):\n    return 1\n", 2, "your function asks for `completion`: rename it to `response`"),
+        (
+            "def score(prompt, response):\n    return .5\n",
+            2,
+            "before the first step: this objective needs rewards of 0 or 1, got",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
+    reward, tmp_path, capsys, monkeypatch, content, code, sentence
+):
+    monkeypatch.setattr(WarmStart, "steps", lambda *_, **__: pytest.fail("the warm start began"))
+    reward.write_text(content)
+    assert train.main(job(reward, tmp_path / "run", "pacs")) == code
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):
+    reward.write_text("calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) - 2)\n")
+    train.main(job(reward, tmp_path / "run"))
+    assert (
+        "warning: before the first step: 2 of 4 rewards failed (exception 2), for example: ZeroDivisionError"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command(reward, tmp_path, capsys, monkeypatch):
+    """Its evaluation had failed, after the checkpoint of the warm start."""
+    assert train.main(job(reward, tmp_path / "whole")) == 0
+    out = tmp_path / "run"
+    reward.write_text(
+        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
+        "    if os.path.getsize(__file__ + '.calls') > 4:\n        raise ValueError('later')\n    return 1.0\n"
+    )
+    assert train.main(job(reward, out)) == 1
+    assert (out / "checkpoints" / "step-000000").exists()
+    reward.write_text(GOOD)
+    assert train.main(job(reward, out)) == 0
+    assert_same_run(tmp_path / "whole", out)
+    assert len(list((out / "tensorboard").iterdir())) == 1
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    capsys.readouterr()
+    assert train.main(job(reward, out)) == 2  # it has taken a step now
+    assert "which holds another run; --resume" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(reward, tmp_path, capsys, monkeypatch):
+    stop_at(monkeypatch, "warm start step 1")
+    assert train.main(job(reward, tmp_path / "run")) == 143
+    assert train.main(job(reward, tmp_path / "run")) == 2
+    assert f"holds another run; --resume {tmp_path / 'run'} resumes it" in capsys.readouterr().err
+
+
+def test_slow_rewards_are_reported_once_with_the_option_that_helps():
+    asked = []
+    slow = SlowRewards(lambda factor: asked.append(factor) or "--reward-workers 16")
+    steps = [
+        {"evaluation": 100.0},
+        *({"evaluation": 100.0, "rollout": n, "update": 2 * n, "reward": 22.0 * n} for n in range(1, 5)),
+    ]
+    found = [slow.observe(before, after) for before, after in itertools.pairwise(steps)]
+    assert [warning and warning.message for warning in found] == [
+        None,
+        "88% of the time is reward: --reward-workers 16",
+        None,
+        None,
+    ]
+    assert asked == [pytest.approx(22 / 3)]
+
+
+@pytest.mark.parametrize("seconds", [{"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}, {"rollout": 9.0}])
+def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported(seconds):
+    slow = SlowRewards(lambda factor: pytest.fail("no option was wanted"))
+    for n in range(4):
+        assert slow.observe({k: n * v for k, v in seconds.items()}, {k: (n + 1) * v for k, v in seconds.items()}) is None
+
+
+@pytest.mark.slow
+def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
+    reward.write_text("import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % 2\n")
+    assert train.main([*job(reward, tmp_path / "run"), "--steps", "4", "--eval-prompts", "1"]) == 0
+    assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == ["slow_rewards"]
+    assert "% of the time is reward: --reward-workers " in capsys.readouterr().err

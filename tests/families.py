@@ -19,7 +19,7 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 WINDOW = {"sliding_window": 7}
-# The families that the issue names, and what their configuration needs beside the sizes.
+# Common families, and what their configuration needs beside the sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": WINDOW,
     "ministral": WINDOW,

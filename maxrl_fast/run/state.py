@@ -83,12 +83,12 @@ class Snapshot:
         """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
-        names = {tensor.data_ptr(): name for name, tensor in own.items() if name.startswith("model.")}
         weights = []
         for name, weight in learner.model.weights():
-            own_name = names.get(weight.data_ptr(), "")
-            is_copied = own_name and weight.is_set_to(own[own_name])  # neither merged with an adapter nor converted
-            weights.append((name, tensors[own_name] if is_copied else host_copy(weight)))
+            # A model of transformers is the module `hf` of its policy. A weight that is merged with an adapter, or converted,
+            # has memory of its own.
+            copied = [x for x in (f"model.{name}", f"model.hf.{name}") if x in own and weight.is_set_to(own[x])]
+            weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
         low_rank = {name: host_copy(weight) for name, weight in adapters(learner.model)}
         if learner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()

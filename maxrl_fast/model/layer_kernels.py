@@ -189,13 +189,18 @@ def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float
 # Rotary embedding.
 
 
-def _heads(call: Call, name: str, x: Tensor | None) -> tuple[int, int, int]:
-    """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if a row is not contiguous."""
+def _heads(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int, int]:
+    """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if it does not fit q [U, Hq, D]."""
     if x is None:
         return 0, 0, 0
-    if x.device != call.device or x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
-        raise ValueError(f"{name} must have contiguous rows on {call.device}, got strides {x.stride()} on {x.device}")
-    return call.keep(x), x.stride(0) if len(x) > 1 else 0, x.shape[1]
+    shape = (len(q), x.shape[1], q.shape[2])
+    has_rows = x.stride(2) == 1 and (shape[1] == 1 or x.stride(1) == shape[2])
+    if x.shape != shape or x.dtype != q.dtype or x.device != call.device or not has_rows:
+        raise ValueError(
+            f"{name} must be {q.dtype} {shape} on {call.device} with contiguous rows, got {x.dtype} {tuple(x.shape)} on "
+            f"{x.device} with strides {x.stride()}"
+        )
+    return call.keep(x), x.stride(0) if len(x) > 1 else 0, shape[1]
 
 
 def _tables(
@@ -233,9 +238,9 @@ def rotate_heads(
         head_dim=dim,
         eps=eps,
         direction=direction,
-        q=_heads(call, "q", q),
-        k=_heads(call, "k", k),
-        v=_heads(call, "v", v),
+        q=_heads(call, "q", q, q),
+        k=_heads(call, "k", k, q),
+        v=_heads(call, "v", v, q),
         q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
         k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
         to=[call.keep(x) for x in to],
@@ -272,8 +277,8 @@ def rotate_heads_backward(
         num_rows=num_rows,
         head_dim=dim,
         eps=eps,
-        q=_heads(call, "q", q),
-        k=_heads(call, "k", k),
+        q=_heads(call, "q", q, q),
+        k=_heads(call, "k", k, q),
         q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
         k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
         to=[call.keep(x) for x in to],

@@ -63,6 +63,18 @@ def test_a_position_outside_the_table_gives_nan():
     assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(3, 1, 16), torch.ones(4, 1, 8), torch.ones(4, 1, 16).half(), torch.ones(4, 1, 32)[..., ::2]]
+)
+@pytest.mark.parametrize("which", [1, 2])
+def test_keys_and_values_that_do_not_fit_the_queries_are_refused(which, wrong):
+    q, table = torch.ones(4, 2, 16), torch.ones(4, 1, 8)
+    heads = [q, q, q]
+    heads[which] = wrong
+    with emulated_gpu(), pytest.raises(ValueError, match=f"{'qkv'[which]} must be"):
+        layer_kernels.rotate_heads(*heads, None, None, table, table, None, 0.0, 1.0)
+
+
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
     with emulated_gpu():

@@ -291,6 +291,8 @@ unsigned long long add_atomically(unsigned long long* to, unsigned long long val
 }
 
 void copy(void* to, const void* from, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
+    stop("a misaligned asynchronous copy");
   const char* when = std::getenv("MAXRL_EMULATED_COPIES");
   if (when && std::strcmp(when, "early") == 0)
     std::memcpy(to, from, bytes);

@@ -1,4 +1,5 @@
-"""The CUDA kernels on an emulated GPU under ThreadSanitizer: no race in them, and every race that is planted is found.
+"""The CUDA kernels on an emulated GPU under ThreadSanitizer: they have no race and no misaligned access, and every one that is
+planted is found.
 
 The emulator (emulation.cpp) makes every CUDA thread a fiber that ThreadSanitizer takes for a thread, so that only barriers and
 fences order memory. races.cpp launches the kernels.
@@ -16,7 +17,11 @@ pytestmark = pytest.mark.emulated
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-g", "-w", "-DMAXRL_FAST_CUDA", "-DMAXRL_RACES", "-U_FORTIFY_SOURCE", f"-I{HERE / 'include'}"]
+ALIGNMENT = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU ends a kernel at a misaligned access
+FLAGS = [
+    *("-std=c++17", "-O1", "-g", "-w", "-DMAXRL_FAST_CUDA", "-DMAXRL_RACES", "-U_FORTIFY_SOURCE", f"-I{HERE / 'include'}"),
+    *ALIGNMENT,
+]
 LIMIT = 300  # seconds for a compiler or a run
 PARTS = {  # of races.cpp: the file with its kernels
     "token_loss": "token_loss",
@@ -76,7 +81,8 @@ def compiled(source: Path, csrc: Path, to: Path, *flags: str) -> Path:
 
 
 def linked(objects: list[Path], to: Path) -> Path:
-    subprocess.run([os.environ.get("CXX", "c++"), "-fsanitize=thread", *map(str, objects), "-o", str(to)], check=True)
+    command = [os.environ.get("CXX", "c++"), "-fsanitize=thread", *ALIGNMENT, *map(str, objects), "-o", str(to)]
+    subprocess.run(command, check=True)
     return to
 
 
@@ -115,13 +121,25 @@ def test_the_kernels_have_no_race(program, part, copies):
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: f"{planted.file}-{planted.after}-{planted.what}")
 def test_a_missing_barrier_is_found(objects, planted, tmp_path):
-    shutil.copytree(CSRC, tmp_path / "csrc")
-    file = tmp_path / "csrc/cuda" / planted.file
-    before, after, rest = file.read_text().partition(planted.after)
-    assert after, f"{planted.file} has no {planted.after!r}"
-    assert planted.what in rest
-    file.write_text(before + after + rest.replace(planted.what, "", 1))
-    name = PARTS[planted.part]
-    changed = compiled(tmp_path / f"csrc/cuda/{name}.cu", tmp_path / "csrc", tmp_path / f"{name}.o", "-fsanitize=thread")
-    program = linked([*(objects | {name: changed}).values()], tmp_path / "races")
-    assert "ThreadSanitizer: data race" in run(program, planted.part).stderr
+    stderr = with_change(objects, tmp_path, planted.part, planted.file, planted.after, planted.what, "")
+    assert "ThreadSanitizer: data race" in stderr
+
+
+@pytest.mark.parametrize("part", ["token_loss", "token_loss_in_clusters"])  # loads of 16 bytes, and asynchronous copies
+def test_a_misaligned_access_is_found(objects, part, tmp_path):
+    head = "head = wanted < size ? wanted : size;"
+    stderr = with_change(objects, tmp_path, part, "softmax_rows.cuh", "const int wanted = beyond ?", head, "head = 0;")
+    assert "misaligned" in stderr
+
+
+def with_change(objects, folder: Path, part: str, file: str, after: str, what: str, to: str) -> str:
+    """Replace the first `what` in a file after the text `after`; return the standard error of the part."""
+    shutil.copytree(CSRC, folder / "csrc")
+    path = folder / "csrc/cuda" / file
+    before, found, rest = path.read_text().partition(after)
+    assert found, f"{file} has no {after!r}"
+    assert what in rest
+    path.write_text(before + found + rest.replace(what, to, 1))
+    name = PARTS[part]
+    changed = compiled(folder / f"csrc/cuda/{name}.cu", folder / "csrc", folder / f"{name}.o", "-fsanitize=thread")
+    return run(linked([*(objects | {name: changed}).values()], folder / "races"), part).stderr

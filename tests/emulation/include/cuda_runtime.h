@@ -3,7 +3,8 @@
 // Every thread of a block is a fiber that runs until a barrier or an exchange within its warp; then the next fiber runs. With
 // MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that depends on the order shows a missing barrier. The
 // blocks of a cluster are threads of the operating system, each with its own shared memory; clusters run one after the other.
-// If not all threads reach a barrier, or a thread writes past the requested shared memory, the process ends with a message.
+// If not all threads reach a barrier, a thread writes past the requested shared memory, or 16 bytes at another address than a
+// multiple of 16 are accessed, the process ends with a message.
 // Not emulated: the memory model (other threads see every write at once), speed, and the rounding of 2^x on the hardware. Under
 // ThreadSanitizer (test_races.py) accesses that no barrier orders are reported, in whatever order they happened.
 #pragma once

@@ -49,3 +49,8 @@ class Background:
             self._newest = None
             if job.error is not None:
                 raise job.error
+
+    def join(self, seconds: float) -> None:
+        """Wait until all work is done or has failed, at most so long."""
+        if self._newest is not None:
+            self._newest.join(seconds)

@@ -1,8 +1,12 @@
 """Training prompts that are made in a thread while a GPU samples and trains on those before them."""
 
+import atexit
+
 from maxrl_fast.background import Background
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
+
+EXIT_SECONDS = 10.0  # that the end of the process waits for the thread
 
 
 class PromptsAhead:
@@ -20,6 +24,8 @@ class PromptsAhead:
         self._task = task
         self._background, self._made = Background(), list[Prompts]()
         self._coming: range | None = None  # what the thread makes
+        # Else Python would end the thread wherever it is, and in an operation of PyTorch this aborts the process.
+        atexit.register(lambda: self._background.join(EXIT_SECONDS))
 
     def take(self, start: int, count: int) -> Prompts:
         """Return prompts `start` to `start + count - 1`, and begin to make as many after them.

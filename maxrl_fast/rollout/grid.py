@@ -66,7 +66,9 @@ def captured(step: Callable[[], None], stream: torch.cuda.Stream | None, pool: A
     with torch.cuda.stream(stream):
         step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):  # waits for the device first
+    # Waits for the device first. By default, a call of another thread that may not happen in a capture, such as the allocation
+    # of pinned memory or the query of an event, would fail, and the capture with it.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
 
@@ -213,8 +215,8 @@ class Grid:
 
     def forget(self, rows: Tensor) -> None:
         """Mark the results of these rows as stored; their attention reads one key from now on."""
-        self.sample[rows] = -1
-        self.length[rows] = 1
+        self.sample.index_fill_(0, rows, -1)
+        self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:
         """Move the active rows, [rows] bool on the host, into the smallest number of rows that holds them.

@@ -1,6 +1,7 @@
 """Decoding on a GPU: attention against float64, CUDA graphs against the CPU, and log-probs against the full forward pass."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ def test_six_graphs_serve_every_call(memory, monkeypatch):
         monkeypatch.setattr(device_decoder, "memory_bytes", lambda device, total=memory * grid.bytes: total)
         engine.sleep()
         assert (engine.decoder.grid is None) == (memory == 9)
+
+
+def test_graphs_are_captured_while_another_thread_uses_the_gpu():
+    is_over, errors = threading.Event(), []
+
+    def copy():
+        try:
+            for size in range(1, 10**6):
+                torch.ones(size).pin_memory().to(GPU, non_blocking=True)
+                if is_over.is_set():
+                    break
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 6, SAMPLINGS[0], seed=4, step=2)
+    try:
+        for _ in range(3):
+            rollouts = NativeEngine(tiny_decoder().to(GPU), torch.float32).generate(
+                PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=4, step=2
+            )
+            assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
 
 
 def test_new_weights_reach_the_captured_graphs():

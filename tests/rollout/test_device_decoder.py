@@ -1,6 +1,8 @@
 """The PyTorch decoder's grid: numbers of rows, graphs and memory. Samples are compared with those of the C++ decoder."""
 
+import contextlib
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +84,22 @@ def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted
         assert set(replayed) <= set(engine.decoder.grid.shape.ladder)
         assert call.temperature == 0 or len(set(replayed)) > 1
         fake_graphs.clear()
+
+
+def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
+    """In PyTorch's default mode, such a call fails in the other thread and invalidates the capture."""
+    modes = []
+
+    def graph(graph, pool, stream, capture_error_mode="global"):
+        modes.append(capture_error_mode)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    grid.captured(lambda: None, SimpleNamespace(wait_stream=lambda stream: None), None)
+    assert modes == ["thread_local"]
 
 
 def test_no_step_computes_more_than_twice_the_active_rows(engine, monkeypatch):

@@ -102,14 +102,13 @@ class PretendGpu(TorchDispatchMode):
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if not func.is_view and name not in _WITHOUT_KERNEL and any(x.numel() for x in outputs or inputs):
             self.launches[name] += 1
-        written = inputs if func._schema.is_mutable else []
         small = all(x.numel() < _LARGEST_KNOWN for x in outputs)
         if small and all(map(_is_known, inputs)) and not name.startswith(("empty", "new_empty", "_flash")):
             values = tree_leaves(self._on_host(func, args, kwargs))
             for output, value in zip(outputs, (x for x in values if isinstance(x, Tensor)), strict=True):
                 output.known = value
         else:
-            for x in written:
+            for x in _written(func, args, kwargs):
                 x.__dict__.pop("known", None)
         return result
 
@@ -173,6 +172,13 @@ def _pinned(x: Tensor) -> Tensor:
     x = x.clone()
     x.is_pretended_pinned = True  # type: ignore[attr-defined]
     return x
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    given = {argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    return [x for x in tree_leaves([given.get(name) for name in names]) if isinstance(x, Tensor)]
 
 
 def _is_known(x: Tensor) -> bool:

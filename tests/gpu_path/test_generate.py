@@ -1,0 +1,109 @@
+"""Whole calls of the native engine on a GPU that does not exist (pretend.py): devices, captures, and where the host waits."""
+
+import contextlib
+
+import pytest
+import torch
+
+from maxrl_fast.records import Prompts
+from maxrl_fast.rollout import Sampling, decode_sample, device_decoder, grid
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.random import sample_keys
+from tests.gpu_path.pretend import GPU
+from tests.gpu_path.test_budgets import policy
+
+LIMIT = 40  # tokens of a response
+SAMPLING = Sampling(1.0, LIMIT, (7, 2))
+NUM_PROMPTS = 4
+# Before and after the steps: checks of the request, the prompts' lengths, the prefill's indices, the packing of the responses.
+WAITS_OF_CALL = 25
+# Which samples have ended; then the indices of these, twice, and those of the rows to keep.
+WAITS_OF_BURST = 4
+
+
+def length_of(keys):
+    """The length of each sample's response, by its key."""
+    return 1 + keys % LIMIT
+
+
+def append(length, done, keys, rows):
+    """Do to the state of a sampling step what the kernel would do."""
+    length, done, keys = (x.known for x in (length, done, keys))
+    rows = torch.arange(len(length)) if rows is None else rows.known
+    length[rows] += (~done[rows]).long()
+    done[rows] |= length[rows] == length_of(keys[rows])
+
+
+class Graph:
+    """Replays a step with the tensors and the number of rows that it was captured with."""
+
+    def __init__(self, step, gpu, steps):
+        waits = len(gpu.waits)
+        step()
+        assert len(gpu.waits) == waits, f"a step must not wait, or it cannot be captured: {gpu.waits[waits:]}"
+        self.state = steps[-1]
+
+    def replay(self):
+        append(*self.state)
+
+
+@pytest.fixture
+def captures():
+    return []
+
+
+@pytest.fixture
+def engine(gpu, captures, monkeypatch):
+    sample_and_append, steps = decode_sample.sample_and_append, []
+
+    def sampled(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows=None):
+        sample_and_append(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows)
+        steps.append((length, done, keys, rows))
+        append(*steps[-1])
+
+    def captured(step, stream, pool):
+        captures.append(Graph(step, gpu, steps))
+        return captures[-1]
+
+    monkeypatch.setattr(decode_sample, "sample_and_append", sampled)
+    monkeypatch.setattr(grid, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    with gpu:
+        return NativeEngine(policy(gpu), torch.bfloat16, cache_bytes=10**9)
+
+
+def sample(gpu, engine, num_samples, sampling=SAMPLING):
+    """Sample, check the responses' lengths, and return how often the host waited."""
+    lengths, ids = torch.tensor([30, 7, 41, 12]), torch.arange(NUM_PROMPTS)
+    prompts = Prompts(torch.arange(90) % 32, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), ids)
+    prompts = gpu.put(prompts)
+    with gpu:
+        gpu.waits.clear()
+        rollouts = engine.generate(prompts, num_samples, sampling, seed=3, step=1)
+        num_waits, lengths = len(gpu.waits), rollouts.lengths.cpu()
+    samples = torch.arange(NUM_PROMPTS * num_samples)
+    keys = sample_keys(3, 1, samples // num_samples, samples % num_samples)
+    assert rollouts.tokens.device == GPU
+    assert torch.equal(lengths, length_of(keys))
+    return num_waits
+
+
+def test_captured_steps_serve_later_calls_larger_grids_and_other_sampling(gpu, engine, captures):
+    calls = [(16, SAMPLING, 6), (16, SAMPLING, 0), (3, SAMPLING, 0), (40, SAMPLING, 6), (16, SAMPLING, 0)]
+    for num_samples, sampling, new in [*calls, (16, SAMPLING.greedy, 5), (40, SAMPLING.greedy, 1)]:
+        captures.clear()
+        sample(gpu, engine, num_samples, sampling)
+        assert len(captures) == new
+
+
+def test_prompts_that_wait_for_a_slot_are_admitted_later(gpu, engine, captures):
+    engine.max_batch = 7
+    for num_samples in (3, 10):
+        sample(gpu, engine, num_samples)
+
+
+def test_a_call_waits_a_few_times_for_each_burst(gpu, engine):
+    for _ in range(2):  # the first call captures
+        num_waits = sample(gpu, engine, 16)
+        bursts = -(-engine.statistics.decode_steps // device_decoder.BURST)
+        assert num_waits <= WAITS_OF_CALL + WAITS_OF_BURST * bursts, str(gpu)

@@ -6,6 +6,7 @@ import os
 import zlib
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -89,6 +90,7 @@ class GymTask:
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
+        self._turn = Lock()  # some generators seed NumPy's global random numbers, and training prompts are made in a thread
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
         """Return the token ids of question i of a split, and its arguments for the reward function."""
@@ -109,7 +111,8 @@ class GymTask:
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed and index of its question."""
-        found = [self._question(split, i) for i in range(start, start + count)]
+        with self._turn:
+            found = [self._question(split, i) for i in range(start, start + count)]
         return prompts_of([tokens for tokens, _ in found], range(start, start + count), [line for _, line in found])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:

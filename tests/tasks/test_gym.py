@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import reasoning_gym
@@ -112,6 +114,27 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
     assert other.prompts("train", 0, 7).columns != task.prompts("train", 0, 7).columns
     far = task.prompts("train", 10**6, 2)  # beyond the size of one data set
     assert far.ids.tolist() == [10**6, 10**6 + 1]
+
+
+def test_questions_are_generated_one_at_a_time(policy, monkeypatch):
+    """Training prompts are made in a thread, and some generators seed NumPy's global random numbers."""
+    task, own, busy, overlaps = task_of("lcm", policy), gym.entry, threading.Lock(), []
+
+    def entry(*arguments):
+        is_alone = busy.acquire(blocking=False)
+        overlaps.append(not is_alone)
+        time.sleep(0.002)
+        if is_alone:
+            busy.release()
+        return own(*arguments)
+
+    monkeypatch.setattr(gym, "entry", entry)
+    thread = threading.Thread(target=task.prompts, args=("train", 0, 30))
+    thread.start()
+    task.prompts("test", 0, 30)
+    thread.join()
+    assert len(overlaps) >= 60
+    assert not any(overlaps)
 
 
 def test_no_question_is_in_both_splits(policy):

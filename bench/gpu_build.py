@@ -36,6 +36,8 @@ def carried(folder: Path) -> tuple[Path | None, str]:
     extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not extension.exists():
         return None, f"{folder} has no {extension.name}"
+    if not (folder / DIGEST).exists():  # its build was stopped
+        return None, f"{folder} has no {DIGEST}"
     if (folder / DIGEST).read_text().strip() != digest_of_sources():
         return None, f"{extension} was built from other sources"
     return extension, ""

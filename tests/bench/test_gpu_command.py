@@ -228,6 +228,7 @@ def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
     assert "has no _C" in gpu_build.carried(folder)[1]
     extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     extension.write_text("machine code")
+    assert gpu_build.carried(folder) == (None, f"{folder} has no {gpu_build.DIGEST}")
     (folder / gpu_build.DIGEST).write_text(gpu_build.digest_of_sources())
     assert gpu_build.carried(folder) == (extension, "")
     (tmp_path / "csrc/a.cu").write_text("kernels")

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -30,6 +31,22 @@ inline Choice choose(const char* option, std::string_view name, const std::pair<
     if (known == name) return choice;
   throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
 }
+
+#ifdef MAXRL_FAST_CUDA
+// Calls `run` with an element of this dtype.
+template <typename Run>
+void with_element(std::string_view dtype, const Run& run) {
+  if (dtype == "float32") return run(float{});
+  if (dtype == "bfloat16") return run(BFloat16{});
+  if (dtype == "float16") return run(Float16{});
+  throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
+}
+
+inline void check_alignment(const char* kernel, std::initializer_list<Address> addresses) {
+  for (const Address address : addresses)
+    if (address % 16) throw py::value_error(std::string(kernel) + " needs tensors aligned to 16 bytes");
+}
+#endif
 
 // Tells Python the names of a record's fields, in order: _C.FIELDS[record].
 template <std::size_t size>

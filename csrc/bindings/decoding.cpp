@@ -2,21 +2,6 @@
 
 namespace maxrl::bindings {
 
-#ifdef MAXRL_FAST_CUDA
-namespace {
-
-// Calls `run` with an element of this dtype.
-template <typename Run>
-void with_element(std::string_view dtype, const Run& run) {
-  if (dtype == "float32") return run(float{});
-  if (dtype == "bfloat16") return run(BFloat16{});
-  if (dtype == "float16") return run(Float16{});
-  throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
-}
-
-}  // namespace
-#endif
-
 void bind_decoding([[maybe_unused]] py::module_& m) {
 #ifdef MAXRL_FAST_CUDA
   m.def(
@@ -25,8 +10,7 @@ void bind_decoding([[maybe_unused]] py::module_& m) {
          Address k, Address v, std::int64_t q_stride, std::int64_t k_stride, std::int64_t v_stride, Address k_cache,
          Address v_cache, Address lengths, Address prompt_out, Address prompt_lse, std::int64_t lse_row_stride,
          std::int64_t lse_head_stride, int num_splits, Address partial, Address out, Address stream) {
-        for (const Address address : {q, k, v, k_cache, v_cache, prompt_out, out})
-          if (address % 16) throw py::value_error("decode_attention needs tensors aligned to 16 bytes");
+        check_alignment("decode_attention", {q, k, v, k_cache, v_cache, prompt_out, out});
         const auto run = [&](auto element) {
           using Element = decltype(element);
           const DecodeAttention<Element> in{num_rows,

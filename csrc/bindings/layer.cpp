@@ -1,24 +1,9 @@
-#include <initializer_list>
-
 #include "bindings.h"
 
 namespace maxrl::bindings {
 
 #ifdef MAXRL_FAST_CUDA
 namespace {
-
-template <typename Use>
-void with_element(std::string_view dtype, const Use& use) {
-  if (dtype == "float32") return use(float{});
-  if (dtype == "bfloat16") return use(BFloat16{});
-  if (dtype == "float16") return use(Float16{});
-  throw py::value_error("unknown dtype '" + std::string(dtype) + "'");
-}
-
-void check_alignment(const char* kernel, std::initializer_list<Address> addresses) {
-  for (const Address address : addresses)
-    if (address % 16) throw py::value_error(std::string(kernel) + " needs tensors aligned to 16 bytes");
-}
 
 // The heads of RotateHeads: address, row stride and number.
 using HeadsArgument = std::tuple<Address, std::int64_t, int>;

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator, register_fake
 from maxrl_fast.ops.derivatives import first_order
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
 
 
@@ -60,7 +59,7 @@ def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: 
     It needs a GPU that runs the extension's kernels; float32, bfloat16 or float16; rows of hidden states and of the MLP that
     are multiples of 16 bytes, the former of at most 16 KiB; and heads that are multiples of 32 bytes, of at most 1 KiB.
     """
-    if dtype not in _DTYPES or not (_gate.is_gpu(device) and _gate.has_kernels(device)):
+    if dtype not in DEVICE_DTYPES or not (_gate.is_gpu(device) and _gate.has_kernels(device)):
         return False
     hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
     return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
@@ -112,7 +111,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
     call.launch(
         "add_rms_norm",
-        dtype=_DTYPES[x.dtype],
+        dtype=DEVICE_DTYPES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -139,7 +138,7 @@ def add_rms_norm_backward(
     grad_x, partials = torch.empty_like(x), x.new_empty(_partials(num_rows, size), size, dtype=torch.float32)
     call.launch(
         "add_rms_norm_backward",
-        dtype=_DTYPES[x.dtype],
+        dtype=DEVICE_DTYPES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -233,7 +232,7 @@ def rotate_heads(
     to = [x.new_empty(x.shape) for x in (q, k)] + [q.new_empty(0) if v is None else v.new_empty(v.shape)]
     call.launch(
         "rotate_heads",
-        dtype=_DTYPES[q.dtype],
+        dtype=DEVICE_DTYPES[q.dtype],
         num_rows=num_rows,
         head_dim=dim,
         eps=eps,
@@ -273,7 +272,7 @@ def rotate_heads_backward(
     partials = q.new_empty(_partials(num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
     call.launch(
         "rotate_heads_backward",
-        dtype=_DTYPES[q.dtype],
+        dtype=DEVICE_DTYPES[q.dtype],
         num_rows=num_rows,
         head_dim=dim,
         eps=eps,
@@ -349,7 +348,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
     call.launch(
         "swiglu",
-        dtype=_DTYPES[gate.dtype],
+        dtype=DEVICE_DTYPES[gate.dtype],
         num_rows=len(gate),
         size=gate.shape[1],
         gate=gate_at,
@@ -373,7 +372,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
     call.launch(
         "swiglu_backward",
-        dtype=_DTYPES[gate.dtype],
+        dtype=DEVICE_DTYPES[gate.dtype],
         num_rows=len(gate),
         size=gate.shape[1],
         gate=gate_at,

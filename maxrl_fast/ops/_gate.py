@@ -10,6 +10,9 @@ from torch import Tensor
 
 from maxrl_fast import _C
 
+# Names of the dtypes of the kernels that run on a GPU only, in layers and in decoding.
+DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
 
 @lru_cache
 def has_cuda_kernels(device: torch.device) -> bool:

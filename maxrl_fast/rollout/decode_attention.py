@@ -15,11 +15,9 @@ from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops._gate import DEVICE_DTYPES, Call
 
 Cache = tuple[Tensor, Tensor]  # keys and values of one layer
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of the CUDA kernels
 
 _BLOCKS = 256  # of eight warps, which fill a GPU
 _KEYS_PER_SPLIT = 256  # at least, for one block
@@ -31,7 +29,7 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
     A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a key/value head.
     """
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
-    fits = dtype in DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
+    fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
     return fits and _gate.is_gpu(device) and _gate.has_kernels(device)
 
@@ -123,7 +121,7 @@ class Step:
 
         call.launch(
             "decode_attention",
-            dtype=DTYPES[q.dtype],
+            dtype=DEVICE_DTYPES[q.dtype],
             num_rows=batch,
             limit=limit,
             heads=heads,

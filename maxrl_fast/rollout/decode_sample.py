@@ -4,14 +4,13 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops._gate import DEVICE_DTYPES, Call
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.decode_attention import DTYPES
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k, top-p or min-p."""
-    return not sampling.filters_tokens and dtype in DTYPES and _gate.is_gpu(device) and _gate.has_kernels(device)
+    return not sampling.filters_tokens and dtype in DEVICE_DTYPES and _gate.is_gpu(device) and _gate.has_kernels(device)
 
 
 def sample_and_append(
@@ -43,7 +42,7 @@ def sample_and_append(
         raise ValueError(f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}")
     call.launch(
         "decode_sample",
-        dtype=DTYPES[logits.dtype],
+        dtype=DEVICE_DTYPES[logits.dtype],
         num_rows=num_rows,
         vocab_size=size,
         limit=limit,

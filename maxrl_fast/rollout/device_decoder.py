@@ -21,7 +21,7 @@ from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.grid import Grid, Shape
 
 BURST = 8  # steps between two synchronisations with the device
-
+PREFILL_TOKENS = 32768  # of prompts computed together; more are no faster, and their tensors are not counted in the limit
 KEPT_SHARE = 0.1  # of the device's memory: a grid that takes more is freed while the policy trains
 
 
@@ -47,7 +47,7 @@ class DeviceDecoder:
     def sleep(self) -> None:
         """Free a grid that takes much of the device's memory; the next call allocates it and captures its graphs again.
 
-        Capturing takes tens of milliseconds, little beside the time to fill so large a cache, but much beside a small one.
+        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a cache, but much beside a small one.
         """
         if self.grid is not None and self.grid.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.grid = None
@@ -154,8 +154,14 @@ class _Job:
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """Admit waiting groups into these slots; a prompt with several groups is computed once for each of them."""
+        """Admit waiting groups into these slots, so many at a time that a layer's tensors stay small beside the cache."""
         start = time.perf_counter()
+        for part in slots.split(max(1, PREFILL_TOKENS // self.grid.shape.prompt_width)):
+            self._admit_together(part)
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _admit_together(self, slots: Tensor) -> None:
+        """Admit waiting groups in one forward pass; a prompt with several groups is computed once for each of them."""
         groups = torch.arange(self.next_group, self.next_group + len(slots))
         lengths = self.prompts.lengths.cpu()
         chosen = groups // self.groups_per_prompt
@@ -166,7 +172,6 @@ class _Job:
         prompts = Prompts(self.prompts.tokens[index.to(device)], cu_seqlens.to(device), self.prompts.ids[chosen.to(device)])
         self.grid.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
         self.next_group += len(slots)
-        self.prefill_seconds += time.perf_counter() - start
 
     def _finish(self) -> tuple[Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.

@@ -206,3 +206,18 @@ def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(en
     assert ("capture" in [kind for kind, _ in fake_graphs]) != kept
     engine.sleep()
     engine.sleep()
+
+
+def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):
+    whole, computed, admit = sample(engine), [], Grid.admit
+
+    def watched(grid, slots, prompts, *others):
+        computed.append(len(prompts.tokens))
+        admit(grid, slots, prompts, *others)
+
+    monkeypatch.setattr(Grid, "admit", watched)
+    monkeypatch.setattr(device_decoder, "PREFILL_TOKENS", 16)
+    rollouts = sample(engine)
+    assert max(computed) <= 16
+    assert sum(computed) == len(PROMPTS.tokens)
+    assert torch.equal(rollouts.tokens, whole.tokens)

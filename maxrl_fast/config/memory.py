@@ -14,11 +14,12 @@ from maxrl_fast.hardware import Machine
 from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
+from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.tasks import Task
 
-PHASES = ("start", "rollout", "update")
-FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs and the allocator's gaps
+PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
+FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the allocator
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits in the loss, as in ops/linear_loss.py
 Phases = tuple[float, float, float]
 
@@ -65,11 +66,16 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
     rows = min(max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples), MAX_BATCH[machine.device])
     in_cpp = not is_vllm and not is_gpu and model.backend == "native"
     dtype = torch.float32 if in_cpp else getattr(torch, config.run.dtype)
-    weights, kv_heads = dtype.itemsize * count(model) / options.vllm_tensor_parallel, sizes.num_key_value_heads
+    adapters = count(model, is_trained=True) if config.model.lora_rank else 0  # merged
+    weights = dtype.itemsize * (count(model) - adapters) / options.vllm_tensor_parallel
     limit = machine.memory / (4 if is_gpu else 8) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
     prompts = -(-rows // min(options.rollouts, rows))
-    tokens = rows * options.max_new_tokens + prompts * task.prompt_length
-    cache = min(limit, 2 * sizes.num_hidden_layers * kv_heads * sizes.head_dim * dtype.itemsize * tokens)
+    if is_gpu and model.backend == "native":
+        wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(sizes, dtype)
+    else:
+        tokens = rows * options.max_new_tokens + prompts * task.prompt_length
+        wanted = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * dtype.itemsize * tokens
+    cache = min(limit, wanted)
     if is_vllm:
         asleep = 0 if is_gpu else 1
         return {
@@ -88,7 +94,7 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
 def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
     """Return what a forward and backward pass over --token-budget tokens needs beside the training state.
 
-    - activations: `layer_numbers` of every layer, and as much again for the gradients within one layer; with
+    - activations: `layer_numbers` of every layer, and half as many for the gradients within one layer; with
       --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed again.
     - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32, and autograd
       keeps the copies of all layers; with --checkpoint-activations those of one layer. With sharding, FSDP2 gathers in the
@@ -109,7 +115,7 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below five million.
     chunk = min(CHUNK_BYTES[machine.device], tokens * sizes.vocab_size * element)
     chunk *= 1 if machine.device == "cuda" or not is_half else 3
-    needed = {f"activations of {tokens} tokens": float(tokens * element * (kept + layer))}
+    needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
     if is_sharded:
         outside = count(model) - in_layers, count(model, is_trained=True) - trained_in_layers
         needed["gathered weights"] = element * (outside[0] + of_two * in_layers)
@@ -127,13 +133,16 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward pass.
 
     The native decoder: input and output of both norms, and one more of H; gate, up, silu and their product, of the feed-forward
-    size; q and k before and after norms and rotation, v, and what attention makes of them. Layers of transformers compute their
-    norms in float32 in several operations, each of which keeps its input: with bfloat16 about twice as many numbers of H and of
-    the heads, and one more of the feed-forward size. An adapter keeps its low-rank product.
+    size; q and k before and after norms and rotation, v, and what attention makes of them. Layers of transformers have norms of
+    several operations, each of which keeps its input, in float32: more numbers of H and of the heads, and with bfloat16 about
+    twice as many (measured with Gemma 3, whose layers have the most norms). An adapter keeps its low-rank product.
     """
     sizes = model.config
     heads, keys = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    hidden, feed_forward, of_heads = (5, 4, 4) if model.backend == "native" else (24, 5, 10)
+    if model.backend == "native":
+        hidden, feed_forward, of_heads = 5, 4, 4
+    else:
+        hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
     numbers = hidden * sizes.hidden_size + feed_forward * sizes.intermediate_size + of_heads * (heads + keys)
     adapters = [module.rank for module in model.blocks[0].modules() if isinstance(module, LoraLinear)]
     return numbers + sum(adapters)
@@ -141,26 +150,24 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype) -> int:
 
 def memory_table(memory: dict[str, Phases], machine: Machine) -> list[str]:
     """Return the lines of --dry-run on the memory: a table, and a sentence on whether it fits."""
-    width = max(len(name) for name in memory) + 2
-    lines = [f"memory of {machine.describe()}, estimated in GB (1e9 bytes)"]
-    lines += ["  " + " " * width + "".join(f"{phase:>9}" for phase in PHASES)]
-    totals = tuple(sum(column) for column in zip(*memory.values(), strict=True))
-    for name, phases in (*memory.items(), ("total", totals)):
-        lines.append(f"  {name:{width}}" + "".join(f"{_gigabytes(value):>9}" for value in phases))
+    totals = tuple(map(sum, zip(*memory.values(), strict=True)))
     most, usable = max(totals), (1 - FREE_SHARE) * machine.memory
-    phase = PHASES[totals.index(most)]
-    free = f"{usable / 1e9:.4g} GB, nine tenths of its memory"
+    unit, scale = ("GB (1e9 bytes)", 1e9) if most >= 1e9 else ("MB (1e6 bytes)", 1e6)
+    width = max(map(len, memory)) + 2
+    lines = [f"memory of {machine.describe()}, estimated in {unit}"]
+    lines += ["  " + " " * width + "".join(f"{phase:>9}" for phase in PHASES)]
+    for name, phases in (*memory.items(), ("total", totals)):
+        lines += [f"  {name:{width}}" + "".join(f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)]
+    phase = list(PHASES)[totals.index(most)]
+    needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB, nine tenths of the memory"
     if most <= usable:
-        return [*lines, f"  It fits: the most, {_gigabytes(most)} GB in the {phase}, is within {free}."]
+        return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
     advice = {
-        "start": "a lower --kv-cache-gb or more --vllm-tensor-parallel",
-        "rollout": "a lower --kv-cache-gb, more GPUs or --sharding full",
-        "update": "a lower --token-budget, --checkpoint-activations, --lora-rank, more GPUs or --sharding full",
+        "start": "a lower --kv-cache-gb or a higher --vllm-tensor-parallel",
+        "rollout": "a lower --kv-cache-gb or --sharding full on more GPUs",
+        "update": "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs",
     }
-    return [
-        *lines,
-        f"  It does not fit: the {phase} needs {_gigabytes(most)} GB, more than {free}; {advice[phase]} needs less.",
-    ]
+    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}; {advice[phase]} needs less."]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:
@@ -176,8 +183,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _scaled(value: float, factors: tuple[float, float, float]) -> Phases:
     start, rollout, update = factors
     return float(value * start), float(value * rollout), float(value * update)
-
-
-def _gigabytes(value: float) -> str:
-    """Return bytes in 1e9, with more digits for small models."""
-    return "-" if not value else f"{value / 1e9:.1f}" if value >= 1e9 else f"{value / 1e9:.3f}"

@@ -1,5 +1,6 @@
 """The estimates of memory that --dry-run prints: against measured peaks, and what divides them."""
 
+import json
 import weakref
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from maxrl_fast import train
+from maxrl_fast import build, train
 from maxrl_fast.build import build_policy, build_task
 from maxrl_fast.config.memory import CHUNK_BYTES, estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.hardware import Machine
+from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.ops import linear_loss
@@ -172,3 +175,27 @@ def test_other_names_of_machines_are_refused(text, capsys):
 def test_a_dry_run_of_gpus_refuses_the_cpu():
     with pytest.raises(InputError, match="--dry-run 8x80 is of GPUs, got --device cpu"):
         resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
+
+
+def test_a_vllm_engine_is_built_for_the_samples_of_its_own_processes(monkeypatch):
+    """Its logits would take eight times the memory if it sampled those of all processes side by side."""
+    task, given = MazeTask(9), {}
+    config = resolve(parse(["--prompts", "100", "--rollouts", "64", "--rollout", "vllm"]), task)
+    monkeypatch.setattr(build, "build_engine", lambda *arguments, **options: given.update(options))
+    build.build_run_engine(config, None, task, Ranks(0, 8))
+    assert given["max_batch"] == 13 * 64
+    build.build_run_engine(config.replace(vllm_tensor_parallel=2), None, task, Ranks(0, 8))
+    assert given["max_batch"] == 2 * 13 * 64
+    build.build_run_engine(config, None, task)
+    assert given["max_batch"] == 100 * 64
+
+
+def test_a_dry_run_reads_no_weights(tmp_path, capsys):
+    """Its directory has config.json alone; a run with it is refused."""
+    model = Decoder(DecoderConfig(**{**SIZES, "vocab_size": MazeTask(9).vocab_size}, **HEADS))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model.config)))
+    flags = ["--model", str(tmp_path), "--out", str(tmp_path / "run")]
+    for value in ([], ["1x24"]):
+        assert train.main([*flags, "--dry-run", *value]) == 0
+        assert f"policy: {sum(p.numel() for p in model.parameters()):,} parameters" in capsys.readouterr().out
+    assert train.main(flags) == 2

@@ -35,19 +35,18 @@ def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, mach
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
     needs_reference = bool(config.loss.kl_coef) or objective_of(config).needs.reference
-    # Gradients and moments stay from the first update on. A checkpoint's state is copied on the CPU; a GPU's is copied there.
+    reference = 4 * trained if needs_reference else 0  # it shares frozen weights
+    # Gradients and moments stay from the first update on.
     memory: dict[str, Phases] = {
         f"weights (float32){sharded}": (4.0 * weights, 4 * weights * part, 4 * weights * part),
         f"gradients (float32){sharded}": (0.0, 4 * trained * part, 4 * trained * part),
         f"Adam moments (float32){sharded}": (0.0, 8 * trained * part, 8 * trained * part),
-        f"reference policy (float32){sharded}": _scaled(
-            needs_reference * 4 * trained, (1, part, part)
-        ),  # shares frozen weights
+        f"reference policy (float32){sharded}": _scaled(reference, (1, part, part)),
         **_of_engine(config, task, model, machine),
         **{name: (0.0, 0.0, value) for name, value in _of_update(config, model, machine).items()},
     }
-    if machine.device == "cpu":
-        copied = (4 * weights + 8 * trained + needs_reference * 4 * trained) * part
+    if machine.device == "cpu":  # on a GPU the copy is in the host's memory
+        copied = (4 * weights + 8 * trained + reference) * part
         memory["copy of the state while a checkpoint is written"] = (0.0, 0.0, copied)
     return {name: phases for name, phases in memory.items() if any(phases)}
 

@@ -174,11 +174,12 @@ def _key(environment: Sequence[str]) -> str | None:
     return os.environ[names[0]] if names else None
 
 
-def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None) -> PolicyModel:
+def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False) -> PolicyModel:
     """Return the policy on the CPU, in float32, with adapters where asked.
 
     Args:
         saved: the checkpoint of a resumed run, whose float32 weights are loaded later.
+        is_empty: only its sizes are wanted: its weights are on the meta device.
 
     Raises:
         InputError: where a checkpoint cannot be read or does not fit the task.
@@ -187,7 +188,7 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None)
     start = options.model if saved is None else saved.directory
     model: PolicyModel
     if saved is not None and saved.decoder is not None:
-        model = Decoder.empty(saved.decoder)
+        model = Decoder.empty(saved.decoder, "meta" if is_empty else CPU)
     elif start is not None:
         model = load_policy(
             start,
@@ -196,6 +197,7 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None)
             vocab_size=task.vocab_size,
             prompt_length=task.prompt_length,
             max_new_tokens=limit,
+            is_empty=is_empty,
         )
     else:
         model = new_policy(
@@ -208,11 +210,12 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None)
             kv_heads=options.kv_heads,
             rope_theta=options.rope_theta,
             seed=config.run.seed,
+            is_empty=is_empty,
         )
     if options.lora_rank:
         add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
     model.checkpoint_activations = config.optimizer.checkpoint_activations
-    if config.run.compile:
+    if config.run.compile and not is_empty:
         model.compile_layers()
     return model
 
@@ -314,7 +317,7 @@ def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ran
         task,
         dtype_of(config),
         max_new_tokens=options.max_new_tokens,
-        max_batch=options.prompts * options.rollouts,
+        max_batch=options.samples_of_engine(1 if ranks is None else ranks.size),
         kv_cache_gb=options.kv_cache_gb,
         compiled=config.run.compile,
         ranks=ranks,

@@ -2,6 +2,8 @@
 
 import os
 import platform
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,3 +51,36 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run computes on, for estimates of its memory: processes with a GPU each, or with a share of the CPU's memory."""
+
+    device: str  # "cpu" or "cuda"
+    processes: int
+    memory: int  # bytes of each process
+
+    @classmethod
+    def here(cls, device: torch.device, processes: int) -> "Machine":
+        """Return this machine, whose CPU memory the processes share."""
+        return cls(device.type, processes, memory_bytes(device) // (processes if device.type == "cpu" else 1))
+
+    @classmethod
+    def named(cls, text: str) -> "Machine":
+        """Return the machine that a text such as 8x80 stands for: 8 GPUs of 80 GB (1e9 bytes) each.
+
+        Raises:
+            InputError: where the text is something else.
+        """
+        found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
+        if found is None or float(found[2]) == 0:
+            raise InputError(f"--dry-run takes GPUs x GB of each, such as 8x80, or nothing, got {text!r:.80}")
+        return cls("cuda", int(found[1]), int(float(found[2]) * 1e9))
+
+    def describe(self) -> str:
+        """Return a few words on it."""
+        size = f"{self.memory / 1e9:.4g} GB"
+        if self.device == "cpu":
+            return f"a CPU with {size} for each of {self.processes} processes" if self.processes > 1 else f"a CPU with {size}"
+        return f"each of {self.processes} GPUs of {size}" if self.processes > 1 else f"one GPU of {size}"

@@ -23,14 +23,14 @@ from maxrl_fast.build import (
 )
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
-from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
 from maxrl_fast.distributed.watch import Watch
 from maxrl_fast.errors import InputError, RewardError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
-from maxrl_fast.hardware import resolve_device
+from maxrl_fast.hardware import Machine, resolve_device
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.output import protect_output
 from maxrl_fast.rewards.scoring import Scorer
@@ -45,7 +45,7 @@ from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.supervise import close, supervise
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.rehearsal import rehearse
-from maxrl_fast.training.sharding import is_sharded
+from maxrl_fast.training.sharding import fills_half, is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
 LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with said_by_first(ranks):
             config = parse(sys.argv[1:] if arguments is None else arguments)
         check(config)
+        if config.run.dry_run:
+            screen.say(estimate_elsewhere(config, Machine.named(config.run.dry_run)))
+            return 0
         device = resolve_device(config.run.device)
         with ranks.connected(device) as watch:
             task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
@@ -96,13 +99,14 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         if is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
         saved = find_saved(out, ranks, screen.warn) if is_resumed else None
-        model = build_policy(config, task, saved)
+        is_dry = config.run.dry_run is not None
+        model = build_policy(config, task, saved, is_empty=is_dry)
         config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
         fingerprints = build_fingerprints(config, task)
         if saved:
             check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
-        if config.run.dry_run:
-            screen.say(estimate(config, task, model))
+        if is_dry:
+            screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
             return 0
         model = model.to(device)
         # Before the policy is compared, so that the attention that will run is compared.
@@ -157,6 +161,20 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             )
             code = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
         return close(files, progress, clock, screen, code)
+
+
+def estimate_elsewhere(config: Config, machine: Machine) -> str:
+    """Return what --dry-run prints for a machine with GPUs, each with a process of torchrun; this machine needs none.
+
+    Raises:
+        InputError: where building shows the configuration to be wrong.
+    """
+    task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
+    resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True)
+    model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
+    is_full = sharding == "full" or (sharding == "auto" and fills_half(model, machine.memory))
+    resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
+    return estimate(resolved, task, model, machine)
 
 
 def can_score(config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks, screen: Screen) -> bool:

@@ -1,5 +1,8 @@
 """The examples run as printed."""
 
+import dataclasses
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +44,49 @@ def test_the_maze_config_is_valid():
     resolve(config, MazeTask(config.task.maze_size))
 
 
-RECIPES = {  # objective, prompts, rollouts, and a line in the data set's form
-    "gsm8k_smollm2.toml": ("maxrl", "256", "128", {"question": "1+1?", "answer": "#### 2"}),
-    "polaris_qwen3.toml": ("maxrl", "256", "16", {"problem": "1+1?", "answer": "2"}),
-    "deepscaler_pacs.toml": ("pacs", "1024", "8", {"problem": "1+1?", "answer": "2"}),
-    "math_maxpo.toml": ("maxpo", "1024", "8", {"problem": "1+1?", "solution": "\\boxed{2}"}),
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+GSM8K, PROBLEM = {"question": "1+1?", "answer": "#### 2"}, {"problem": "1+1?", "answer": "2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    objective: str
+    prompts: int
+    rollouts: int
+    line: dict[str, str]  # in the data set's form
+    machine: str
+    config: dict[str, object]  # what config.json of the model on the hub says of its sizes
+
+
+def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "torch_dtype": "bfloat16",
+        **others,
+    }
+
+
+QWEN3_2B = sizes(2048, 6144, 28, 16, 8, 128, **QWEN3)
+QWEN2_7B = sizes(3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096)
+SMOLLM2 = sizes(
+    *(960, 2560, 32, 15, 5, 64), model_type="llama", vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192
+)
+GEMMA3 = sizes(
+    *(1152, 6912, 26, 4, 1, 256),
+    **{"model_type": "gemma3_text", "vocab_size": 262144, "sliding_window": 512, "max_position_embeddings": 32768},
+)
+RECIPES = {
+    "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K, "8x80", SMOLLM2),
+    "polaris_qwen3.toml": Recipe("maxrl", 256, 16, PROBLEM, "8x80", QWEN3_2B),
+    "deepscaler_pacs.toml": Recipe("pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)),
+    "math_maxpo.toml": Recipe("maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B),
+    "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K, "1x24", QWEN3_2B),
+    "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K, "1x80", GEMMA3),
 }
 
 
@@ -54,18 +95,30 @@ def test_every_config_of_the_examples_is_tested():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_papers_recipes_with_a_stand_in_checkpoint(name, tmp_path, capsys):
-    """The data is a stand-in too: a file replaces the data set of the hub."""
-    *expected, line = RECIPES[name]
-    policy = save_byte_level_policy(tmp_path, positions=1 << 14)
-    data = written(tmp_path / "data.jsonl", [{key: f"{i} {value}" for key, value in line.items()} for i in range(60)])
-    recipe = [row for row in (EXAMPLES / name).read_text().splitlines() if not row.startswith("hub = ")]
-    (tmp_path / name).write_text("\n".join([f"data = '{data}'", *recipe]))
-    assert train.main(["--config", str(tmp_path / name), "--model", str(policy), "--dry-run"]) == 0
-    rows = (row.partition(" = ") for row in capsys.readouterr().out.splitlines())
-    options = {key.strip(): value for key, _, value in rows}
-    assert [options[key] for key in ("objective", "prompts", "rollouts")] == expected
-    assert train.main(["--config", str(EXAMPLES / name), "--dry-run"]) == 2  # models/... is not here
+def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(name, tmp_path, capsys):
+    """The checkpoint has the model's sizes, and no weights; a file of a few lines replaces the data set of the hub."""
+    recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path)
+    (policy / "model.safetensors").unlink()
+    (policy / "config.json").write_text(json.dumps(recipe.config))
+    lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
+    data = written(tmp_path / "data.jsonl", lines)
+    text = (EXAMPLES / name).read_text()
+    (tmp_path / name).write_text(f"data = '{data}'\n" + re.sub("^hub = .*\n", "", text, flags=re.MULTILINE))
+    assert train.main(["--config", str(tmp_path / name), "--model", str(policy), "--dry-run", recipe.machine]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
+    assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")
+    assert (options["prompts"], options["rollouts"]) == (str(recipe.prompts), str(recipe.rollouts))
+    start = next(i for i, row in enumerate(rows) if row.startswith("memory of "))
+    printed = rows[start : next(i for i, row in enumerate(rows) if row.startswith("work per step"))]
+    assert printed[-1].strip().startswith("It fits")
+    header = [row.removeprefix("#").removeprefix(" ") for row in text.splitlines() if row.startswith("#")]
+    shown = header[header.index(next(row for row in header if row.startswith("memory of "))) :][: len(printed)]
+    assert shown == printed, "the header must have these lines:\n" + "\n".join(f"# {row}".rstrip() for row in printed)
+
+
+def test_a_recipe_without_its_model_is_refused(capsys):
+    assert train.main(["--config", str(EXAMPLES / "polaris_qwen3.toml"), "--dry-run"]) == 2
     assert "models/" in capsys.readouterr().err
 
 

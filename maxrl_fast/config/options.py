@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
@@ -14,6 +15,22 @@ SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8
 def unset(metavar: str, default: str) -> Any:
     """For options whose default is worked out when the run starts: how --help shows them."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+def _one_or_none(texts: list[str]) -> str:
+    if len(texts) > 1:
+        raise ValueError(f"takes one value or none, got {' '.join(texts)}")
+    return "".join(texts)
+
+
+# Of an option that is a flag alone, which gives "", or a flag with a value.
+OPTIONAL_VALUE = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[STR]",
+    instance_from_str=_one_or_none,
+    is_instance=lambda value: value is None or isinstance(value, str),
+    str_from_instance=lambda value: [value] if value else [],
+)
 
 
 def as_json(value: Any) -> Any:
@@ -305,8 +322,9 @@ class RunOptions:
     """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
     stall_limit: float = 1800.0
     """Seconds that a stage of a step may take without progress; then the run prints the stacks of its processes and ends."""
-    dry_run: bool = False
-    """Print the resolved configuration with estimates of memory and work, and stop."""
+    dry_run: Annotated[str | None, OPTIONAL_VALUE, unset("[GPUSxGB]", "off")] = None
+    """Print the resolved configuration with estimates of memory and work, and stop. Without a value they are for this machine
+    and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, which this machine need not have."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +370,10 @@ class Config:
 class ResolvedRollout(RolloutOptions):
     max_new_tokens: int
     importance_cap: float
+
+    def samples_of_engine(self, processes: int) -> int:
+        """Return the most samples of a step that one rollout engine is given, with this many processes."""
+        return -(-self.prompts // processes) * self.vllm_tensor_parallel * self.rollouts
 
 
 @dataclass(frozen=True, kw_only=True)

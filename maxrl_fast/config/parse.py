@@ -238,6 +238,8 @@ def _check(file: Path, options: Options) -> None:
     for key, value in options.items():
         if key not in known:
             raise InputError(f"{file} has the unknown key {key!r}{nearest(key, known)}")
+        if key == "dry_run" and isinstance(value, bool):  # the flag without a value, or no flag
+            continue
         if isinstance(known[key], bool):
             if not isinstance(value, bool):
                 raise InputError(f"{file}: {key} must be true or false, got {value!r}")

@@ -29,8 +29,11 @@ from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import objective_options
 
 
-def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> ResolvedConfig:
+def resolve(config: Config, task: Task, ranks: Ranks | None = None, has_gpus: bool = False) -> ResolvedConfig:
     """Return the checked configuration with every default worked out.
+
+    Args:
+        has_gpus: it is for another machine, with GPUs that compute in bfloat16.
 
     Raises:
         InputError: where the device is absent, --out holds something, or there are more processes than prompts.
@@ -55,7 +58,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None) -> ResolvedC
         loss=_loss(config),
         model=dataclasses.replace(config.model, model_backend=_backend(config)),
         evaluation=_evaluation(config, task),
-        run=_run(config, ranks),
+        run=_run(config, ranks, has_gpus),
     )
 
 
@@ -115,12 +118,15 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
     return number
 
 
-def _run(config: Config, ranks: Ranks) -> ResolvedRun:
+def _run(config: Config, ranks: Ranks, has_gpus: bool) -> ResolvedRun:
     options = config.run
     out = options.resume or options.out or Path("runs") / f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
         _refuse_used(out)
-    device, dtype = resolve_place(options.device, options.dtype)
+    if has_gpus and options.device == "cpu":
+        raise InputError(f"--dry-run {options.dry_run} is of GPUs, got --device cpu")
+    of_gpus: tuple[Any, Any] = "cuda", "bfloat16" if options.dtype == "auto" else options.dtype
+    device, dtype = of_gpus if has_gpus else resolve_place(options.device, options.dtype)
     threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
     return ResolvedRun(**{**vars(options), "out": out, "device": device, "dtype": dtype, "threads": threads})
 

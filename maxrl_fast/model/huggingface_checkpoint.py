@@ -65,6 +65,22 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     return policy_of(model, sizes)
 
 
+def empty_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
+    """Return the policy of a checkpoint directory on the meta device, for its sizes; raises as `load_huggingface` does."""
+    config, sizes = read_huggingface(directory)
+    check_supported(config, longest)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _Quiet(), torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # transformers raises anything
+        raise InputError(
+            f"transformers cannot build {directory}: {shown(type(error).__name__)}: {shown(str(error))}"
+        ) from error
+    return HuggingFacePolicy(model, sizes)
+
+
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
     """Return the policy of a model of transformers, with the factor of its logits.
 

@@ -23,8 +23,12 @@ def new_policy(
     kv_heads: int,
     rope_theta: float,
     seed: int,
+    is_empty: bool = False,
 ) -> Decoder:
     """Return a new decoder of the Qwen2 architecture, on the CPU in float32.
+
+    Args:
+        is_empty: only its sizes are wanted: it is on the meta device.
 
     Raises:
         InputError: if the sizes are invalid or the weights exceed this machine's memory.
@@ -43,6 +47,8 @@ def new_policy(
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    if is_empty:
+        return Decoder.empty(sizes, "meta")
     wanted, memory = 4 * Decoder.count(sizes), memory_bytes(torch.device("cpu"))
     if wanted > memory:
         raise InputError(
@@ -90,7 +96,14 @@ def read_sizes(directory: Path) -> PolicySizes | DecoderConfig:
 
 
 def load_policy(
-    directory: Path, *, task: str, vocab_size: int, prompt_length: int, max_new_tokens: int, backend: str = "auto"
+    directory: Path,
+    *,
+    task: str,
+    vocab_size: int,
+    prompt_length: int,
+    max_new_tokens: int,
+    backend: str = "auto",
+    is_empty: bool = False,
 ) -> PolicyModel:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
@@ -98,6 +111,7 @@ def load_policy(
         backend: as `wanted` of `backend_of`.
         task: name of the task, for error messages.
         prompt_length: length of the longest prompt, in tokens.
+        is_empty: only its sizes are wanted: it is on the meta device, and the directory need not have weights.
 
     Raises:
         InputError: if it cannot be read, its vocabulary is not the task's, or it has too few positions.
@@ -105,11 +119,11 @@ def load_policy(
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":
-        model = load_checkpoint(directory)
+        model = Decoder.empty(read_checked_config(directory), "meta") if is_empty else load_checkpoint(directory)
     else:
-        from maxrl_fast.model.huggingface_checkpoint import load_huggingface  # which imports transformers
+        from maxrl_fast.model.huggingface_checkpoint import empty_huggingface, load_huggingface  # which import transformers
 
-        model = load_huggingface(directory, longest)
+        model = (empty_huggingface if is_empty else load_huggingface)(directory, longest)
     if model.config.vocab_size != vocab_size:
         raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
     if model.config.max_position_embeddings < longest:

@@ -8,23 +8,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm
 from maxrl_fast.model.policy_model import PolicyModel
 
 
 def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device) -> bool:
-    """Return whether --sharding means sharded weights, the same on all ranks.
-
-    "auto" means "full" where the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy
-    would take more than half of some rank's GPU.
-    """
+    """Return whether --sharding means sharded weights, the same on all ranks: "auto" as `fills_half` says of some rank."""
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
         return sharding == "full"
+    return ranks.any(fills_half(model, memory_bytes(device)), device)
+
+
+def fills_half(model: PolicyModel, gpu_bytes: int) -> bool:
+    """Return whether the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy would
+    take more than half of a GPU."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    wanted = sum(size * (20 if is_trained else 8) for size, is_trained in sizes)
-    return ranks.any(wanted > torch.cuda.get_device_properties(device).total_memory / 2, device)
+    return sum(size * (20 if is_trained else 8) for size, is_trained in sizes) > gpu_bytes / 2
 
 
 def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:

@@ -65,7 +65,7 @@ def test_a_flag_overrides_the_file(tmp_path):
         ("lr = [1]", r"lr must be a number or a string, got \[1\]"),
         ("[task]\nmaze_size = 9", "task must be a number or a string"),
         ('config = "x"', "unknown key 'config'"),
-        ("dry_run = 1", "dry_run must be true or false, got 1"),
+        ("compile = 1", "compile must be true or false, got 1"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, content, message):

@@ -195,17 +195,20 @@ def test_restarted_ranks_do_not_see_the_keys_of_an_earlier_start():
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from maxrl_fast import train
 from maxrl_fast.training.learner import Learner
 
 update, marker = Learner.update, Path(sys.argv.pop(1))
+checkpoint = Path(sys.argv[-1]) / "checkpoints" / "step-000003"  # which a thread writes
 KILLS = {"warm start step 2": "1", "step 4": "0"}  # the rank that is killed in each
 
 def killed(self, *arguments, when, **options):
     if KILLS.get(when) == os.environ["RANK"] and not (marker / when).exists():
         (marker / when).touch()
+        while when == "step 4" and not checkpoint.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return update(self, *arguments, when=when, **options)
 

@@ -1,0 +1,184 @@
+"""Estimates of the memory of a run: bytes of each process, by what they are for, in the phases of a step.
+
+The phases do not add up. "start" is before the first step: all weights are on every device, not sharded yet, and the rollout
+engine samples a few responses. In "rollout" the engine samples. In "update" the policy trains, and the engine has freed what it
+can (`Engine.sleep`).
+"""
+
+import torch
+from torch import nn
+
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.hardware import Machine
+from maxrl_fast.model.linear import LoraLinear
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rollout.device_decoder import KEPT_SHARE
+from maxrl_fast.rollout.grid import Shape
+from maxrl_fast.rollout.native import MAX_BATCH
+from maxrl_fast.tasks import Task
+
+PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
+FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the allocator
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits in the loss, as in ops/linear_loss.py
+Phases = tuple[float, float, float]
+
+
+def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> dict[str, Phases]:
+    """Return the bytes of one process in each of PHASES, by what they are for; responses and passes are at their limits.
+
+    Args:
+        config: with --sharding resolved to "none" or "full".
+        model: for its sizes; it may be on the meta device.
+    """
+    weights, trained = count(model), count(model, is_trained=True)
+    part = 1 / machine.processes if config.run.sharding == "full" else 1.0
+    sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
+    needs_reference = bool(config.loss.kl_coef) or objective_of(config).needs.reference
+    reference = 4 * trained if needs_reference else 0  # it shares frozen weights
+    # Gradients and moments stay from the first update on.
+    memory: dict[str, Phases] = {
+        f"weights (float32){sharded}": (4.0 * weights, 4 * weights * part, 4 * weights * part),
+        f"gradients (float32){sharded}": (0.0, 4 * trained * part, 4 * trained * part),
+        f"Adam moments (float32){sharded}": (0.0, 8 * trained * part, 8 * trained * part),
+        f"reference policy (float32){sharded}": _scaled(reference, (1, part, part)),
+        **_of_engine(config, task, model, machine),
+        **{name: (0.0, 0.0, value) for name, value in _of_update(config, model, machine).items()},
+    }
+    if machine.device == "cpu":  # on a GPU the copy is in the host's memory
+        copied = (4 * weights + 8 * trained + reference) * part
+        memory["copy of the state while a checkpoint is written"] = (0.0, 0.0, copied)
+    return {name: phases for name, phases in memory.items() if any(phases)}
+
+
+def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> dict[str, Phases]:
+    """Return the rollout engine's copy of the weights, KV cache, and tensors of a decoding step.
+
+    vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy trains. The native engine keeps
+    its weights, and a cache of at most KEPT_SHARE of a GPU; its cache has the keys and values of the samples that it decodes at
+    a time, each prompt once, and on a GPU the tensors of a step. A vLLM server (--vllm-url) has memory of its own.
+    """
+    options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
+    if options.vllm_url is not None:
+        return {}
+    is_vllm, samples = options.rollout == "vllm", options.samples_of_engine(machine.processes)
+    rows = min(max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples), MAX_BATCH[machine.device])
+    in_cpp = not is_vllm and not is_gpu and model.backend == "native"
+    dtype = torch.float32 if in_cpp else getattr(torch, config.run.dtype)
+    adapters = count(model, is_trained=True) if config.model.lora_rank else 0  # merged
+    weights = dtype.itemsize * (count(model) - adapters) / options.vllm_tensor_parallel
+    limit = machine.memory / (4 if is_gpu else 8) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
+    prompts = -(-rows // min(options.rollouts, rows))
+    if is_gpu and model.backend == "native":
+        wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(sizes, dtype)
+    else:
+        tokens = rows * options.max_new_tokens + prompts * task.prompt_length
+        wanted = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * dtype.itemsize * tokens
+    cache = min(limit, wanted)
+    if is_vllm:
+        asleep = 0 if is_gpu else 1
+        return {
+            f"rollout weights ({dtype_name(dtype)})": _scaled(weights, (1, 1, asleep)),
+            "key/value cache of vLLM": _scaled(limit, (1, 1, asleep)),
+            # Logits in the compute dtype; in float32 themselves, their log-probs and their probabilities.
+            f"logits of vLLM, {rows} samples": _scaled(rows * sizes.vocab_size * (dtype.itemsize + 12), (1, 1, 0)),
+        }
+    is_kept = model.backend == "native" and (not is_gpu or cache <= KEPT_SHARE * machine.memory)
+    return {
+        f"rollout weights ({dtype_name(dtype)})": _scaled(weights, (1, 1, 1)),
+        f"key/value cache of at most {rows} samples": _scaled(cache, (1, 1, is_kept)),
+    }
+
+
+def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
+    """Return what a forward and backward pass over --token-budget tokens needs beside the training state.
+
+    - activations: `layer_numbers` of every layer, and half as many for the gradients within one layer; with
+      --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed again.
+    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32, and autograd
+      keeps the copies of all layers; with --checkpoint-activations those of one layer. With sharding, FSDP2 gathers in the
+      compute dtype the weights outside the layers, and two layers: one that computes and the next one.
+    - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32.
+    - logits: one chunk, and a float32 copy of it where a CPU multiplies half precision; the output matrix in the compute dtype;
+      and its gradient in float32, which a tied matrix keeps until the embedding's is added.
+    """
+    sizes, options, tokens = model.config, config.optimizer, config.optimizer.token_budget
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    is_half, element, is_sharded = dtype != torch.float32, dtype.itemsize, config.run.sharding == "full"
+    layer, num_layers = layer_numbers(model, dtype), sizes.num_hidden_layers
+    kept = num_layers * sizes.hidden_size + layer if options.checkpoint_activations else num_layers * layer
+    in_layers = sum(count(block) for block in model.blocks)
+    trained_in_layers = sum(count(block, is_trained=True) for block in model.blocks)
+    of_two = 2 / num_layers
+    matrix = sizes.vocab_size * sizes.hidden_size
+    # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below five million.
+    chunk = min(CHUNK_BYTES[machine.device], tokens * sizes.vocab_size * element)
+    chunk *= 1 if machine.device == "cuda" or not is_half else 3
+    needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
+    if is_sharded:
+        outside = count(model) - in_layers, count(model, is_trained=True) - trained_in_layers
+        needed["gathered weights"] = element * (outside[0] + of_two * in_layers)
+        needed["gradients before they are reduced"] = (element + 4) * max(outside[1], of_two * trained_in_layers)
+    elif is_half:
+        cast = in_layers / (num_layers if options.checkpoint_activations else 1)
+        needed[f"copies of weights ({dtype_name(dtype)})"] = element * cast
+    output = 0 if is_sharded or not is_half else element * matrix
+    output += 4 * matrix if model.lm_head.weight.requires_grad else 0
+    needed["logits of a chunk, output matrix"] = float(chunk + output)
+    return needed
+
+
+def layer_numbers(model: PolicyModel, dtype: torch.dtype) -> int:
+    """Return how many numbers of the compute dtype a layer keeps for each token for its backward pass.
+
+    The native decoder: input and output of both norms, and one more of H; gate, up, silu and their product, of the feed-forward
+    size; q and k before and after norms and rotation, v, and what attention makes of them. Layers of transformers have norms of
+    several operations, each of which keeps its input, in float32: more numbers of H and of the heads, and with bfloat16 about
+    twice as many (measured with Gemma 3, whose layers have the most norms). An adapter keeps its low-rank product.
+    """
+    sizes = model.config
+    heads, keys = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    if model.backend == "native":
+        hidden, feed_forward, of_heads = 5, 4, 4
+    else:
+        hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
+    numbers = hidden * sizes.hidden_size + feed_forward * sizes.intermediate_size + of_heads * (heads + keys)
+    adapters = [module.rank for module in model.blocks[0].modules() if isinstance(module, LoraLinear)]
+    return numbers + sum(adapters)
+
+
+def memory_table(memory: dict[str, Phases], machine: Machine) -> list[str]:
+    """Return the lines of --dry-run on the memory: a table, and a sentence on whether it fits."""
+    totals = tuple(map(sum, zip(*memory.values(), strict=True)))
+    most, usable = max(totals), (1 - FREE_SHARE) * machine.memory
+    unit, scale = ("GB (1e9 bytes)", 1e9) if most >= 1e9 else ("MB (1e6 bytes)", 1e6)
+    width = max(map(len, memory)) + 2
+    lines = [f"memory of {machine.describe()}, estimated in {unit}"]
+    lines += ["  " + " " * width + "".join(f"{phase:>9}" for phase in PHASES)]
+    for name, phases in (*memory.items(), ("total", totals)):
+        lines += [f"  {name:{width}}" + "".join(f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)]
+    phase = list(PHASES)[totals.index(most)]
+    needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB, nine tenths of the memory"
+    if most <= usable:
+        return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
+    advice = {
+        "start": "a lower --kv-cache-gb or a higher --vllm-tensor-parallel",
+        "rollout": "a lower --kv-cache-gb or --sharding full on more GPUs",
+        "update": "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs",
+    }
+    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}; {advice[phase]} needs less."]
+
+
+def count(module: nn.Module, is_trained: bool = False) -> int:
+    """Return the number of weights of a module, or of those that are trained."""
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _scaled(value: float, factors: tuple[float, float, float]) -> Phases:
+    start, rollout, update = factors
+    return float(value * start), float(value * rollout), float(value * update)

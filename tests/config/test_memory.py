@@ -1,0 +1,201 @@
+"""The estimates of memory that --dry-run prints: against measured peaks, and what divides them."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from maxrl_fast import build, train
+from maxrl_fast.build import build_policy, build_task
+from maxrl_fast.config.memory import CHUNK_BYTES, estimate_memory
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError
+from maxrl_fast.hardware import Machine
+from maxrl_fast.model.checkpoint import hf_config
+from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.ops import linear_loss
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.optimizer import make_optimizer
+from tests.batches import make_prompts
+from tests.model.test_huggingface import tiny_policy
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside make, while they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given, made = (
+            {x.untyped_storage()._cdata: x for x in tree_leaves(y) if torch.is_tensor(x)} for y in ((args, kwargs), out)
+        )
+        for key, x in made.items():
+            if key not in given and key not in self.live:
+                self.live[key] = x.untyped_storage().nbytes()
+                self.now += self.live[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(x.untyped_storage(), self._free, key)
+        return out
+
+    def _free(self, key):
+        self.now -= self.live.pop(key)
+
+
+def measured_update(model, dtype):
+    """Return the peak of the bytes that an update allocates beside the training state, and the tokens of its one pass."""
+    prompts, generator = make_prompts([list(range(3, 67))] * 4), torch.Generator().manual_seed(0)
+    rollouts = Rollouts.given([torch.randint(3, 290, (48,), generator=generator).tolist() for _ in range(16)])
+    settings, optimizer = LossSettings("ppo", "token_mean"), make_optimizer(model, beta2=0.99, weight_decay=0.01)
+    learner = Learner(model, optimizer, settings, 1e9, 10_000, dtype)
+    given = Samples(prompts, rollouts), torch.randn(16, generator=generator), torch.arange(16)
+    learner.update(*given, when="step 1", lr=0.0)  # makes gradients and moments
+    with LiveBytes() as counted:
+        done = learner.update(*given, when="step 2", lr=0.0)
+    return counted.peak, done.num_tokens
+
+
+def estimated(model, machine, *flags, sharding="none"):
+    task = MazeTask(9)
+    config = resolve(parse([*flags]), task).replace(sharding=sharding)
+    return estimate_memory(config, task, model, machine)
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 300}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "checkpoint", "rank"),
+    [
+        ("qwen3", "bfloat16", False, 0),
+        ("qwen3", "bfloat16", True, 4),
+        ("llama", "float32", False, 4),
+        ("llama", "float32", True, 0),
+        ("gemma3_text", "bfloat16", True, 0),
+        ("gemma3_text", "float32", False, 0),
+    ],
+)
+def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, checkpoint, rank):
+    model = tiny_policy(family, **SIZES, **HEADS) if family == "gemma3_text" else None
+    if model is None:
+        model = Decoder(DecoderConfig(**SIZES, **HEADS, model_type=family))
+        model.initialise(0)
+    if rank:
+        add_adapters(model, rank, 32.0, "q_proj,v_proj,down_proj", 0)
+    model.checkpoint_activations = checkpoint
+    peak, tokens = measured_update(model, getattr(torch, dtype))
+    flags = ["--dtype", dtype, "--token-budget", str(tokens), *["--checkpoint-activations"] * checkpoint]
+    memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
+    own = ("activations", "copies", "logits")
+    update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
+    assert 0.8 < update / peak < 1.7  # a CPU keeps more than a GPU's kernels in bfloat16, less without gradients of weights
+
+
+def test_the_chunk_of_logits_is_that_of_the_loss():
+    assert {name: CHUNK_BYTES[name] for name in ("cpu", "cuda")} == linear_loss._CHUNK_BYTES
+
+
+def big(*flags):
+    config = parse(["--hidden-size", "1024", "--intermediate-size", "4096", "--layers", "8", "--heads", "16", *flags])
+    task = build_task(config.task, 0)
+    return build_policy(resolve(config, task), task, is_empty=True)
+
+
+def test_sharding_divides_the_training_state_after_the_start():
+    model, machine, weights = big(), Machine("cuda", 8, 80 * 10**9), sum(p.numel() for p in big().parameters())
+    whole, sharded = (estimated(model, machine, sharding=kind) for kind in ("none", "full"))
+    names = ("weights (float32)", "gradients (float32)", "Adam moments (float32)")
+    for name, size in zip(names, (4, 4, 8), strict=True):
+        assert whole[name][1:] == (size * weights, size * weights)
+        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (size * weights / 8, size * weights / 8)
+    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == 4 * weights  # they are sharded after the start
+    assert "gathered weights" in sharded
+    assert "gathered weights" not in whole
+
+
+def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
+    model = big("--lora-rank", "4")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), "--lora-rank", "4", "--kl-coef", "0.1", "--dtype", "bfloat16")
+    rows = [memory[f"{name} (float32)"][2] / trained for name in ("gradients", "Adam moments", "reference policy")]
+    assert rows == [4, 8, 4]
+    assert memory["rollout weights (bfloat16)"][1] == 2 * sum(p.numel() for p in big().parameters())  # merged
+
+
+def test_what_the_engine_frees_does_not_count_in_the_update():
+    model, weights = big(), 2 * sum(p.numel() for p in big().parameters())
+    flags = ("--dtype", "bfloat16", "--kv-cache-gb", "10", "--prompts", "64", "--rollouts", "256")
+    vllm = estimated(model, Machine("cuda", 4, 80 * 10**9), "--rollout", "vllm", *flags)
+    assert vllm["key/value cache of vLLM"] == (1e10, 1e10, 0)
+    assert vllm["rollout weights (bfloat16)"] == (weights, weights, 0)
+    native = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags)
+    assert native["rollout weights (bfloat16)"] == (weights, weights, weights)
+    assert native["key/value cache of at most 4096 samples"][2] > 0  # it is below a tenth of the memory
+    small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
+    assert small["key/value cache of at most 4096 samples"][2] == 0
+
+
+def test_neighbours_that_share_a_vllm_engine_divide_its_weights():
+    options = ("--rollout", "vllm", "--dtype", "bfloat16")
+    one = estimated(big(), Machine("cuda", 4, 80 * 10**9), *options)
+    config = resolve(parse([*options]), MazeTask(9)).replace(sharding="none", vllm_tensor_parallel=2)
+    two = estimate_memory(config, MazeTask(9), big(), Machine("cuda", 4, 80 * 10**9))
+    assert two["rollout weights (bfloat16)"][1] == one["rollout weights (bfloat16)"][1] / 2
+
+
+SEVEN_BILLION = ("--hidden-size", "4096", "--intermediate-size", "16384", "--layers", "28", "--heads", "32", "--kv-heads", "8")
+
+
+def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
+    assert train.main(["--dry-run", "8x80", *SEVEN_BILLION]) == 0
+    text = capsys.readouterr().out
+    for words in ("memory of each of 8 GPUs of 80 GB", "It fits", "sharding = full", "dtype = bfloat16"):  # for that machine
+        assert words in text
+    assert train.main(["--dry-run", "1x24", *SEVEN_BILLION]) == 0
+    assert "It does not fit: it needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "8x80GB", "8x-1"])
+def test_other_names_of_machines_are_refused(text, capsys):
+    assert train.main([f"--dry-run={text}"]) == 2
+    assert "GPUs x GB of each, such as 8x80" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_gpus_refuses_the_cpu():
+    with pytest.raises(InputError, match="--dry-run 8x80 is of GPUs, got --device cpu"):
+        resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
+
+
+def test_a_vllm_engine_is_built_for_the_samples_of_its_own_processes(monkeypatch):
+    """Its logits would take eight times the memory if it sampled those of all processes side by side."""
+    task, given = MazeTask(9), {}
+    config = resolve(parse(["--prompts", "100", "--rollouts", "64", "--rollout", "vllm"]), task)
+    monkeypatch.setattr(build, "build_engine", lambda *arguments, **options: given.update(options))
+    build.build_run_engine(config, None, task, Ranks(0, 8))
+    assert given["max_batch"] == 13 * 64
+    build.build_run_engine(config.replace(vllm_tensor_parallel=2), None, task, Ranks(0, 8))
+    assert given["max_batch"] == 2 * 13 * 64
+    build.build_run_engine(config, None, task)
+    assert given["max_batch"] == 100 * 64
+
+
+def test_a_dry_run_reads_no_weights(tmp_path, capsys):
+    """Its directory has config.json alone; a run with it is refused."""
+    model = Decoder(DecoderConfig(**{**SIZES, "vocab_size": MazeTask(9).vocab_size}, **HEADS))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model.config)))
+    flags = ["--model", str(tmp_path), "--out", str(tmp_path / "run")]
+    for value in ([], ["1x24"]):
+        assert train.main([*flags, "--dry-run", *value]) == 0
+        assert f"policy: {sum(p.numel() for p in model.parameters()):,} parameters" in capsys.readouterr().out
+    assert train.main(flags) == 2

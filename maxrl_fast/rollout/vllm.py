@@ -37,6 +37,7 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
 
 NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
+WITHOUT_HEAD = ("gemma2", "gemma3n_text")  # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
@@ -143,7 +144,10 @@ class VllmEngine:
             finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
             if finalizer is not None:
                 finalizer.detach()
-        self.load_weights(model)
+        try:
+            self.load_weights(model)
+        except ValueError as error:  # of vLLM, which has other weights
+            raise InputError(f"vLLM cannot load this policy's weights: {' '.join(str(error).split()):.300}") from error
 
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
@@ -223,14 +227,22 @@ def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str,
 
     With sharded weights, all ranks must iterate together.
     """
-    embedding = None
+    tied, head = _tied_name(model), None
     for name, weight in model.weights():
         cast = weight.to(dtype)
-        if name == "model.embed_tokens.weight":
-            embedding = cast
+        if name == tied:
+            head = cast
         yield name, cast
-    if model.config.tie_word_embeddings and embedding is not None:  # vLLM may store the output matrix separately
-        yield "lm_head.weight", embedding
+    if head is not None:
+        yield "lm_head.weight", head
+
+
+def _tied_name(model: PolicyModel) -> str:
+    """Return the name of the embedding that vLLM also needs as the output matrix, which it may store separately; "" if none."""
+    if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
+        return ""
+    names = (name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight)
+    return next(names).removeprefix("hf.")  # where transformers keeps the model in its policy
 
 
 def _rollouts(outputs: list[Any], num_samples: int, is_greedy: bool) -> Rollouts:

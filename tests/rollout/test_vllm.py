@@ -24,8 +24,9 @@ from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed
+from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed, named_weights
 from tests.batches import make_prompts, one_batch
+from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
@@ -117,6 +118,28 @@ def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
     for name, weight in llm.loaded.items():
         assert torch.equal(weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()), name
     assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding"), [("gpt2", "transformer.wte.weight"), ("cohere2", "model.embed_tokens.weight"), ("gemma2", None)]
+)
+def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm_has_one(family, embedding):
+    """Otherwise vLLM keeps another output matrix, or refuses the weight. Its Gemma 2 reads logits from the embedding."""
+    policy = tiny_policy(family)
+    assert policy.config.tie_word_embeddings
+    weights = dict(named_weights(policy, torch.bfloat16))
+    assert ("lm_head.weight" in weights) == (embedding is not None)
+    if embedding is not None:
+        assert torch.equal(weights["lm_head.weight"], weights[embedding])
+
+
+def test_weights_that_vllm_refuses_are_a_sentence(make_fake_engine, monkeypatch):
+    def refuse(self, method, kwargs):
+        raise ValueError("There is no module\nor parameter named 'lm_head'")
+
+    monkeypatch.setattr(FakeLLM, "collective_rpc", refuse)
+    with pytest.raises(InputError, match="vLLM cannot load this policy's weights: There is no module or parameter"):
+        make_fake_engine(tiny_decoder())
 
 
 def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_fake_engine):

@@ -54,8 +54,9 @@ class RunFiles:
             return
         try:
             if not is_resumed and (self.out / "config.json").exists():
-                if not ended_before_first_step(self.out):  # two runs were started at once, and one has ended
-                    raise InputError(f"--out must be a new or empty folder, got {self.out}, which holds another run")
+                if not ended_before_first_step(self.out, options):  # its command is another, or it was started at the same time
+                    wanted = f"--out must be a new or empty folder, got {self.out}, which holds another run"
+                    raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
             for file in (self.out / name for name in ("curves.png", "timings.json")):
                 if file.is_dir():

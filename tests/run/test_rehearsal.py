@@ -82,6 +82,22 @@ def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_comma
 
 
 @pytest.mark.slow
+def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_before_its_first_step(reward, tmp_path, capsys):
+    out = tmp_path / "run"
+    content = (
+        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
+    )
+    reward.write_text(content + "    assert os.path.getsize(__file__ + '.calls') < 5\n    return 1.0\n")
+    assert train.main(job(reward, out)) == 1
+    reward.write_text(GOOD)
+    before = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
+    assert train.main([*job(reward, out), "--seed", "1"]) == 2
+    assert f"which holds another run; --resume {out} resumes it" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == before
+    assert before
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(reward, tmp_path, capsys, monkeypatch):
     stop_at(monkeypatch, "warm start step 1")
     assert train.main(job(reward, tmp_path / "run")) == 143

@@ -38,6 +38,7 @@ from maxrl_fast.rollout.native import default_cache_bytes
 
 NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
 WITHOUT_HEAD = ("gemma2", "gemma3n_text")  # whose logits vLLM reads from the embedding: it refuses a weight lm_head
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
@@ -107,6 +108,11 @@ class VllmEngine:
         self.version, ranks = check_installed(), ranks or Ranks()
         self.config, self.dtype, self._device = model.config, dtype, model.lm_head.weight.device
         is_cpu = self._device.type == "cpu"
+        if is_cpu and any(hf_config(model.config).get(name) for name in EXPERTS):
+            raise InputError(
+                "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, and "
+                f"{model.config.model_type} has experts; --rollout native samples it"
+            )
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
         self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
         _check_division(self.config, tensor_parallel)

@@ -37,7 +37,7 @@ from maxrl_fast.tasks.gym import GymTask, check_config
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import GYM, dataset_spec, is_file, unknown_task
 from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.exactness import check_exact
+from maxrl_fast.training.exactness import check_engine, check_exact
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -227,6 +227,17 @@ def compare_policy(model: PolicyModel) -> str:
         InputError: where it is not close enough to train.
     """
     return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
+
+
+def compare_engine(model: PolicyModel, engine: Engine) -> str:
+    """Return a sentence on how close an engine that is not ours samples to a policy of transformers; "" for all others.
+
+    Raises:
+        InputError: where it samples from another model.
+    """
+    if isinstance(model, HuggingFacePolicy) and not isinstance(engine, PlainEngine):
+        return check_engine(model, engine)
+    return ""
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from maxrl_fast.build import (
     build_scorer,
     build_task,
     build_trainer,
+    compare_engine,
     compare_policy,
     dtype_of,
 )
@@ -113,6 +114,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
         compared = compare_policy(model)
         engine = build_run_engine(config, model, task, ranks)
+        sampled = compare_engine(model, engine)
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task, device, dtype_of(config))))
         if not saved and not can_score(config, task, engine, scorer, ranks, screen):
             return 1
@@ -122,7 +124,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
         described = describe_run(config, task, model, ranks, saved.directory if saved else None)
-        for line in (*described, *tried, compared, f"rollout engine: {engine.describe()}", scorer.describe()):
+        for line in (*described, *tried, compared, sampled, f"rollout engine: {engine.describe()}", scorer.describe()):
             if line:
                 screen.say(line)
 

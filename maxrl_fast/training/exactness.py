@@ -7,10 +7,12 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.training.learner import run_batch
 from maxrl_fast.training.packing import Packer
 
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
+ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this
 LONGEST = 600  # tokens of a sequence, where the model's window is shorter
 FEWEST = 24
 
@@ -64,6 +66,34 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, with their prompts of up to "
         f"{longest} tokens)"
     )
+
+
+def check_engine(policy: HuggingFacePolicy, engine: Engine) -> str:
+    """Compare the log-probs of an engine that is not ours with the policy's own, for two responses to one prompt.
+
+    All ranks call this together.
+
+    Returns:
+        a sentence for the first lines of a run.
+
+    Raises:
+        InputError: if they differ by more than any rounding: the engine has other weights or another architecture.
+    """
+    device, sizes = policy.lm_head.weight.device, policy.config
+    tokens, cu_seqlens = pack([torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()])
+    prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
+    rollouts = engine.generate(prompts, 2, Sampling(1.0, 8, ()), seed=0, step=0)
+    parts = []
+    for response in rollouts.tokens.split(rollouts.lengths.tolist()):
+        logits = policy.own_logits(torch.cat([prompts.tokens, response]))[0]
+        parts.append(_of(logits[len(prompts.tokens) - 1 : -1], response))
+    difference = float((rollouts.logprobs - torch.cat(parts)).abs().mean().nan_to_num(float("inf")))
+    if difference > ENGINE_LIMIT:
+        raise InputError(
+            f"--rollout vllm samples from another model than this {sizes.model_type}: log-probs differ by {difference:.2g} "
+            "nats per token; --rollout native samples it"
+        )
+    return f"log-probs of the rollout engine differ from them by {difference:.1g} nats per token (2 responses)"
 
 
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:

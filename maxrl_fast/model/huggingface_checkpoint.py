@@ -44,7 +44,7 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     from transformers import AutoModelForCausalLM
 
     try:
-        with _Quiet():
+        with Quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
@@ -228,8 +228,8 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
     return min(candidates, key=lambda x: abs(ratio / x - 1))
 
 
-class _Quiet:
-    """Keep transformers from drawing progress bars inside."""
+class Quiet:
+    """Keep transformers from drawing progress bars and from reporting on weights inside."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.huggingface_checkpoint import Quiet
 from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards.pool import Failure, Scores
@@ -40,14 +41,15 @@ class Classifier(RewardSource):
         from transformers import AutoModelForSequenceClassification  # load_tokenizer has checked that it is installed
 
         try:
-            model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                directory,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=dtype,
-                output_loading_info=True,
-            )
+            with Quiet():
+                model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                    directory,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    dtype=dtype,
+                    output_loading_info=True,
+                )
         except Exception as error:  # transformers raises many kinds of errors
             raise InputError(f"cannot read the classifier of --reward {name}: {type(error).__name__}: {error}") from error
         if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random

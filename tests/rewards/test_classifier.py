@@ -1,5 +1,6 @@
 """A reward model: a Hugging Face sequence classifier, compared with transformers' own forward pass of each text alone."""
 
+import logging
 import shutil
 
 import pytest
@@ -77,7 +78,8 @@ def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_
     assert Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS[:1]).rewards == pytest.approx([expected], abs=1e-5)
 
 
-def test_other_models_are_refused(tokenizer, tmp_path):
+def test_other_models_are_refused_without_a_report_of_transformers(tokenizer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to caplog
     cases = {
         "must name the directory of a model": tmp_path / "nowhere",
         "must have one label, or two, got 3": saved(tokenizer, tmp_path / "three", num_labels=3),
@@ -86,6 +88,7 @@ def test_other_models_are_refused(tokenizer, tmp_path):
     for sentence, directory in cases.items():
         with pytest.raises(InputError, match=sentence):
             Classifier(f"hf:{directory}", CPU, torch.float32)
+    assert not caplog.records
 
 
 @pytest.mark.slow

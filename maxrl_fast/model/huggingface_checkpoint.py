@@ -72,7 +72,7 @@ def empty_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     from transformers import AutoModelForCausalLM
 
     try:
-        with _Quiet(), torch.device("meta"):
+        with Quiet(), torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     except Exception as error:  # transformers raises anything
         raise InputError(

@@ -47,7 +47,8 @@ class DeviceDecoder:
     def sleep(self) -> None:
         """Free a grid that takes much of the device's memory; the next call allocates it and captures its graphs again.
 
-        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a cache, but much beside a small one.
+        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a cache, but much beside a
+        small one.
         """
         if self.grid is not None and self.grid.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.grid = None

@@ -55,6 +55,9 @@ class HuggingFacePolicy(PolicyModel):
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
         super().__init__()
+        import transformers  # not at the top: runs of the native decoder do without it
+
+        self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
         routers, blocks = _router_classes(model), [model.get_submodule(name) for name in self._block_names]
@@ -72,12 +75,6 @@ class HuggingFacePolicy(PolicyModel):
         huggingface_attention.register()
         self.set_eager(False)
         self.logit_scale, self.softcap = 1.0, float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
-
-    @property
-    def backend(self) -> str:  # type: ignore[override]
-        import transformers
-
-        return f"transformers {transformers.__version__}"
 
     @property
     def lm_head(self) -> Any:
@@ -121,18 +118,19 @@ class HuggingFacePolicy(PolicyModel):
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
             output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        hidden, weight = output[0][0].index_select(0, rows), self.lm_head.weight
-        if getattr(self.lm_head, "bias", None) is not None:  # as one more column of the output matrix
+        hidden, weight = output[0][0].index_select(0, rows), self._output_matrix()
+        if weight.shape[1] > hidden.shape[1]:
             hidden = F.pad(hidden, (0, 1), value=1.0)
-            weight = torch.cat([weight, self.lm_head.bias[:, None]], 1)
         return hidden if finish is None else finish(hidden, weight)
+
+    def _output_matrix(self) -> Tensor:
+        """Return the output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last column."""
+        weight, bias = self.lm_head.weight, getattr(self.lm_head, "bias", None)
+        return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output layer has a bias."""
-        head, weight = self.lm_head, self.lm_head.weight
-        if getattr(head, "bias", None) is not None:
-            weight = torch.cat([weight, head.bias[:, None]], 1)
-        logits = self.logit_scale * F.linear(hidden, weight.to(hidden.dtype)).float()
+        logits = self.logit_scale * F.linear(hidden, self._output_matrix().to(hidden.dtype)).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()

@@ -68,7 +68,8 @@ def linear_policy_gradient_loss(
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
         weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and not allocated
             if weight is frozen (requires_grad False).
-        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: they stay.
+        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: they stay. A gradient
+            through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (there a number of tokens
             that the multiprocessors divide evenly), but at least 128 tokens.
         others: as in policy_gradient_loss.
@@ -225,16 +226,18 @@ class _Chunks:
         self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
-        self.softcap, self.slope = softcap, torch.empty_like(self.buffer) if softcap else None
+        self.softcap = softcap
+        self.slope = torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
             logits = torch.mm(self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start])
-            if self.slope is not None:
+            if self.softcap:
                 bounded = logits.div_(self.softcap).tanh_()
-                torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)  # d tanh(x) / dx
+                if self.slope is not None:
+                    torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)  # d tanh(x) / dx
                 bounded.mul_(self.softcap)
             yield start, stop, logits
 

@@ -4,7 +4,7 @@ PyTorch's FakeTensor knows the shape, dtype and device of a result without compu
 devices. On top of it, `PretendGpu` counts kernels, and notes where the host would wait for the device: reads of values
 (.item(), bool, .tolist(), .cpu()), results whose shape depends on values (nonzero, boolean indices, repeat_interleave without
 output_size), and copies from memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
-which reads them goes on with the true ones; other values read as 1.
+which reads them goes on as on a GPU; other values read as 1.
 
 One aten operation counts as one kernel. This is exact for elementwise operations, copies, matrix multiplications and fused
 kernels; sorts, and reductions over much memory, launch a few more.

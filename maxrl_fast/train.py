@@ -27,7 +27,7 @@ from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
+from maxrl_fast.distributed.ranks import LATECOMER, Ranks, leave, said_by_first
 from maxrl_fast.distributed.watch import Watch
 from maxrl_fast.errors import InputError, RewardError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
@@ -54,13 +54,19 @@ LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder be
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
-    129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM."""
+    129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     protect_output()
     ranks = Ranks.of_environment()
+    code = run_command(sys.argv[1:] if arguments is None else arguments, ranks)
+    return code if ranks.size == 1 else leave(code)
+
+
+def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
+    """Parse, build and run. Return the exit code."""
     screen = Screen(is_quiet=not ranks.is_first)
     try:
         with said_by_first(ranks):
-            config = parse(sys.argv[1:] if arguments is None else arguments)
+            config = parse(arguments)
         check(config)
         if config.run.dry_run:
             screen.say(estimate_elsewhere(config, Machine.named(config.run.dry_run)))

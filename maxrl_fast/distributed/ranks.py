@@ -4,6 +4,7 @@ Every rank has the records of the whole step: prompts, rollouts, rewards and adv
 sampling, groups for training. Gradients are summed by DDP, or by FSDP2 if the policy does not fit on one GPU.
 """
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -164,9 +166,21 @@ class Ranks:
                 raise
             cause = cause or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
-            raise SystemExit(1) from error
+            leave(1)
         watch.stop()
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process of torchrun without tearing the interpreter down, once everything registered for its exit is done.
+
+    A thread of gloo may still let go of a tensor of Python's, and then aborts the process if the interpreter is being torn down
+    (pytorch issue 190489). Destroying the process group would end the thread, but the caches of FSDP2 keep the group alive.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -171,6 +171,39 @@ def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path, 
             assert relative(result[key], tensor) < 1e-3, key
 
 
+LATE = """  # gloo's thread still lets go of a tensor when the process ends
+import sys, threading, time, torch, torch.distributed as dist
+from maxrl_fast.distributed.ranks import Ranks, leave
+
+class Slow:
+    def __del__(self):
+        while threading.current_thread() is not threading.main_thread():
+            time.sleep(0.1)
+
+ranks = Ranks.of_environment()
+with ranks.connected(torch.device("cpu")):
+    held = dist.group.WORLD  # as the caches of FSDP2 do
+    time.sleep(ranks.rank)  # so that the other rank's work is not done when its tensor is dropped
+    x = torch.ones(3)
+    x.slow = Slow()
+    work = dist.all_reduce(x, async_op=True)
+    del x, work
+print("ended", flush=True)
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_ends_with_its_code_while_a_tensor_is_still_in_flight(tmp_path, code):
+    (tmp_path / "late.py").write_text(LATE)
+    process = torchrun(2, str(tmp_path / "late.py"), str(code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 100)
+    assert output.count("ended") == 2
+    assert "SIGABRT" not in output
+    assert ("exitcode  : 3" in output) == (code == 3)
+    assert process.returncode == (0 if code == 0 else 1)  # torchrun's own
+
+
 def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     out = tmp_path / "run"
     arguments = ["-m", "maxrl_fast.train", *SMALL, "--steps", "10000", "--out", str(out)]

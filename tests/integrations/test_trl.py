@@ -32,9 +32,16 @@ def integration():
     return trl
 
 
-def ours(rows, estimator, **options):
+def ours(rows, estimator, weights=(1.0,), **options):
     """Return the advantages of a generated batch; its groups are found by their prompts, not by position."""
-    rewards = torch.tensor(rows["rewards"]).sum(1)  # one function; None is NaN
+    rewards = torch.tensor(
+        [
+            sum(weight * reward for weight, reward in zip(weights, row, strict=True) if not math.isnan(reward))
+            if not all(math.isnan(reward) for reward in row)
+            else math.nan
+            for row in rows["rewards"]
+        ]
+    )
     valid, prompts = ~rewards.isnan(), sorted(set(rows["prompts"]))
     groups = torch.tensor([prompts.index(prompt) for prompt in rows["prompts"]])
     if "lengths" in ops.ESTIMATORS[estimator].inputs:
@@ -65,11 +72,12 @@ TWO_BATCHES = {"gradient_accumulation_steps": 2, "scale_rewards": "batch"}
 
 @pytest.mark.parametrize(("name", "arguments", "estimator", "options"), CASES)
 def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator, options):
-    """With gradient accumulation, and rewards that are not known."""
-    trainer = job.run(name, tmp_path, arguments=arguments, config=TWO_BATCHES, unknown=True)
-    assert any(math.isnan(reward) for rows in trainer.generated for (reward,) in rows["rewards"])
+    """With gradient accumulation, and two rewards of which either or both may be unknown."""
+    trainer = job.run(name, tmp_path, arguments=arguments, config=TWO_BATCHES, unknown=True, weights=(1.0, -0.5))
+    known = {sum(not math.isnan(reward) for reward in row) for rows in trainer.generated for row in rows["rewards"]}
+    assert known == {0, 1, 2}
     assert len(trainer.seen) == 3 * 16
-    assert check(trainer.generated, trainer.seen, estimator, **options) > 10
+    assert check(trainer.generated, trainer.seen, estimator, weights=(1.0, -0.5), **options) > 10
 
 
 def run_in_two_processes(folder, name, **options):

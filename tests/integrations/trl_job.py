@@ -78,11 +78,20 @@ def score(completion_ids, *, unknown, binary):
     return [None if unknown and sum(ids) % 5 == 0 else value for ids, value in zip(completion_ids, values, strict=True)]
 
 
-def build(name, folder, *, arguments=None, config=None, unknown=False, callbacks=None):
-    """Return the trainer. `arguments` are its own, `config` those of GRPOConfig; `unknown`: some rewards are not known."""
+def build(name, folder, *, arguments=None, config=None, unknown=False, weights=(1.0,), callbacks=None):
+    """Return the trainer.
+
+    Args:
+        arguments, config: those of the trainer, and of GRPOConfig.
+        unknown: whether some rewards are not known.
+        weights: those of the rewards; the second is by length, and never known for some responses.
+    """
 
     def reward(completion_ids, **_):
         return score(completion_ids, unknown=unknown, binary=name == "pacs")
+
+    def length(completion_ids, **_):
+        return [None if sum(ids) % 3 == 0 else len(ids) / 4 for ids in completion_ids]
 
     settings = {
         **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 3},
@@ -91,8 +100,8 @@ def build(name, folder, *, arguments=None, config=None, unknown=False, callbacks
     }
     return recorded(TRAINERS[name])(
         model=policy(),
-        reward_funcs=reward,
-        args=GRPOConfig(output_dir=str(folder), **(settings | (config or {}))),
+        reward_funcs=[reward, length][: len(weights)],
+        args=GRPOConfig(output_dir=str(folder), reward_weights=list(weights), **(settings | (config or {}))),
         train_dataset=Dataset.from_dict({"prompt": [f"{a} {b}" for a in "cdef" for b in "ghijk"]}),
         processing_class=tokenizer(),
         callbacks=callbacks,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import trl
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import utils
@@ -31,6 +32,11 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name in ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss"):
+            if not hasattr(GRPOTrainer, name):  # ours would never be called
+                raise RuntimeError(
+                    f"maxrl_fast needs the GRPOTrainer of TRL 1.16, got TRL {trl.__version__}, which has no {name}"
+                )
         super().__init__(*args, **kwargs)
         if self.multi_objective_aggregation != "sum_then_normalize":
             wanted = "must be sum_then_normalize, as estimators take the weighted sum of the rewards"

@@ -80,6 +80,29 @@ def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator,
     assert check(trainer.generated, trainer.seen, estimator, weights=(1.0, -0.5), **options) > 10
 
 
+@pytest.mark.parametrize("name", ["maxrl", "pacs"])
+def test_evaluation_has_groups_of_its_own_size(job, tmp_path, name):
+    """Of two rollouts; its advantages are logged too. The policy stays, so that PACS has those that were logged."""
+    config = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 8}
+    config |= {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
+    data = job.Dataset.from_dict({"prompt": [f"l {letter}" for letter in "abcdefgh"]})
+    trainer = job.run(name, tmp_path, config=config, arguments={"eval_dataset": data})
+    sizes = [len(rows["prompts"]) // len(set(rows["prompts"])) for rows in trainer.generated]
+    assert sizes == [4, 2, 2]
+    assert len(trainer.seen) == 2 * 8 + 16
+    if name == "maxrl":
+        check(trainer.generated, trainer.seen, "maxrl")
+    logged = [advantage for rows in trainer.generated for advantage in rows["logged"]]
+    assert {round(advantage, 4) for *_, advantage in trainer.seen} == {round(advantage, 4) for advantage in logged}
+    assert max(logged) > 0.1
+
+
+def test_a_version_of_trl_without_the_methods_is_refused(job, tmp_path, monkeypatch):
+    monkeypatch.delattr(job.GRPOTrainer, "_calculate_rewards")
+    with pytest.raises(RuntimeError, match=r"needs the GRPOTrainer of TRL 1.16, got TRL .* which has no _calculate_rewards"):
+        job.build("maxrl", tmp_path)
+
+
 def run_in_two_processes(folder, name, **options):
     """Return what each process kept."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -65,7 +65,8 @@ def recorded(base):
             model = self.accelerator.unwrap_model(self.model)
             self.sampler = {name: weight.clone() for name, weight in model.state_dict().items()}
             output = super()._generate_and_score_completions(inputs)
-            self.generated[-1]["logged"] = list(self._logs["advantages"])
+            self.generated[-1]["logged"] = list(self._logs["advantages"])[-len(self.generated[-1]["responses"]) :]
+            assert len(self._logs["advantages"]) == len(self._logs["completion"])
             return output
 
     return Recorded

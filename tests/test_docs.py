@@ -1,5 +1,6 @@
 """Tests of the documents: links resolve, examples print their output, commands parse, the options page is current."""
 
+import ast
 import contextlib
 import importlib
 import io
@@ -80,8 +81,12 @@ def test_files_that_pages_name_exist(path: Path) -> None:
 def test_imports_work(path: Path) -> None:
     for module, names in re.findall(r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE):
         for name in names.split(", "):
-            where = importlib.import_module(module)
-            assert hasattr(where, name), f"{name_of(path)} imports {name} from {module}, which does not have it"
+            if module.startswith("maxrl_fast.integrations."):  # it needs the library of its name
+                parsed = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+                found = name in {getattr(node, "name", None) for node in parsed.body}
+            else:
+                found = hasattr(importlib.import_module(module), name)
+            assert found, f"{name_of(path)} imports {name} from {module}, which does not have it"
 
 
 def test_the_index_has_every_page() -> None:

@@ -38,6 +38,22 @@ def test_token_loss():
     assert min(rates) > 0.5  # from 1/64
 
 
+@pytest.mark.slow
+def test_grpo_loop(tmp_path):
+    """With the tiny model, and with a checkpoint of one's own."""
+    command = [sys.executable, EXAMPLES / "grpo_loop.py"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)
+    rates = [float(line.split()[4].rstrip(",")) for line in run.stdout.splitlines()]
+    assert len(rates) == 4
+    assert rates[0] < 0.1
+    assert rates[-1] > 0.6
+    policy = save_byte_level_policy(tmp_path)
+    own = [*command, "--model", policy, "--steps", "1", "--estimator", "maxrl", "--rollouts", "2"]
+    assert (
+        "step   0: mean reward" in subprocess.run(own, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent).stdout
+    )
+
+
 def test_the_maze_config_is_valid():
     config = parse(["--config", str(EXAMPLES / "maze.toml")])
     check(config)
@@ -139,3 +155,12 @@ def test_the_ops_import_no_trainer():
     assert "maxrl_fast.ops.group_advantage" in modules
     for name in ("train", "config", "model", "rollout", "tasks", "learner"):
         assert f"maxrl_fast.{name}" not in modules
+
+
+def test_the_ops_import_nothing_but_torch_and_the_standard_library():
+    """So `import maxrl_fast.ops` costs little beyond `import torch`: no transformers, tyro, rich, matplotlib or tensorboard."""
+    code = "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; print(*(set(sys.modules) - before))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "maxrl_fast.ops" in modules
+    others = {name for name in modules if name.partition(".")[0] not in {"maxrl_fast", *sys.stdlib_module_names}}
+    assert not others

@@ -1,0 +1,114 @@
+"""TRL's gradient of PACS is the one of our trainer on the same batch."""
+
+import pytest
+import torch
+
+from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.pacs_objective import PacsObjective
+from tests.batches import make_prompts
+from tests.integrations.test_trl import job
+
+pytestmark = pytest.mark.integrations
+__all__ = ["job"]  # a fixture
+
+
+def updates_of(job, folder, **options):
+    """Train, and return the trainer and each update: weights of the sampler, weights before it, gradients, rows of the loss."""
+    from transformers import TrainerCallback
+
+    class Updates(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            trainer = self.trainer
+            weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+            gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+            found.append((trainer.sampler, weights, gradients, trainer.seen[self.num_seen :]))
+            self.num_seen = len(trainer.seen)
+
+    found, updates = [], Updates()
+    updates.num_seen = 0
+    trainer = job.build("pacs", folder, callbacks=[updates], **options)
+    updates.trainer = trainer
+    job.train(trainer)
+    trainer.model.save_pretrained(folder / "model")
+    return trainer, found
+
+
+def our_gradients(folder, sampler, weights, rows, rewards, **options):
+    """Return gradients and advantages of PacsObjective and Learner, and the part of the rollouts whose reward is known."""
+    model = load_checkpoint(folder / "model")
+    model.load_state_dict(sampler)
+    rows = sorted(rows)  # groups are adjacent: no two prompts are equal
+    known = torch.tensor([rewards[tuple(ids)] for _, ids, _ in rows])
+    samples = Samples(make_prompts([prompt for prompt, *_ in rows[::4]]), Rollouts.given([ids for _, ids, _ in rows]))
+    collected = Collected(
+        prompts=samples.prompts,
+        rollouts=samples.rollouts,
+        step=1,
+        rewards=known.nan_to_num().view(-1, 4),
+        valid=~known.isnan().view(-1, 4),
+        greedy_rewards=None,
+        sampled_rewards=known.view(-1, 4),
+        num_tokens=0,
+        rollout_seconds=0.0,
+        numbers={},
+        complaint="",
+    )
+    objective = PacsObjective(updates_per_step=2, **options)
+    settings = LossSettings(objective.loss, objective.aggregation)
+    learner = Learner(model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32)
+    objective.begin(collected, learner)
+    model.load_state_dict(weights)
+    sequences = collected.with_reward
+    advantages = objective.advantages(sequences)
+    learner.update(samples, advantages, sequences, when="an update", lr=0.0)
+    seen = torch.tensor([advantage for *_, advantage in rows])
+    return {name: weight.grad for name, weight in model.named_parameters()}, advantages, seen, len(sequences) / len(rows)
+
+
+CASES = {
+    "one update per batch": ({"gradient_accumulation_steps": 2}, {}),
+    "more epochs over a batch": ({"gradient_accumulation_steps": 2, "num_iterations": 2}, {"beta": 3.0}),
+    "several updates per batch": ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, {"score": "dr_grpo"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_our_trainer(job, tmp_path, case):
+    """With accumulation, several groups in a micro-batch, and rewards that are not known."""
+    config, options = CASES[case]
+    names = {"beta": "pacs_beta", "score": "pacs_score"}
+    arguments = {names[name]: value for name, value in options.items()}
+    config = config | {"max_steps": 4, "learning_rate": 3e-2}
+    trainer, updates = updates_of(job, tmp_path, config=config, arguments=arguments, unknown=True)
+    rewards = {
+        tuple(ids): one for rows in trainer.generated for ids, (one,) in zip(rows["responses"], rows["rewards"], strict=True)
+    }
+    assert len(updates) == 4
+    num_moved, all_known = 0, []
+    for sampler, weights, gradients, rows in updates:
+        wanted, advantages, seen, known = our_gradients(tmp_path, sampler, weights, rows, rewards, **options)
+        all_known.append(known)
+        torch.testing.assert_close(seen, advantages, rtol=1e-4, atol=1e-5)
+        assert seen.abs().max() > 0.1
+        for name, gradient in gradients.items():  # TRL divides by all rollouts, our trainer by those whose reward is known
+            torch.testing.assert_close(gradient, wanted[name] * known, rtol=1e-3, atol=2e-5)
+        num_moved += any(not torch.equal(weights[name], sampler[name]) for name in weights)
+    assert min(all_known) < 1
+    assert num_moved == (0 if case == "one update per batch" else 2)
+
+
+def test_a_reward_that_is_no_outcome_is_refused(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "score", lambda completion_ids, **_: [0.5] * len(completion_ids))
+    with pytest.raises(ValueError, match="labels must be 0 or 1"):
+        job.build("pacs", tmp_path).train()
+
+
+def test_the_logged_advantages_are_those_of_the_first_update(job, tmp_path):
+    trainer, updates = updates_of(job, tmp_path, config={"gradient_accumulation_steps": 1})
+    assert len(updates) == 3
+    for rows, (*_, seen) in zip(trainer.generated, updates, strict=True):
+        assert sorted(rows["logged"]) == pytest.approx(sorted(advantage for *_, advantage in seen), abs=1e-6)
+    assert max(max(rows["logged"]) for rows in trainer.generated) > 0.1

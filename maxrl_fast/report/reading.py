@@ -4,6 +4,7 @@ A line that cannot be read is skipped and noted, never guessed. The sizes of fil
 amounts of samples and diagnostics are bounded.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ MOST_STAGES = 40
 MOST_WARNINGS = 1_000
 MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
+MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 _TIMED = ("rollout_seconds", "train_seconds")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
 _OF_TRAINING = ("prompts", "samples", "k")  # options with another meaning in an evaluation
@@ -88,7 +90,7 @@ def _read_run(path: Path, folder: Folder) -> None:
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})
-    _read_pass_rates(path / "pass_rates.jsonl", folder)
+    _read_pass_rates(path, folder)
     _read_warnings(path, folder)
     _read_points(path, folder)
     _read_seconds(path, folder)
@@ -250,8 +252,13 @@ def _read_samples(path: Path, folder: Folder) -> None:
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
     """Read the number of correct samples of each prompt at each evaluation."""
-    by_step = {record["step"]: record for record in _lines(path, folder) if is_count(record.get("step"))}
-    _take_counts([(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)], folder, path.name)
+    by_step = {record["step"]: record for record in _lines(path / "pass_rates.jsonl", folder) if is_count(record.get("step"))}
+    _take_counts([(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)], folder, "pass_rates.jsonl")
+    if folder.prompts:
+        texts = itertools.islice(_lines(path / "eval_prompts.jsonl", folder), MOST_TEXTS)
+        folder.prompts["texts"] = [
+            [x["id"], text_of(x.get("prompt"), PROMPT_LENGTH)[0]] for x in texts if is_count(x.get("id"))
+        ]
 
 
 def _take_counts(records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str) -> None:
@@ -275,7 +282,7 @@ def _take_counts(records: list[tuple[int | None, dict[str, Any], Any]], folder: 
         folder.notes.append(f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are many")
     total = records[-1][1].get("num_prompts")
     total = total if is_count(total) else len(known[-1])
-    folder.prompts = {"ids": known[-1], "num_prompts": total, "evaluations": evaluations}
+    folder.prompts |= {"ids": known[-1], "num_prompts": total, "evaluations": evaluations}
 
 
 def _ids(ids: Any) -> list[int]:

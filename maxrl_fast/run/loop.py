@@ -6,7 +6,7 @@ from torch import Tensor
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.evaluation.kept_samples import KeptSamples
+from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.output import take_errors
 from maxrl_fast.records import Samples
@@ -133,6 +133,9 @@ class RunLoop:
                 self.checkpoints.stop_point(self.progress, learner)
 
             evaluation = evaluator.evaluate(after_chunk, keep)
+        if not self.progress.evaluations and self.ranks.is_first:
+            for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
+                self.files.write("eval_prompts", prompt)
         self.progress.evaluations[step] = evaluation
         rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.take_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})

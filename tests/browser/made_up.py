@@ -52,6 +52,7 @@ def write_run(folder: Path, *, steps: int = 30, seed: int = 0, **options: Any) -
     write_lines(
         folder / "pass_rates.jsonl", [c | {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))} for c in counts]
     )
+    write_lines(folder / "eval_prompts.jsonl", [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)])
     write_lines(folder / "rollouts.jsonl", [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)])
     write_lines(folder / "samples.jsonl", [sample(rng, step, i) for step in (10, 20) for i in range(13)])
     (folder / "timings.json").write_text(json.dumps({"rollout": 12.25, "update": 37.75}))

@@ -324,6 +324,9 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     expected = sorted(changes, key=lambda i: (-changes[i], i))[:20]
     rates = {i: (counts[0][i] / 8, counts[-1][i] / 8, changes[i]) for i in changes}
     assert shown() == [(i, *(pytest.approx(rate, abs=1e-3) for rate in rates[i])) for i in expected]
+    texts = dict(zip([row[0] for row in shown()], prompts.locator(".excerpt").all_inner_texts(), strict=True))
+    assert all(text.startswith(f"held out {i} </script>" if 13 <= i < 29 else "") for i, text in texts.items())
+    assert texts.get(29, "not kept") == "not kept"
     for column, order in (("before", [-1, 1]), ("prompt", [1, -1])):
         for sign in order:
             prompts.get_by_role("button", name=column).click()

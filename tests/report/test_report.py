@@ -118,6 +118,7 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         assert run["in_files"] == {"samples": 26, "rollouts": 24}
         counts = [json.loads(line) for line in (folder / "pass_rates.jsonl").open()]
         assert (run["prompts"]["ids"], run["prompts"]["num_prompts"]) == (list(range(30)), 30)
+        assert run["prompts"]["texts"] == [[i, f"held out {i} {HOSTILE}"] for i in range(29)]
         assert run["prompts"]["evaluations"] == [
             {key: c[key] for key in ("step", "num_samples", "num_correct")} for c in counts
         ]
@@ -333,7 +334,9 @@ def test_pass_rates_that_do_not_fit_are_left_out_with_a_note(tmp_path, report, m
     write_lines(out / "pass_rates.jsonl", [{"step": i, **good, **record} for i, record in enumerate([*bad, {}])])
     (run,) = report(out).data["runs"]
     evaluation = {"step": 8, "num_samples": 4, "num_correct": [0, 4]}
-    assert run["prompts"] == {"ids": [3, 5], "num_prompts": 9, "evaluations": [evaluation]}
+    prompts = {"ids": [3, 5], "num_prompts": 9, "evaluations": [evaluation]}
+    assert {key: run["prompts"][key] for key in prompts} == prompts
+    assert len(run["prompts"]["texts"]) == 29
     assert run["notes"] == ["8 evaluations in pass_rates.jsonl have other prompts or wrong counts and were skipped"]
     monkeypatch.setattr(reading, "MOST_COUNTS", 12)
     write_lines(out / "pass_rates.jsonl", [{"step": i, **good} for i in range(20)])

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from maxrl_fast import train
 from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Rollouts, Samples
@@ -54,6 +55,15 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(finished):
         for i in range(10):  # the prompts of which all three samples are kept
             kept = [sample["reward"] for sample in samples if (sample["step"], sample["id"]) == (record["step"], i)]
             assert record["num_correct"][i] == sum(kept)
+
+
+def test_the_text_of_the_held_out_prompts_is_written_once(finished, monkeypatch):
+    task = MazeTask(5)
+    texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
+    assert read(finished / "eval_prompts.jsonl") == [{"id": i, "prompt": text} for i, text in enumerate(texts)]
+    monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.MOST_PROMPTS", 3)
+    monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.PROMPT_LENGTH", 9)
+    assert list(prompt_records(task, "test", 12)) == [{"id": i, "prompt": texts[i][:9]} for i in range(3)]
 
 
 def test_counts_are_those_of_all_ranks_by_id_and_bounded(monkeypatch):

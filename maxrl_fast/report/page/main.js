@@ -3,7 +3,7 @@
 // Sections with samples are made when the samples are unpacked.
 const SECTIONS = [
   ['runs', 'Runs', makeRuns, () => true],
-  ['curves', 'Curves', makeCurves, (app) => app.runs.some((run) => run.curves.size)],
+  ['curves', 'Curves', makeCurves, (app) => app.hasSteps],
   ['coverage', 'Coverage', makeCoverage, (app) => app.runs.some((run) => run.coverage.length)],
   ['weights', 'Weight by pass rate', makeWeights, (app) => app.runs.some((run) => run.kind === 'run')],
   ['norms', 'Gradient norm by pass rate', makeNorms, (app) => app.runs.some((run) => run.points.step.length)],
@@ -32,6 +32,7 @@ function start() {
     data, runs, step: high, smoothing: usualWindow(runs), isMerged: data.groups.length > 0,
     steps: low === high ? { low: low - 0.5, high: high + 0.5 } : { low, high },
     sources: [['samples', 'Evaluations'], ['rollouts', 'Training rollouts']].filter(([source]) => runs.some((run) => run.shown[source])),
+    hasSteps: runs.some((run) => run.curves.size),
     visible: () => runs.filter((run) => run.isShown),
     lines: () => linesOf(app.visible(), data.groups, app.isMerged),
     render: () => sections.forEach((section) => section.render?.()),
@@ -79,7 +80,7 @@ async function unpack(runs) {
   }));
   runs.forEach((run, i) => {
     run.lazy = { samples: rows(packed[i].samples), rollouts: rows(packed[i].rollouts), prompts: packed[i].prompts };
-    run.promptTexts = new Map(run.lazy.samples.map(({ id, prompt }) => [id, prompt]));
+    run.promptTexts = new Map([...(packed[i].prompts.texts ?? []), ...run.lazy.samples.map(({ id, prompt }) => [id, prompt])]);
   });
 }
 
@@ -123,7 +124,7 @@ function fillToolbar(bar, app, low, high) {
       app.render();
     }));
   }
-  if (!app.runs.some((run) => run.curves.size)) return;
+  if (!app.hasSteps) return;
   const slider = el('input', { type: 'range', id: 'step', min: low, max: high, step: 1, value: app.step, 'aria-label': 'Step', oninput: () => app.setStep(Number(slider.value)) });
   const number = el('input', { type: 'number', id: 'step-number', min: low, max: high, step: 1, value: app.step, 'aria-label': 'Step as a number', onchange: () => app.setStep(Number(number.value)) });
   app.showStep = () => {

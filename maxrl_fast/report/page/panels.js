@@ -33,10 +33,11 @@ function makeCoverage(body, app) {
   let mode = 'ends';
   const host = el('div', { class: 'plot' });
   const numbers = el('div', {});
-  body.append(segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
+  const choice = segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
     mode = value;
     render();
-  }), host, numbers);
+  });
+  body.append(...(app.hasSteps ? [choice] : []), host, numbers);
 
   function chosen() {
     return app.lines().flatMap((line) => {

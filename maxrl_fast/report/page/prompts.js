@@ -14,7 +14,7 @@ function makePrompts(body, app) {
   const evaluations = app.runs.flatMap((run) => (run.lazy.prompts.evaluations ?? []).map((evaluation, i) => ({
     run, evaluation, ids: run.lazy.prompts.ids, name: `${run.name}${evaluation.step === null ? '' : `, step ${count(evaluation.step)}`}`, isLast: i === run.lazy.prompts.evaluations.length - 1,
   })));
-  const state = { before: 0, after: 0, show: 'all', key: 'change', isDown: true };
+  const state = { before: 0, after: 0, show: 'all', key: evaluations.length > 1 ? 'change' : 'before', isDown: evaluations.length > 1 };
   const matching = (place) => evaluations.map((_, i) => i).filter((i) => evaluations[i].run.prompt_set === evaluations[place].run.prompt_set);
   const lastOf = (run) => evaluations.findIndex((other) => other.run === run && other.isLast);
   state.after = lastOf(evaluations[0].run);
@@ -79,5 +79,5 @@ function promptRow({ id, before, after, change, text }) {
   const maze = mazeOf(text);
   return el('tr', { 'data-id': id }, el('th', { scope: 'row' }, count(id)), rate(before), rate(after),
     el('td', { class: `number ${change > 0 ? 'gained' : change < 0 ? 'lost' : ''}` }, `${change > 0 ? '+' : change < 0 ? '−' : ''}${Math.abs(change).toFixed(3)}`),
-    el('td', { class: 'excerpt' }, maze ? drawMaze(maze) : text ? `${text.slice(0, 160)}${text.length > 160 ? ' …' : ''}` : el('span', { class: 'facts' }, 'no sample kept')));
+    el('td', { class: 'excerpt' }, maze ? drawMaze(maze) : text ? `${text.slice(0, 160)}${text.length > 160 ? ' …' : ''}` : el('span', { class: 'facts' }, 'not kept')));
 }

@@ -19,7 +19,7 @@ function makeRewards(body, app) {
     };
     controls.replaceChildren(...[
       sources.length > 1 ? segmented('Samples', sources, state.source, set('source')) : null,
-      segmented('Steps', [['all', 'All steps'], ['step', 'At the step']], state.mode, set('mode')),
+      app.hasSteps && segmented('Steps', [['all', 'All steps'], ['step', 'At the step']], state.mode, set('mode')),
       names.length ? select('quantity', 'quantity', [['reward', 'reward'], ...names.map((name) => [name, name])], state.quantity, set('quantity')) : null,
     ].filter(Boolean));
   }

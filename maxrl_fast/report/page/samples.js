@@ -44,7 +44,7 @@ function makeSamples(body, app) {
       app.sources.length > 1 ? segmented('Samples', app.sources, state.source, set('source')) : null,
       select('run', 'run', names, state.left, set('left')),
       runs.length > 1 ? select('beside', 'beside', [['', 'none'], ...names], state.right, set('right')) : null,
-      select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...stepsOf(runs).map((step) => [step, count(step)])], state.step, set('step')),
+      stepsOf(runs).length > 0 && select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...stepsOf(runs).map((step) => [step, count(step)])], state.step, set('step')),
       select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text]), state.outcome, set('outcome')),
       search,
     ].filter(Boolean));
@@ -84,7 +84,8 @@ function makeSamples(body, app) {
 function promptCard(prompt, columns) {
   const first = columns.flatMap(({ samples }) => samples)[0];
   const maze = mazeOf(prompt);
-  const about = [first.id === null ? 'prompt' : `prompt ${count(first.id)}`, first.answer ? `answer ${first.answer}` : null];
+  const ids = [...new Set(columns.flatMap(({ samples }) => samples.map(({ id }) => id)))].filter((id) => id !== null); // of one text
+  const about = [`prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`, first.answer ? `answer ${first.answer}` : null];
   return el('article', { class: maze ? 'sample with-maze' : 'sample', 'data-id': exact(first.id) },
     el('header', {}, el('h3', {}, about[0]), el('span', { class: 'facts' }, about[1]), first.columns ? folded('columns', () => el('pre', {}, first.columns)) : null),
     el('div', { class: 'text prompt' }, maze ? [drawMaze(maze), folded('prompt as text', () => el('pre', {}, prompt))] : textCell(prompt)),

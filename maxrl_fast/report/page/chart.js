@@ -78,7 +78,7 @@ function clearChart(host) {
 
 /** Returns the marks as uPlot wants them: columns over one list of x, series, and bands between two of them. */
 function tracesOf(spec) {
-  const tables = [[spec.x.low === undefined ? [] : [spec.x.low, spec.x.high]]]; // the whole range, to which a double click returns
+  const tables = [];
   const series = [{}];
   const bands = [];
   const clean = (ys) => (spec.y.kind === 'linear' ? ys : ys.map((y) => (y > 0 ? y : null))); // a logarithmic axis has no place for 0
@@ -94,7 +94,15 @@ function tracesOf(spec) {
     const points = type === 'dots' ? { show: true, size: 6, space: 0, stroke, fill: stroke } : { show: false };
     series.push({ run, type, role, stroke, width: 1.75, ...look, points, ...(type === 'dots' ? { paths: () => null } : {}) });
   }
-  return { data: uPlot.join(tables), series, bands };
+  return { data: withEnds(tables.length ? uPlot.join(tables) : [[]], spec.x), series, bands };
+}
+
+/** Returns the columns with the ends of the axis among their x: a double click returns to the range of the data. */
+function withEnds(columns, { low, high }) {
+  const [xs] = columns;
+  const before = xs.length && xs[0] <= low ? [] : [low];
+  const after = xs.length && xs[xs.length - 1] >= high ? [] : [high];
+  return columns.map((column, i) => (i ? [before.map(() => undefined), column, after.map(() => undefined)] : [before, column, after]).flat());
 }
 
 function scaleOf({ kind, low, high }) {

@@ -64,7 +64,7 @@ def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
     return numbers | {
         "options": {key: _value(folder.options.get(key)) for key in options},
         "shown": {key: len(getattr(folder, key)) for key in LAZY},
-        "prompt_set": _prompt_set(folder.options),
+        "prompt_set": _prompt_set(folder),
     }
 
 
@@ -78,8 +78,11 @@ def lazy_data(folders: list[Folder]) -> dict[str, Any]:
     return {"texts": list(texts), "runs": runs}
 
 
-def _prompt_set(options: dict[str, Any]) -> str:
+def _prompt_set(folder: Folder) -> str:
     """Return what identifies the held-out prompts of a run or an evaluation: in two of them, one id is then one prompt."""
+    options = folder.options
+    if not options:
+        return folder.name
     own = [options.get(field.name) for field in dataclasses.fields(TaskOptions)]
     seed = options.get("task_seed", options.get("seed"))
     return hashlib.sha256(json.dumps([*own, options.get("split", "test"), seed]).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from maxrl_fast.report.values import Number, finite, is_count, is_number, text_o
 from maxrl_fast.run.kept_rollouts import read_rollouts
 
 FILE_BYTES = 1 << 30
-EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
+EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for each prompt
 LINE_BYTES = 1 << 22
 MOST_STEPS = 200_000
 MOST_COLUMNS = 200
@@ -129,11 +129,11 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
     return content
 
 
-def _lines(path: Path, folder: Folder) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
     """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may be incomplete."""
     if not path.exists():
         return
-    check_regular(path, FILE_BYTES)
+    check_regular(path, most_bytes)
     damaged, number = [], 0
     with open(path, "rb") as file:
         while line := file.readline(LINE_BYTES):
@@ -252,7 +252,8 @@ def _read_samples(path: Path, folder: Folder) -> None:
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
     """Read the number of correct samples of each prompt at each evaluation."""
-    by_step = {record["step"]: record for record in _lines(path / "pass_rates.jsonl", folder) if is_count(record.get("step"))}
+    records = _lines(path / "pass_rates.jsonl", folder, EVALUATION_BYTES)
+    by_step = {record["step"]: record for record in records if is_count(record.get("step"))}
     _take_counts([(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)], folder, "pass_rates.jsonl")
     if folder.prompts:
         texts = itertools.islice(_lines(path / "eval_prompts.jsonl", folder), MOST_TEXTS)

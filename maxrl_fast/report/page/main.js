@@ -89,7 +89,7 @@ function stepRange(runs) {
   return ends.length ? extent(ends) : [0, 1];
 }
 
-/** The theme is the system's until the reader presses the button. */
+/** The theme is the system's until the reader presses the button; on paper it is light. */
 function setUpTheme(button) {
   const dark = matchMedia('(prefers-color-scheme: dark)');
   const present = () => document.documentElement.dataset.theme ?? (dark.matches ? 'dark' : 'light');
@@ -97,10 +97,18 @@ function setUpTheme(button) {
     button.textContent = present() === 'dark' ? '☀ Light' : '☾ Dark';
     redrawCharts();
   };
-  button.addEventListener('click', () => {
-    document.documentElement.dataset.theme = present() === 'dark' ? 'light' : 'dark';
+  const choose = (theme) => {
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
     show();
+  };
+  let onScreen;
+  addEventListener('beforeprint', () => {
+    onScreen = document.documentElement.dataset.theme;
+    choose('light');
   });
+  addEventListener('afterprint', () => choose(onScreen));
+  button.addEventListener('click', () => choose(present() === 'dark' ? 'light' : 'dark'));
   dark.addEventListener('change', show);
   show();
 }

@@ -103,7 +103,8 @@ def _value(value: Any) -> Any:
     """Return an option's value for the page: null, booleans and numbers unchanged, others as shortened text."""
     if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 2**53):
         return value
-    return (value if isinstance(value, str) else json.dumps(value))[:_SHOWN_OPTION]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_OPTION else f"{text[:_SHOWN_OPTION]} …"
 
 
 def _embedded(data: dict[str, Any]) -> str:

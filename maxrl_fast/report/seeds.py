@@ -31,7 +31,10 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     found = [places for places in members.values() if len(places) > 1]
     options = [folders[places[0]].options for places in found]
     differing = [key for key in named if key != "seed" and len({json.dumps(own.get(key)) for own in options}) > 1]
-    names = [_name(own, differing[:_NAMED_OPTIONS] or ["objective"]) for own in options]
+    for number in range(1, _NAMED_OPTIONS + 1):  # as few options as tell the groups apart
+        names = [_name(own, differing[:number] or ["objective"]) for own in options]
+        if len(set(names)) == len(names):
+            break
     return [
         {"runs": places, "name": f"{name if names.count(name) == 1 else folders[places[0]].name}, {len(places)} seeds"}
         for name, places in zip(names, found, strict=True)

@@ -217,6 +217,8 @@ def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, sch
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     if width == 1400:
         assert page.evaluate(CLIPPED) == []
+    names = page.locator("#coverage tbody th, #runs tbody th").evaluate_all("cells => cells.map(cell => cell.offsetWidth)")
+    assert min(names) >= 100  # not a letter a line
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
     assert (lightness > 200) if scheme == "light" else (lightness < 60)

@@ -135,7 +135,7 @@ def test_key_options_and_differing_options_are_shown(tmp_path, report):
     assert data["key_options"] == list(KEY_OPTIONS)
     assert data["differing"] == ["maze_size", "data"]
     assert [run["options"]["maze_size"] for run in data["runs"]] == [9, 11]
-    assert data["runs"][1]["options"]["data"] == "y" * 200
+    assert data["runs"][1]["options"]["data"] == "y" * 200 + " …"
 
 
 @pytest.mark.parametrize(
@@ -374,9 +374,12 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
     for name, options in makes.items():
         write_run(tmp_path / name, **options)
     assert report(*[tmp_path / name for name in makes]).data["groups"] == [
-        {"runs": [0, 1], "name": "maxpo, k 4, 2 seeds"},
+        {"runs": [0, 1], "name": "maxpo, 2 seeds"},
         {"runs": [3, 4, 6], "name": "rloo, 3 seeds"},
     ]
+    write_run(tmp_path / "g", seed=5, lr=1e-3)
+    groups = report(*[tmp_path / name for name in ("a", "b", "e", "g")]).data["groups"]
+    assert [group["name"] for group in groups] == ["lr 0.0003, 2 seeds", "lr 0.001, 2 seeds"]
     assert report(tmp_path / "a", tmp_path / "c").data["groups"] == []
     assert report(tmp_path / "a", tmp_path / "b").data["groups"] == [{"runs": [0, 1], "name": "maxpo, 2 seeds"}]
 

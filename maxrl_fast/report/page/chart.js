@@ -29,7 +29,7 @@ function redrawCharts() {
 
 /**
  * Draws a chart into `host`, in place of the one that is there.
- * spec: label, height, x and y ({kind: linear|log|binary, low, high, title, ticks}; without low and high, y fits what is shown),
+ * spec: label, height, x and y ({kind: linear|log|binary, low, high, title, ticks, isWhole}; without low and high, y fits what is shown),
  * marks, cursor (an x, or null), sync (charts with the same key share zoom and pointer),
  * find(x, y, {px, py, toX, toY}) -> {title, rows: [{run, name, text}]} or null; choose(x) is called on a click.
  * Marks: {type: line|dots|band|scatter, run, xs, ys, highs, role}. In lines null is a gap.
@@ -110,15 +110,17 @@ function scaleOf({ kind, low, high }) {
   return { time: false, distr: kind === 'linear' ? 1 : 3, log: kind === 'binary' ? 2 : 10, range: fixed };
 }
 
-function axisOf({ kind, title, ticks }, scale) {
+const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
+
+function axisOf({ kind, title, ticks, isWhole }, scale) {
   const isX = scale === 'x';
   const font = '11.5px system-ui, sans-serif';
-  const splits = ticks ? () => ticks : kind === 'linear' ? undefined : (chart, axis, low, high) => decadeTicks(low, high, isX ? 8 : 6);
+  const splits = ticks ? () => ticks : kind === 'linear' ? undefined : (chart, axis, low, high) => decadeTicks(low, high, isX ? (chart.width - 70) / 60 : 6);
   const line = (variable) => ({ stroke: () => colour(variable), width: 1 });
   return {
     scale, font, labelFont: font, label: title, labelSize: title ? 20 : 0, stroke: () => colour('muted'), gap: isX ? 4 : 6,
     size: isX ? 28 : (chart, values) => 14 + 6.6 * Math.max(2, ...(values ?? []).map((value) => String(value).length)),
-    space: isX ? 64 : 34, splits, ...(splits ? { filter: (chart, splits) => splits } : {}),
+    space: isX ? 64 : 34, ...(isWhole ? { incrs: WHOLE } : {}), splits, ...(splits ? { filter: (chart, splits) => splits } : {}),
     values: (chart, splits, axis, space, gap) => splits.map((value) => tickLabel(value, kind === 'linear' ? gap : value)),
     grid: isX ? { show: false } : line('grid'), ticks: isX ? { ...line('line'), size: 4 } : { show: false }, border: { show: isX, ...line('line') },
   };

@@ -121,7 +121,7 @@ function curveSpec(key, curves, app, isLog) {
   }
   return {
     label: `${key} by step of ${curves.map(({ line }) => line.name).join(', ') || 'no run'}`,
-    height: 190, sync: 'step', x: { kind: 'linear', ...app.steps }, y: { kind: isLog ? 'log' : 'linear' }, marks, cursor: app.step,
+    height: 190, sync: 'step', x: { kind: 'linear', isWhole: true, ...app.steps }, y: { kind: isLog ? 'log' : 'linear' }, marks, cursor: app.step,
     choose: (x) => app.setStep(x),
     find: (x) => findStep(curves, x),
   };

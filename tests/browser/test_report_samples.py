@@ -55,7 +55,7 @@ def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
     rewards.locator(".bar").first.wait_for()
     assert rewards.locator(".stage").all_inner_texts() == ["0", "1"]
     assert rewards.locator(".amount").first.inner_text() == "58.3% · 14"  # 26 samples, of which 2 have no reward
-    assert "one: mean 0.4167 of 24 samples, 2 without a value" in rewards.locator(".caption").inner_text()
+    assert "one: mean 0.4167 over 24 samples, 2 without a value" in rewards.locator(".caption").inner_text()
     rewards.get_by_role("button", name="Training rollouts").click()
     rollouts = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").open()]
     rewards.locator("select[name=quantity]").select_option("right")
@@ -65,7 +65,7 @@ def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
     assert shares == [pytest.approx(values.count(value) / 24) for value in (0, 0.25, 1)]
     rewards.get_by_role("button", name="At the step").click()
     move_to(page, 5)
-    assert "of 12 samples" in rewards.locator(".caption").inner_text()
+    assert "over 12 samples" in rewards.locator(".caption").inner_text()
 
 
 def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
@@ -77,12 +77,12 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     assert samples.locator(".sample").count() == 5
     first = samples.locator('.sample[data-id="1"]')
     assert first.locator(".column > header").all_inner_texts() == [
-        "one\nmean reward 1 of 2 samples",
-        "two\nmean reward 1 of 2 samples",
+        "one\nmean reward 1 over 2 samples",
+        "two\nmean reward 1 over 2 samples",
     ]
     assert first.locator(".column").first.locator("summary").all_inner_texts() == [
-        "step 10 · mean reward 1 of 1 sample",
-        "step 20 · mean reward 1 of 1 sample",
+        "step 10 · mean reward 1 over 1 sample",
+        "step 20 · mean reward 1 over 1 sample",
     ]
     assert first.locator(".response pre").all_inner_texts() == ["response 1"] * 4
     samples.get_by_role("button", name="Next").click()

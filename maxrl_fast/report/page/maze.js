@@ -43,7 +43,7 @@ function drawMaze(maze, response = null, run = 'none') {
     `path of ${plural(path.length - 1, 'move')}${hit ? ', then into a wall' : stray ? `, then ${stray || 'nothing'}` : ''}`;
   const pixels = Math.max(96, Math.min(13 * size, 240));
   return svg('svg', { class: `maze run-${run}`, width: pixels, height: pixels, viewBox: `-0.5 -0.5 ${size + 1} ${size + 1}`, role: 'img', 'aria-label': label },
-    svg('rect', { class: 'floor', width: size, height: size }), svg('path', { class: 'walls', d: walls.join('') }),
+    svg('title', {}, label), svg('rect', { class: 'floor', width: size, height: size }), svg('path', { class: 'walls', d: walls.join('') }),
     svg('rect', { class: 'goal', x: goal[1] + 0.1, y: goal[0] + 0.1, width: 0.8, height: 0.8 }),
     svg('circle', { class: 'start', cx: start[1] + 0.5, cy: start[0] + 0.5, r: 0.38 }),
     path.length > 1 ? svg('polyline', { class: 'walk', points: path.map(centre).join(' ') }) : null,

@@ -43,7 +43,7 @@ function makeRewards(body, app) {
         return { run: line, value: number / values.length, text: `${((100 * number) / values.length).toFixed(1)}% · ${count(number)}` };
       }),
     }))) : empty('The visible runs have no such samples.'));
-    caption.textContent = known.map(({ line, total, values }) => `${line.name}: mean ${short(meanOf(values))} of ${plural(values.length, 'sample')}${total > values.length ? `, ${count(total - values.length)} without a value` : ''}`).join('; ');
+    caption.textContent = known.map(({ line, total, values }) => `${line.name}: mean ${short(meanOf(values))} over ${plural(values.length, 'sample')}${total > values.length ? `, ${count(total - values.length)} without a value` : ''}`).join('; ');
   }
   fillControls();
   return { render, moveStep: () => state.mode === 'step' && render() };

@@ -109,7 +109,7 @@ function byStep(samples) {
 
 function meanReward(samples) {
   const known = samples.map(({ reward }) => reward).filter((reward) => reward !== null);
-  return `mean reward ${short(meanOf(known))} of ${plural(known.length, 'sample')}`;
+  return `mean reward ${short(meanOf(known))} over ${plural(known.length, 'sample')}`;
 }
 
 function stepPart(step, samples, maze, isOpen) {

@@ -11,6 +11,7 @@ from maxrl_fast.records import Samples
 from maxrl_fast.tasks import Task
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
+MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
 
 
 def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[dict[str, Any]]:
@@ -31,6 +32,13 @@ def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[di
             "truncated": is_truncated,
             "tokens": length,
         }
+
+
+def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
+    """Yield a JSON object with id and text for each of the first 512 prompts of a split, for eval_prompts.jsonl."""
+    prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
+    for i, tokens in zip(prompts.ids.tolist(), prompts.tokens.cpu().split(prompts.lengths.tolist()), strict=True):
+        yield {"id": i, "prompt": task.decode(tokens.tolist(), with_special=True)[:PROMPT_LENGTH]}
 
 
 class KeptSamples:

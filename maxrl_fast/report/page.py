@@ -1,30 +1,41 @@
 """The page: data, style and scripts in one HTML file that makes no network requests."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 from importlib.resources import files
 from typing import Any
 
 from maxrl_fast.config.changes import OF_ONE_START
+from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.report.reading import Folder
+from maxrl_fast.report.samples import in_columns, packed
+from maxrl_fast.report.seeds import groups_of
 from maxrl_fast.report.weights import PASS_RATES, weight_of
 
 KEY_OPTIONS = ("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed")
-SCRIPTS = ("svg.js", "chart.js", "curves.js", "panels.js", "samples.js", "main.js")
+STYLES = ("vendor/uPlot.min.css", "page.css")
+SCRIPTS = (
+    *("vendor/uPlot.iife.min.js", "dom.js", "chart.js", "lines.js", "curves.js", "panels.js", "bars.js"),
+    *("maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
+)
+LAZY = ("prompts", "samples", "rollouts")  # fields of a folder that the page unpacks when it is open
 _SHOWN_OPTION = 200  # characters shown of an option's value
 _MOST_OPTIONS = 200
 
 
 def render(folders: list[Folder]) -> str:
     """Return the HTML document."""
-    style = _asset("page.css")
+    style = "\n".join(_asset(name) for name in STYLES)
     script = "'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS)
     # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug let it become markup.
     allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     page = _asset("page.html")
-    for mark, text in (("policy", policy), ("style", style), ("script", script), ("data", _embedded(page_data(folders)))):
+    marks = {"policy": policy, "style": style, "script": script, "samples": packed(lazy_data(folders))}
+    marks["data"] = _embedded(page_data(folders))  # last: its texts may contain a mark
+    for mark, text in marks.items():
         before, found, after = page.partition(f"{{{{{mark}}}}}")
         assert found
         page = before + text + after
@@ -42,8 +53,39 @@ def page_data(folders: list[Folder]) -> dict[str, Any]:
         "pass_rates": PASS_RATES,
         "key_options": key_options,
         "differing": differing,
-        "runs": [vars(folder) | {"options": {key: _value(folder.options.get(key)) for key in shown}} for folder in folders],
+        "groups": groups_of(folders, shown),
+        "runs": [_eager(folder, shown) for folder in folders],
     }
+
+
+def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
+    """Return what the page reads of a folder at once; of samples and prompts, only how many there are."""
+    numbers = {key: value for key, value in vars(folder).items() if key not in LAZY}
+    return numbers | {
+        "options": {key: _value(folder.options.get(key)) for key in options},
+        "shown": {key: len(getattr(folder, key)) for key in LAZY},
+        "prompt_set": _prompt_set(folder),
+    }
+
+
+def lazy_data(folders: list[Folder]) -> dict[str, Any]:
+    """Return the samples, rollouts and prompts of each folder, and the texts of all their prompts, each of them once."""
+    texts: dict[str, int] = {}
+    runs = [
+        {key: in_columns(getattr(folder, key), texts) for key in ("samples", "rollouts")} | {"prompts": folder.prompts}
+        for folder in folders
+    ]
+    return {"texts": list(texts), "runs": runs}
+
+
+def _prompt_set(folder: Folder) -> str:
+    """Return what identifies the held-out prompts of a run or an evaluation: in two of them, one id is then one prompt."""
+    options = folder.options
+    if not options:
+        return folder.name
+    own = [options.get(field.name) for field in dataclasses.fields(TaskOptions)]
+    seed = options.get("task_seed", options.get("seed"))
+    return hashlib.sha256(json.dumps([*own, options.get("split", "test"), seed]).encode()).hexdigest()[:16]
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
@@ -61,7 +103,8 @@ def _value(value: Any) -> Any:
     """Return an option's value for the page: null, booleans and numbers unchanged, others as shortened text."""
     if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 2**53):
         return value
-    return (value if isinstance(value, str) else json.dumps(value))[:_SHOWN_OPTION]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_OPTION else f"{text[:_SHOWN_OPTION]} …"
 
 
 def _embedded(data: dict[str, Any]) -> str:

@@ -4,18 +4,21 @@ A line that cannot be read is skipped and noted, never guessed. The sizes of fil
 amounts of samples and diagnostics are bounded.
 """
 
+import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
+from maxrl_fast.report.samples import Thinned, read_samples
+from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
+from maxrl_fast.run.kept_rollouts import read_rollouts
 
 FILE_BYTES = 1 << 30
-EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
+EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for each prompt
 LINE_BYTES = 1 << 22
 MOST_STEPS = 200_000
 MOST_COLUMNS = 200
@@ -23,13 +26,11 @@ MOST_KS = 64
 MOST_STAGES = 40
 MOST_WARNINGS = 1_000
 MOST_POINTS = 100_000  # diagnosed prompts of one run
-SAMPLE_BYTES = 1 << 24  # all texts of one run's samples
-TEXT_LENGTH = 20_000  # characters of one prompt or response
+MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
+MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 _TIMED = ("rollout_seconds", "train_seconds")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
 _OF_TRAINING = ("prompts", "samples", "k")  # options with another meaning in an evaluation
-
-Number = int | float | None
 
 
 @dataclass
@@ -46,7 +47,10 @@ class Folder:
     coverage: list[dict[str, Any]] = field(default_factory=list)  # for each evaluation: step, and rows of k, pass@k, low, high
     warnings: list[dict[str, Any]] = field(default_factory=list)
     points: dict[str, list[Any]] = field(default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")})
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    prompts: dict[str, Any] = field(default_factory=dict)  # ids, and for each evaluation the correct samples of each prompt
+    samples: list[dict[str, Any]] = field(default_factory=list)  # of evaluations
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # of training
+    in_files: dict[str, int] = field(default_factory=dict)  # number of samples and rollouts in the files
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_from: str = ""
     weight: dict[str, Any] = field(default_factory=dict)  # W_N(p) of the objective, from weights.py
@@ -86,6 +90,7 @@ def _read_run(path: Path, folder: Folder) -> None:
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})
+    _read_pass_rates(path, folder)
     _read_warnings(path, folder)
     _read_points(path, folder)
     _read_seconds(path, folder)
@@ -101,6 +106,9 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
     folder.coverage = [{"step": None, "rows": rows}]
     options = record.get("options")
     folder.options = {key: options[key] for key in options if key not in _OF_TRAINING} if isinstance(options, dict) else {}
+    counts = record.get("per_prompt")
+    if isinstance(counts, dict):
+        _take_counts([(None, record | counts, counts.get("id"))], folder, "eval.json")
     folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
 
 
@@ -121,11 +129,11 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
     return content
 
 
-def _lines(path: Path, folder: Folder) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
     """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may be incomplete."""
     if not path.exists():
         return
-    check_regular(path, FILE_BYTES)
+    check_regular(path, most_bytes)
     damaged, number = [], 0
     with open(path, "rb") as file:
         while line := file.readline(LINE_BYTES):
@@ -199,28 +207,8 @@ def _read_warnings(path: Path, folder: Folder) -> None:
             return
         step, kind = record.get("step"), record.get("kind", record.get("name"))
         folder.warnings.append(
-            {"step": step if is_count(step) else None, "kind": _text(kind)[0], "message": _text(record.get("message"))[0]}
+            {"step": step if is_count(step) else None, "kind": text_of(kind)[0], "message": text_of(record.get("message"))[0]}
         )
-
-
-class Thinned:
-    """Keeps every item while they fit, then every second, every fourth, and so on: an even selection of the whole run."""
-
-    def __init__(self, most: int):
-        self.every, self.kept, self._most, self._size, self._seen = 1, list[tuple[int, Any]](), most, 0, 0
-
-    def add(self, size: int, item: Any) -> None:
-        if self._seen % self.every == 0:
-            self.kept.append((size, item))
-            self._size += size
-            while self._size > self._most and len(self.kept) > 1:
-                self.kept, self.every = self.kept[::2], self.every * 2
-                self._size = sum(size for size, _ in self.kept)
-        self._seen += 1
-
-    @property
-    def items(self) -> list[Any]:
-        return [item for _, item in self.kept]
 
 
 def _read_points(path: Path, folder: Folder) -> None:
@@ -246,25 +234,62 @@ def _read_points(path: Path, folder: Folder) -> None:
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
-    thinned = Thinned(SAMPLE_BYTES)
-    for record in _lines(path / "samples.jsonl", folder):
-        step, prompt_id, tokens = record.get("step"), record.get("id"), record.get("tokens")
-        prompt, prompt_length = _text(record.get("prompt"))
-        response, response_length = _text(record.get("response"))
-        sample = {
-            "step": step if is_count(step) else None,
-            "id": prompt_id if is_count(prompt_id) else None,
-            "prompt": prompt,
-            "response": response,
-            "reward": finite(record.get("reward")),
-            "truncated": record.get("truncated") is True,
-            "tokens": tokens if is_count(tokens) else None,
-            "left_out": prompt_length - len(prompt) + response_length - len(response),  # characters
-        }
-        thinned.add(200 + 2 * (len(prompt) + len(response)), sample)
-    folder.samples = thinned.items
-    if thinned.every > 1:
-        folder.notes.append(f"one of {thinned.every} lines of samples.jsonl is shown, because there are many")
+    """Read the samples of evaluations, and the rollouts of training that the run kept."""
+    sources = {"samples": _lines(path / "samples.jsonl", folder)}
+    if folder.kind == "run":
+        sources["rollouts"] = read_rollouts(path)
+    for name, records in sources.items():
+        try:
+            thinned = read_samples(records)
+        except (ValueError, RecursionError) as error:
+            folder.notes.append(f"{name}.jsonl cannot be read: {str(error) or 'it is nested too deeply'}")
+            continue
+        setattr(folder, name, thinned.items)
+        folder.in_files[name] = thinned.seen
+        if thinned.every > 1:
+            folder.notes.append(f"one of {thinned.every} lines of {name}.jsonl is shown, because there are many")
+
+
+def _read_pass_rates(path: Path, folder: Folder) -> None:
+    """Read the number of correct samples of each prompt at each evaluation."""
+    records = _lines(path / "pass_rates.jsonl", folder, EVALUATION_BYTES)
+    by_step = {record["step"]: record for record in records if is_count(record.get("step"))}
+    _take_counts([(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)], folder, "pass_rates.jsonl")
+    if folder.prompts:
+        texts = itertools.islice(_lines(path / "eval_prompts.jsonl", folder), MOST_TEXTS)
+        folder.prompts["texts"] = [
+            [x["id"], text_of(x.get("prompt"), PROMPT_LENGTH)[0]] for x in texts if is_count(x.get("id"))
+        ]
+
+
+def _take_counts(records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str) -> None:
+    """Take the counts of the evaluations that have the prompts of the last one, given as step, record and ids."""
+    evaluations, known = [], [_ids(ids) for _, _, ids in records]
+    for (step, record, _), ids in zip(records, known, strict=True):
+        num_samples, counts = record.get("num_samples"), record.get("num_correct")
+        if not ids or ids != known[-1] or not is_count(num_samples) or not isinstance(counts, list) or len(counts) != len(ids):
+            continue
+        if all(is_count(number) and number <= num_samples for number in counts):
+            evaluations.append({"step": step, "num_samples": num_samples, "num_correct": counts})
+    if len(evaluations) < len(records):
+        skipped = len(records) - len(evaluations)
+        folder.notes.append(f"{skipped:,} evaluations in {file} have other prompts or wrong counts and were skipped")
+    if not evaluations:
+        return
+    num_read = len(evaluations)
+    while len(evaluations) > 2 and len(evaluations) * len(known[-1]) > MOST_COUNTS:
+        evaluations = [*evaluations[:-1:2], evaluations[-1]]  # the first and the last stay
+    if len(evaluations) < num_read:
+        folder.notes.append(f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are many")
+    total = records[-1][1].get("num_prompts")
+    total = total if is_count(total) else len(known[-1])
+    folder.prompts |= {"ids": known[-1], "num_prompts": total, "evaluations": evaluations}
+
+
+def _ids(ids: Any) -> list[int]:
+    """Return the distinct ids of prompts, or [] if the value holds something else."""
+    is_valid = isinstance(ids, list) and len(ids) <= MOST_COUNTS // 2 and all(map(is_count, ids)) and len(set(ids)) == len(ids)
+    return ids if is_valid else []
 
 
 def _read_seconds(path: Path, folder: Folder) -> None:
@@ -279,29 +304,4 @@ def _read_seconds(path: Path, folder: Folder) -> None:
 
 def _durations(stages: Any) -> dict[str, float]:
     named = list(stages.items())[:MOST_STAGES] if isinstance(stages, dict) else []
-    return {_text(key)[0][:100]: value for key, value in named if finite(value) is not None and value >= 0}
-
-
-def _text(value: Any) -> tuple[str, int]:
-    """Return a value as text of a bounded length, and the original length."""
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-    return text[:TEXT_LENGTH], len(text)
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether the value is an integer from 0 to 2^53, which JavaScript represents exactly."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def finite(value: Any) -> Number:
-    """Return the number, or None if the value is not a finite number."""
-    if not is_number(value):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of float64
-        return None
+    return {text_of(key)[0][:100]: value for key, value in named if finite(value) is not None and value >= 0}

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.evaluation.kept_samples import KeptSamples
+from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
+from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.output import take_errors
+from maxrl_fast.records import Samples
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.run.progress import Progress
@@ -116,7 +120,11 @@ class RunLoop:
         with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
             scorer.take_answers()
             scorer.take_components()
-            kept = KeptSamples(evaluator.task, step)
+            kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
+
+            def keep(samples: Samples, rewards: Tensor) -> None:
+                kept.take(samples, rewards)
+                counts.take(samples, rewards)
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
@@ -124,10 +132,14 @@ class RunLoop:
                     self.screen.warn(complaint)
                 self.checkpoints.stop_point(self.progress, learner)
 
-            evaluation = evaluator.evaluate(after_chunk, kept.take)
+            evaluation = evaluator.evaluate(after_chunk, keep)
+        if not self.progress.evaluations and self.ranks.is_first:
+            for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
+                self.files.write("eval_prompts", prompt)
         self.progress.evaluations[step] = evaluation
         rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.take_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
+        self.files.write("pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)})
         for sample in kept.records:
             self.files.write("samples", sample)
         self.screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))

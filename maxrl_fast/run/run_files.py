@@ -18,7 +18,7 @@ from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
 
-LOGS = ("metrics", "eval", "warnings", "samples", "diagnostics")
+LOGS = ("metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "diagnostics")
 DRAWN = ("metrics", "eval")
 
 

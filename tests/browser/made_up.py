@@ -48,6 +48,12 @@ def write_run(folder: Path, *, steps: int = 30, seed: int = 0, **options: Any) -
             for s in (10, 20)
         ],
     )
+    counts = [{"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]} for s in (0, 10, steps)]
+    write_lines(
+        folder / "pass_rates.jsonl", [c | {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))} for c in counts]
+    )
+    write_lines(folder / "eval_prompts.jsonl", [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)])
+    write_lines(folder / "rollouts.jsonl", [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)])
     write_lines(folder / "samples.jsonl", [sample(rng, step, i) for step in (10, 20) for i in range(13)])
     (folder / "timings.json").write_text(json.dumps({"rollout": 12.25, "update": 37.75}))
     return records
@@ -58,6 +64,20 @@ def sample(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     reward = None if i == 5 else float(i % 2)
     long = "\n".join(f"line {line}" for line in range(400)) if i == 0 else f"prompt {i}"
     return {"step": step, "id": i, "prompt": long, "response": response, "reward": reward, "truncated": i == 7, "tokens": i + 1}
+
+
+def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
+    reward = rng.choice((0.0, 0.25, 1.0))
+    return {
+        **{"step": step, "id": i, "prompt": f"question {i}", "response": f"try {rng.random()}", "reward": reward},
+        **{"truncated": False, "tokens": 5, "advantage": rng.gauss(0, 1), "components": {"right": reward, "short": None}},
+        **{"answer": f"answer {i} {HOSTILE}", "columns": {"level": i, "hostile": HOSTILE}},
+    }
+
+
+MAZE = ("WWWWW", "WSPPW", "WPWWW", "WPPGW", "WWWWW")
+MAZE_WORDS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
+MAZE_PROMPT = " ".join(["<bos> GRID_START", *(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n"), "GRID_END PATH_START"])
 
 
 def write_evaluation(out: Path) -> dict[str, Any]:

@@ -7,104 +7,15 @@ names a folder, screenshots of the page are saved there.
 import json
 import os
 import re
-import shutil
+import statistics
 from pathlib import Path
 
 import pytest
 
-from maxrl_fast.report import main
-from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_run
+from tests.browser.made_up import KEYS, write_evaluation, write_lines, write_run
+from tests.browser.on_page import card, chart_of, drawn, is_inked, move_over, move_to, runs_drawn
 
 pytestmark = pytest.mark.browser
-
-ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-sync", "--disable-quic"),
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright  # imported here, so that the tests can be collected without it
-
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def show(tmp_path, browser):
-    """Open the page of some runs. After the test, fail if the browser sent a message or a request for another file."""
-    complaints, requests, contexts = [], [], []
-
-    def open_page(*runs, **options):
-        out = tmp_path / "report.html"
-        assert main([*map(str, runs), "--out", str(out)]) == 0
-        context = browser.new_context(viewport={"width": 1400, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(out.as_uri())
-        return page
-
-    yield open_page
-    own = (tmp_path / "report.html").as_uri()
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert {url.partition("#")[0] for url in requests} == {own}
-
-
-@pytest.fixture
-def two(tmp_path):
-    return {
-        "one": write_run(tmp_path / "one", seed=1),
-        "two": write_run(tmp_path / "two", seed=2, steps=20, objective="rloo", k=None),
-    }
-
-
-def move_to(page, step):
-    page.locator("#step").evaluate("(slider, step) => { slider.value = step; slider.dispatchEvent(new Event('input')); }", step)
-
-
-def card(page, key):
-    return page.locator(f'article[data-key="{key}"]')
-
-
-def axis(chart, name):
-    """Return the map from pixels to numbers, read from the labels of the ticks and not from the drawing code."""
-    ticks = chart.locator(f".tick.{name}").evaluate_all(
-        "ticks => ticks.map(tick => [tick.getAttribute('transform').match(/[-0-9.]+/g).map(Number), tick.textContent])"
-    )
-    place = {"x": 0, "y": 1}[name]
-    points = [(pixels[place], number(text)) for pixels, text in ticks]
-    (p0, v0), (p1, v1) = points[0], points[-1]
-    assert p0 != p1
-    for pixel, value in points:
-        assert value == pytest.approx(v0 + (pixel - p0) / (p1 - p0) * (v1 - v0), abs=1e-3 * abs(v1 - v0))
-    return lambda pixel: v0 + (pixel - p0) / (p1 - p0) * (v1 - v0)
-
-
-def number(text):
-    units = {"k": 1e3, "M": 1e6}
-    return float(text.replace(",", "").rstrip("kM")) * units.get(text[-1], 1)
-
-
-def drawn(chart, run, kind="line"):
-    """Return the points of each piece of a run's path, in pixels."""
-    path = chart.locator(f"path.{kind}.run-{run}").get_attribute("d")
-    return [
-        [tuple(map(float, point.split(","))) for point in re.sub("h0|Z", "", piece).split("L")]
-        for piece in path.split("M")
-        if piece
-    ]
 
 
 def test_values_at_the_step_equal_the_file(show, tmp_path, two):
@@ -115,91 +26,110 @@ def test_values_at_the_step_equal_the_file(show, tmp_path, two):
         for key in KEYS:
             for i, records in enumerate(two.values()):
                 shown = card(page, key).locator(f'.readout [data-run="{i}"]').get_attribute("data-value")
-                expected = {record["step"]: record[key] for record in records}.get(step)
-                assert (None if shown == "–" else float(shown)) == expected
-                text = card(page, key).locator(f'.readout [data-run="{i}"]').inner_text()
-                assert text == "–" if expected is None else float(text) == pytest.approx(expected, rel=1e-3)
+                expected = records[min(step, len(records)) - 1][key]  # a shorter run keeps its last value
+                assert float(shown) == expected
+                text, _, note = card(page, key).locator(f'.readout [data-run="{i}"]').inner_text().partition("step")
+                assert float(text) == pytest.approx(expected, rel=1e-3)
+                assert note.strip() == ("20" if step > len(records) else "")
     page.locator("#step-number").fill("13")
     page.locator("#step-number").press("Enter")
     assert card(page, "loss").locator('.readout [data-run="0"]').get_attribute("data-value") == str(two["one"][12]["loss"])
     assert page.locator("#step").input_value() == "13"
 
 
-def test_lines_and_cursor_match_the_axes(show, tmp_path, two):
+def test_lines_and_the_mark_of_the_step_are_where_the_axes_place_them(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     move_to(page, 17)
+    page.locator("select[name=smoothing]").select_option("0")
+    colors = [page.locator(f".chip.run-{i} .swatch").evaluate("node => getComputedStyle(node).backgroundColor") for i in (0, 1)]
     for key in KEYS:
-        chart = card(page, key).locator("svg")
-        to_step, to_value = axis(chart, "x"), axis(chart, "y")
-        assert to_step(float(chart.locator(".cursor").get_attribute("x1"))) == pytest.approx(17, abs=0.05)
+        chart = chart_of(card(page, key), "")
+        mark, box = chart.locator(".step-mark").bounding_box(), chart.locator(".u-over").bounding_box()
+        assert (mark["x"] - box["x"]) / box["width"] == pytest.approx(17 / 30, abs=0.01)
         for i, records in enumerate(two.values()):
             (points,) = drawn(chart, i)
-            assert [to_step(x) for x, _ in points] == pytest.approx([record["step"] for record in records], abs=0.05)
-            assert [to_value(y) for _, y in points] == pytest.approx([record[key] for record in records], abs=2e-3)
+            assert points == [(record["step"], record[key]) for record in records]
+        assert is_inked(chart, *points[8], colors[1])
+        assert not is_inked(chart, points[8][0], points[8][1] + 0.2, colors[1])
 
 
-def test_gaps_thinning_and_smoothing(show, tmp_path):
+def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
     write_run(tmp_path / "run")
     values = [0.5 + 0.3 * ((step * 7919) % 101) / 101 for step in range(4000)]
     values[1234], values[77] = 9.0, None
     lines = [{"step": step, "reward_mean": float("nan") if value is None else value} for step, value in enumerate(values)]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = show(tmp_path / "run")
-    chart = card(page, "reward_mean").locator("svg")
-    pieces = drawn(chart, 0)
-    assert len(pieces) == 2
-    to_step, to_value = axis(chart, "x"), axis(chart, "y")
-    assert to_step(pieces[0][-1][0]) == pytest.approx(76, abs=5)
-    points = [point for piece in pieces for point in piece]
-    assert len(points) < 2500  # not all points are drawn,
-    highest = min(points, key=lambda point: point[1])  # but extreme points are kept,
-    assert (to_step(highest[0]), to_value(highest[1])) == (pytest.approx(1234, abs=5), pytest.approx(9, abs=0.05))
-    for step in (1234, 77, 3999):  # and the readout has all of them
+    chart = chart_of(card(page, "reward_mean"), "")
+    assert page.locator("select[name=smoothing]").input_value() == "100"  # on at first
+    (raw,), (smooth,) = drawn(chart, 0, role="raw"), drawn(chart, 0, role="smooth")
+    assert raw == list(enumerate(values))
+    assert smooth[77] == (77, None)
+    assert smooth[5][1] == pytest.approx(sum(values[:6]) / 6)
+    assert smooth[3999][1] == pytest.approx(sum(values[3900:]) / 100)
+    page.locator("select[name=smoothing]").select_option("0")
+    chart = chart_of(card(page, "reward_mean"), "")
+    assert drawn(chart, 0) == [raw]
+    assert drawn(chart, 0, role="smooth") == []
+    color = page.locator(".chip.run-0 .swatch").evaluate("node => getComputedStyle(node).backgroundColor")
+    assert is_inked(chart, 1234, 9, color)  # a single step of 4,000 in 300 pixels
+    for step in (1234, 77, 3999):  # the readout has all steps
         move_to(page, step)
         shown = card(page, "reward_mean").locator(".readout [data-run]").get_attribute("data-value")
         assert (None if shown == "–" else float(shown)) == values[step]
-    page.select_option("#smoothing", "100")
-    chart = card(page, "reward_mean").locator("svg")
-    smooth = [point for piece in drawn(chart, 0, "line.smooth") for point in piece]
-    expected = sum(values[3900:]) / 100
-    assert axis(chart, "y")(smooth[-1][1]) == pytest.approx(expected, abs=0.01)
-    move_to(page, 1234)
-    assert card(page, "reward_mean").locator(".readout [data-run]").get_attribute("data-value") == "9"
 
 
 def test_hovering_shows_all_digits_and_a_click_moves_the_step(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
-    chart = card(page, "entropy").locator("svg")
-    chart.scroll_into_view_if_needed()
-    box, (points,) = chart.bounding_box(), drawn(chart, 0)
-    page.mouse.move(box["x"] + points[10][0], box["y"] + points[10][1])
+    place = move_over(page, chart_of(card(page, "entropy"), ""), 11 / 30)
     tooltip = page.locator("#tooltip")
+    tooltip.locator("strong").wait_for()
     assert tooltip.locator("strong").inner_text() == "step 11"
     assert [float(text) for text in tooltip.locator("b").all_inner_texts()] == [
         records[10]["entropy"] for records in two.values()
     ]
-    page.mouse.click(box["x"] + points[10][0], box["y"] + points[10][1])
+    page.mouse.click(*place)
     assert page.locator("#step").input_value() == "11"
     page.mouse.move(2, 2)
-    assert tooltip.is_hidden()
+    tooltip.wait_for(state="hidden")
+
+
+def test_dragging_zooms_all_curves_and_a_double_click_zooms_out(show, tmp_path, two):
+    page = show(tmp_path / "one", tmp_path / "two")
+    scale = "node => [node.chart.scales.x.min, node.chart.scales.x.max]"
+    chart, other = (chart_of(card(page, key), "") for key in ("entropy", "loss"))
+    whole = chart.evaluate(scale)
+    assert (whole, other.evaluate(scale)) == ([0, 30], [0, 30])
+    move_over(page, chart, 0.2)
+    page.mouse.down()
+    end = move_over(page, chart, 0.6)
+    page.mouse.up()
+    page.wait_for_timeout(100)
+    for zoomed in (chart, other):
+        assert zoomed.evaluate(scale) == pytest.approx([6, 18], abs=0.3)
+    assert page.locator("#step").input_value() == "30"  # the drag was no click
+    page.mouse.dblclick(*end)
+    page.wait_for_timeout(100)
+    assert (chart.evaluate(scale), other.evaluate(scale)) == (whole, whole)
 
 
 def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
-    assert card(page, "loss").locator("path.line").count() == 2
+    panels = ("#curves", "#coverage", "#weights", "#norms")
+    assert all({0, 1} <= runs_drawn(page, panel) for panel in panels)
     page.get_by_role("button", name="two").first.click()
-    for panel in ("#curves", "#coverage", "#weights", "#norms", "#timings"):
-        assert page.locator(f'{panel} [data-run="1"]').count() == 0
-        assert page.locator(f'{panel} [data-run="0"]').count() > 0
+    assert all(1 not in runs_drawn(page, panel) and 0 in runs_drawn(page, panel) for panel in panels)
+    assert page.locator('#timings [data-run="1"], #rewards [data-run="1"]').count() == 0
     page.get_by_role("button", name="two").first.click()
-    assert card(page, "loss").locator("path.line").count() == 2
+    assert {0, 1} <= runs_drawn(page, '#curves [data-key="loss"]')
     page.locator("details.chooser summary").click()
     page.get_by_label("loss", exact=True).uncheck()
     page.get_by_label("eval pass@8").check()
     assert card(page, "loss").count() == 0
-    assert card(page, "eval pass@8").locator("path.line").count() == 2
+    assert runs_drawn(page, '#curves [data-key="eval pass@8"]') == {0, 1}
     card(page, "entropy").get_by_role("button", name="log").click()
     assert card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed") == "true"
+    assert chart_of(card(page, "entropy"), "").evaluate("node => node.chart.scales.y.distr") == 3
 
 
 def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
@@ -207,110 +137,93 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two", tmp_path / "evaluation")
     records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
     coverage = page.locator("#coverage")
-    to_value = axis(coverage.locator("svg"), "y")
-    for role, record in (("line.first", records[0]), ("line:not(.first)", records[-1])):
-        (points,) = drawn(coverage.locator("svg"), 0, role)
-        assert [to_value(y) for _, y in points] == pytest.approx(list(record["pass_at_k"].values()), abs=3e-3)
-        xs = [x for x, _ in points]
-        assert xs == pytest.approx([xs[0] + i * (xs[-1] - xs[0]) / 3 for i in range(4)], abs=0.02)  # powers of two
-    (band,) = drawn(coverage.locator("svg"), 2, "band")
-    bounds = [*(row["low"] for row in evaluation["coverage"].values())]
-    bounds += [*(row["high"] for row in evaluation["coverage"].values())][::-1]
-    assert [to_value(y) for _, y in band] == pytest.approx(bounds, abs=3e-3)
+    chart = chart_of(page, "#coverage")
+    points_of = lambda record: [(int(k), rate) for k, rate in record["pass_at_k"].items()]  # noqa: E731
+    assert drawn(chart, 0, role="first") == [points_of(records[0])]
+    assert drawn(chart, 0) == [points_of(records[-1])]
+    rows = evaluation["coverage"].items()
+    assert drawn(chart, 2, "band") == [[(int(k), row[side]) for k, row in rows] for side in ("high", "low")]
     coverage.get_by_role("button", name="At the step").click()
     move_to(page, 12)
-    (points,) = drawn(coverage.locator("svg"), 0)
-    to_value = axis(coverage.locator("svg"), "y")
-    assert [to_value(y) for _, y in points] == pytest.approx(list(records[1]["pass_at_k"].values()), abs=3e-3)
+    assert drawn(chart, 0) == [points_of(records[1])]
 
-    assert page.locator("#weights path.line").count() == 3  # the two objectives, and 1/p
+    assert runs_drawn(page, "#weights") == {0, 1, "none"}  # the two objectives, and 1/p
     norms = page.locator("#norms")
-    assert len(drawn(norms.locator("svg"), 0, "dots")) == 6
     norms.get_by_role("button", name="At the step").click()
     (diagnosed,) = [
         record for record in map(json.loads, (tmp_path / "one" / "diagnostics.jsonl").open()) if record["step"] == 10
     ]
-    points = [point for piece in drawn(norms.locator("svg"), 0, "dots") for point in piece]
-    to_rate, to_norm = axis(norms.locator("svg"), "x"), axis(norms.locator("svg"), "y")
-    assert [to_rate(x) for x, _ in points] == pytest.approx(diagnosed["pass_rate"], abs=3e-3)
-    assert [to_norm(y) for _, y in points] == pytest.approx(diagnosed["grad_norm"], abs=5e-3)
-    bars = {run: page.locator(f'#timings rect[data-run="{run}"]') for run in (0, 2)}
-    widths = [float(bar.get_attribute("width")) for bar in bars[0].all()]
-    assert widths[1] / widths[0] == pytest.approx(37.75 / 12.25, rel=1e-3)
-    assert "12.3 s · 25%" in page.locator("#timings svg").inner_html()
+    assert drawn(chart_of(page, "#norms"), 0) == [list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))]
+    assert "one: 3 prompts at step 10" in norms.locator(".caption").inner_text()
+    move_over(page, chart_of(page, "#norms"), 0.25)
+    bars = {run: page.locator(f'#timings .bar[data-run="{run}"]') for run in (0, 2)}
+    widths = [bar.bounding_box()["width"] for bar in bars[0].all()]
+    assert widths[1] / widths[0] == pytest.approx(37.75 / 12.25, rel=0.01)
+    assert "12.3 s · 25%" in page.locator("#timings").inner_text()
     assert bars[2].count() == 1
     assert page.locator("#warnings li").count() == 2
 
 
-def test_samples_are_filtered_and_paged(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    samples = page.locator("#samples")
-    assert samples.locator(".count").inner_text() == "52 of 52"
-    assert samples.locator(".sample").count() == 10
-    seen = 10
-    while samples.get_by_role("button", name="Next").is_enabled():
-        samples.get_by_role("button", name="Next").click()
-        seen += samples.locator(".sample").count()
-    assert seen == 52
-    assert samples.locator(".place").inner_text() == "page 6 of 6"
+def test_seeds_of_one_configuration_are_their_mean_with_its_standard_error(show, tmp_path):
+    records = [write_run(tmp_path / f"seed-{i}", seed=i, steps=steps) for i, steps in enumerate((30, 30, 20))]
+    write_run(tmp_path / "other", seed=0, objective="rloo", k=None)
+    page = show(*[tmp_path / f"seed-{i}" for i in range(3)], tmp_path / "other")
+    assert page.locator(".chip").all_inner_texts() == ["maxpo, 3 seeds", "other"]
+    page.locator("select[name=smoothing]").select_option("0")
+    chart = chart_of(card(page, "loss"), "")
+    assert runs_drawn(page, '#curves [data-key="loss"]') == {0, 3}
+    means, errors = [], []
+    for step in range(30):
+        values = [run[min(step, len(run) - 1)]["loss"] for run in records]  # the shorter run keeps its last value
+        means.append(statistics.mean(values))
+        errors.append(statistics.stdev(values) / 3**0.5)
+    (line,), (high, low) = drawn(chart, 0), drawn(chart, 0, "band")
+    assert [x for x, _ in line] == list(range(1, 31))
+    assert [y for _, y in line] == pytest.approx(means)
+    assert [y for _, y in high] == pytest.approx([m + e for m, e in zip(means, errors, strict=True)])
+    assert [y for _, y in low] == pytest.approx([m - e for m, e in zip(means, errors, strict=True)])
+    evaluations = [[json.loads(text) for text in (tmp_path / f"seed-{i}" / "eval.jsonl").open()] for i in range(3)]
+    ends = [run[-1]["pass_at_k"]["1"] for run in evaluations]
+    assert drawn(chart_of(page, "#coverage"), 0)[0][0] == (1, pytest.approx(statistics.mean(ends)))
+    assert "steps 20 to 30" in page.locator("#coverage table").inner_text()
 
-    for choice, count in (("right", 20), ("wrong", 28), ("unscored", 4), ("truncated", 4), ("all", 52)):
-        samples.locator("select[name=outcome]").select_option(choice)
-        assert samples.locator(".count").inner_text() == f"{count} of 52"
-        assert samples.locator(".place").inner_text().startswith("page 1 ")
-    samples.locator("select[name=run]").select_option(label="two")
-    samples.locator("select[name=step]").select_option(label="20")
-    assert samples.locator(".count").inner_text() == "13 of 52"
-    samples.locator("select[name=step]").select_option("slider")
-    move_to(page, 14)
-    assert {text.split(" · ")[1] for text in samples.locator(".facts").all_inner_texts()} == {"step 10"}
-    samples.locator("input[name=text]").fill("RESPONSE 11")
-    assert samples.locator(".response pre").all_inner_texts() == ["response 11"]
-    samples.locator("input[name=text]").fill("nowhere")
-    assert samples.locator(".sample").count() == 0
+    page.get_by_role("button", name="Each seed").click()
+    assert page.locator(".chip").all_inner_texts() == ["seed-0", "seed-1", "seed-2", "other"]
+    assert runs_drawn(page, '#curves [data-key="loss"]') == {0, 1, 2, 3}
+    page.get_by_role("button", name="Mean of seeds").click()
+    page.locator(".chip").first.click()
+    assert runs_drawn(page, '#curves [data-key="loss"]') == {3}
 
 
-def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    samples = page.locator("#samples")
-    prompt = samples.locator(".sample").first.locator(".prompt")
-    assert prompt.locator("pre").inner_text().count("\n") == 11
-    prompt.get_by_role("button").click()
-    assert prompt.locator("pre").inner_text().count("\n") == 399
-    prompt.get_by_role("button").click()
-    assert prompt.locator("pre").inner_text().count("\n") == 11
-    samples.locator("input[name=text]").fill("needle")
-    assert samples.locator(".sample").count() == 4
-    shown = samples.locator(".response pre").first
-    assert shown.evaluate("node => node.children.length") == 0
-    codes = shown.evaluate("node => [...Array(node.textContent.length).keys()].map(i => node.textContent.charCodeAt(i))")
-    assert codes == [ord(character) for character in f"needle {HOSTILE}"]
-    assert page.evaluate("window.broken") is None
-    assert page.locator("script").count() == 2
-    assert page.locator("img, iframe, object, main script").count() == 0
+CLIPPED = """() => [...document.querySelectorAll('body *')].filter(node => {
+    const style = getComputedStyle(node);
+    const box = node.getBoundingClientRect();
+    const isCut = style.overflowX !== 'visible' && node.scrollWidth > node.clientWidth + 1;
+    return box.width > 1 && !node.closest('.hidden') && (isCut || box.right > innerWidth + 1);
+}).map(node => `${node.tagName}.${node.className.baseVal ?? node.className}: ${node.textContent.slice(0, 60)}`)"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 380])
+@pytest.mark.parametrize("width", [1400, 800, 380])
 def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
-    page = show(tmp_path / "one", tmp_path / "two", color_scheme=scheme)
+    long = "a-run-with-a-long-name-of-which-every-letter-is-shown-20261121-192256"
+    write_run(tmp_path / long, steps=12, task="gsm8k", data="/a/long/path/to/a/file/of/prompts/" * 3 + "train.jsonl")
+    passes = {str(2**i): 0.5 + i / 30 for i in range(11)}
+    write_lines(tmp_path / long / "eval.jsonl", [{"step": step, "pass_at_k": passes} for step in (0, 12)])
+    page = show(tmp_path / "one", tmp_path / "two", tmp_path / long, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
+    page.locator("#samples .sample").first.wait_for()
     page.wait_for_timeout(300)  # until the charts are drawn for this width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("svg.chart").first.bounding_box()["width"] <= width
+    if width == 1400:
+        assert page.evaluate(CLIPPED) == []
+    names = page.locator("#coverage tbody th, #runs tbody th").evaluate_all("cells => cells.map(cell => cell.offsetWidth)")
+    assert min(names) >= 100  # not a letter a line
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
     assert (lightness > 200) if scheme == "light" else (lightness < 60)
-    unnamed = page.locator("svg.chart:not([aria-label]), button:not([aria-label]):empty").count()
+    unnamed = page.locator(".chart:not([aria-label]), button:not([aria-label]):empty").count()
     assert unnamed == 0
-    overlaps = page.locator("svg.chart").evaluate_all(
-        """charts => charts.flatMap(chart => ['x', 'y'].flatMap(name => {
-            const boxes = [...chart.querySelectorAll(`.tick.${name} text`)].map(text => text.getBoundingClientRect());
-            return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b =>
-                a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom));
-        })).length"""
-    )
-    assert overlaps == 0
     picture = page.screenshot(full_page=True)
     assert len(picture) > 50_000
     if folder := os.environ.get("REPORT_SCREENSHOTS"):
@@ -318,12 +231,43 @@ def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, sch
         Path(folder, f"report-{scheme}-{width}.png").write_bytes(picture)
 
 
+def test_the_button_changes_the_color_scheme_of_page_and_charts(show, tmp_path, two):
+    page = show(tmp_path / "one", color_scheme="dark")
+    swatch = page.locator(".chip.run-0 .swatch")
+    page.locator("select[name=smoothing]").select_option("0")
+    chart = chart_of(card(page, "loss"), "")
+    (points,) = drawn(chart, 0)
+    colors = []
+    for name, is_light in (("☀ Light", False), ("☾ Dark", True), ("☀ Light", False), ("☾ Dark", True)):
+        page.wait_for_timeout(100)
+        assert page.locator("#theme").inner_text() == name
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 450) == is_light
+        colors.append(swatch.evaluate("node => getComputedStyle(node).backgroundColor"))
+        assert is_inked(chart, *points[8], colors[-1])
+        page.locator("#theme").click()
+    assert colors[0] == colors[2] != colors[1]
+    for event, is_light in (("beforeprint", True), ("afterprint", False)):  # the theme is dark, and that of paper is light
+        page.evaluate("name => dispatchEvent(new Event(name))", event)
+        page.wait_for_timeout(100)
+        assert is_inked(chart, *points[8], colors[1 if is_light else 0])
+
+
 def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
     write_run(tmp_path / "short", steps=1)
     page = show(tmp_path / "short")
-    assert page.locator("#curves path.line").count() > 0
+    assert runs_drawn(page, "#curves") == {0}
     write_evaluation(tmp_path / "evaluation")
     page = show(tmp_path / "evaluation")
+    page.locator("#samples .sample").wait_for()
     assert page.locator("#step, #curves, #weights").count() == 0
-    assert page.locator("#coverage path.line").count() == 1
-    assert page.locator("#samples .sample").count() == 1
+    assert len(drawn(chart_of(page, "#coverage"), 0)) == 1
+    assert page.locator("#samples .response").count() == 1
+
+
+def test_a_run_without_evaluations_and_samples(show, tmp_path):
+    write_run(tmp_path / "run")
+    for name in ("eval.jsonl", "samples.jsonl", "rollouts.jsonl", "pass_rates.jsonl", "diagnostics.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    page = show(tmp_path / "run")
+    assert page.locator("section h2").all_inner_texts() == ["Runs", "Curves", "Weight by pass rate", "Time", "Warnings"]

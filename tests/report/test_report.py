@@ -1,21 +1,31 @@
 """`python -m maxrl_fast.report` embeds any contents of the files safely. tests/browser tests how the page draws them."""
 
 import base64
+import gzip
 import hashlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 import torch
 
 from maxrl_fast.ops import effective_weight
-from maxrl_fast.report import main, reading
+from maxrl_fast.report import main, reading, samples, values
 from maxrl_fast.report.page import KEY_OPTIONS
-from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_lines, write_run
+from tests.browser.made_up import HOSTILE, KEYS, MAZE_PROMPT, write_evaluation, write_lines, write_run
+
+VENDORED = {  # SHA-256 of the files of uplot 1.6.32 as npm distributes them
+    "uPlot-LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+LAZY = ("pass_rates.jsonl", "rollouts.jsonl")
 
 
 class Page(HTMLParser):
@@ -49,7 +59,19 @@ class Page(HTMLParser):
 
     @property
     def data(self):
-        return json.loads(self.text_of("script", id="data"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        data = parsed(self.text_of("script", id="data"))
+        packed = parsed(gzip.decompress(base64.b64decode(self.text_of("script", id="samples-data"), validate=True)))
+        for run, lazy in zip(data["runs"], packed["runs"], strict=True):
+            run["prompts"] = lazy["prompts"]
+            for key in ("samples", "rollouts"):
+                columns = lazy[key] and lazy[key] | {"prompt": [packed["texts"][i] for i in lazy[key]["prompt"]]}
+                run[key] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+                assert run["shown"][key] == len(run[key])
+        return data
+
+
+def parsed(text):
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 @pytest.fixture
@@ -89,7 +111,17 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
             assert run["points"][key] == [value for record in diagnosed for value in record[name]]
         assert run["points"]["step"] == [10] * 3 + [20] * 3
         samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-        assert run["samples"] == [sample | {"left_out": 0} for sample in samples]
+        nothing = {"left_out": 0, "advantage": None, "components": {}, "answer": "", "columns": ""}
+        assert run["samples"] == [sample | nothing for sample in samples]
+        rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
+        assert run["rollouts"] == [rollout | {"left_out": 0, "columns": json.dumps(rollout["columns"])} for rollout in rollouts]
+        assert run["in_files"] == {"samples": 26, "rollouts": 24}
+        counts = [json.loads(line) for line in (folder / "pass_rates.jsonl").open()]
+        assert (run["prompts"]["ids"], run["prompts"]["num_prompts"]) == (list(range(30)), 30)
+        assert run["prompts"]["texts"] == [[i, f"held out {i} {HOSTILE}"] for i in range(29)]
+        assert run["prompts"]["evaluations"] == [
+            {key: c[key] for key in ("step", "num_samples", "num_correct")} for c in counts
+        ]
         assert run["seconds"] == {"rollout": 12.25, "update": 37.75}
         assert run["seconds_from"] == "timings.json"
         assert run["warnings"] == [{"step": 12, "kind": "entropy", "message": f"it fell {HOSTILE}"}]
@@ -103,7 +135,7 @@ def test_key_options_and_differing_options_are_shown(tmp_path, report):
     assert data["key_options"] == list(KEY_OPTIONS)
     assert data["differing"] == ["maze_size", "data"]
     assert [run["options"]["maze_size"] for run in data["runs"]] == [9, 11]
-    assert data["runs"][1]["options"]["data"] == "y" * 200
+    assert data["runs"][1]["options"]["data"] == "y" * 200 + " …"
 
 
 @pytest.mark.parametrize(
@@ -147,12 +179,14 @@ def test_hostile_text_stays_in_the_data(tmp_path, report):
     name = "</script><b>&"
     write_run(tmp_path / name.replace("/", "∕"), task=HOSTILE)
     page = report(tmp_path / name.replace("/", "∕"))
-    assert [tag for tag, _ in page.tags].count("script") == 2  # the data and the program
+    assert [tag for tag, _ in page.tags].count("script") == 3  # the data, the samples and the program
     assert not any(tag in ("img", "b", "iframe", "object", "link") for tag, _ in page.tags)
     embedded = page.text_of("script", id="data")
     assert not set(embedded) & set("<>&\u2028\u2029\x00")
     assert embedded.isascii()
+    assert re.fullmatch("[A-Za-z0-9+/]+=*", page.text_of("script", id="samples-data"))
     assert page.data["runs"][0]["samples"][3]["response"] == f"needle {HOSTILE}"
+    assert page.data["runs"][0]["rollouts"][0]["answer"] == f"answer 100 {HOSTILE}"
 
 
 def test_the_page_makes_no_network_requests(tmp_path, report):
@@ -163,14 +197,16 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
     ]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
-    programs = [
-        text for (tag, own), text in zip(page.tags, page.texts, strict=True) if tag == "script" and own.get("id") != "data"
-    ]
+    elements = zip(page.tags, page.texts, strict=True)
+    programs = [text for (tag, own), text in elements if tag == "script" and "type" not in own]
     for rule, text in (("script-src", programs[0]), ("style-src", page.text_of("style"))):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
     (program,) = programs
-    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == ["http://www.w3.org/2000/svg"]  # a namespace
+    assert re.findall(r"https?://[^'\"` ]*", program + page.text_of("style")) == [
+        "https://github.com/leeoniya/uPlot",  # in a comment
+        "http://www.w3.org/2000/svg",  # a namespace
+    ]
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(|XMLHttp", program)
     assert not re.search(r"url\((?!#)|@import", page.text_of("style"))
     assert not any({"src", "href", "style", "onclick"} & own.keys() for _, own in page.tags)
@@ -178,7 +214,7 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
 
 def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     records = write_run(tmp_path / "run")
-    for name in ("eval.jsonl", "warnings.jsonl", "diagnostics.jsonl", "samples.jsonl", "timings.json", "config.json"):
+    for name in ("eval.jsonl", "warnings.jsonl", "diagnostics.jsonl", "samples.jsonl", "timings.json", "config.json", *LAZY):
         (tmp_path / "run" / name).unlink()
     timed = [record | {"rollout_seconds": 0.5, "train_seconds": 0.25} for record in records]
     write_lines(tmp_path / "run" / "metrics.jsonl", timed)
@@ -188,7 +224,8 @@ def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     assert run["steps"] == list(range(1, 30))
     assert run["seconds"] == {"rollout": 29 * 0.5, "train": 29 * 0.25}
     assert run["seconds_from"] == "metrics.jsonl"
-    assert run["coverage"] == run["samples"] == run["warnings"] == []
+    assert run["coverage"] == run["samples"] == run["rollouts"] == run["warnings"] == []
+    assert run["prompts"] == {}
     assert run["weight"]["reason"] == "the objective is not known"
     torn = "the last line of metrics.jsonl is incomplete and was skipped: the run was still writing, or was killed"
     assert run["notes"] == ["config.json is missing", torn]
@@ -240,25 +277,118 @@ def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
 
 
 def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
-    monkeypatch.setattr(reading, "SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(samples, "SAMPLE_BYTES", 10_000)
     monkeypatch.setattr(reading, "MOST_POINTS", 10)
     monkeypatch.setattr(reading, "LINE_BYTES", 5_000)
-    monkeypatch.setattr(reading, "TEXT_LENGTH", 100)
+    monkeypatch.setattr(values, "TEXT_LENGTH", 100)
     out = tmp_path / "run"
     write_run(out)
-    samples = [{"step": 1, "id": i, "prompt": "p" * 150, "response": "", "reward": 1.0} for i in range(100)]
-    write_lines(out / "samples.jsonl", [*samples[:50], {"step": 1, "prompt": "p" * 20_000}, *samples[50:]])
+    made = [{"step": 1, "id": i, "prompt": "p" * 150, "response": "", "reward": 1.0} for i in range(100)]
+    write_lines(out / "samples.jsonl", [*made[:50], {"step": 1, "prompt": "p" * 20_000}, *made[50:]])
     write_lines(out / "diagnostics.jsonl", [{"step": s, "pass_rate": [0.5] * 4, "grad_norm": [1.0] * 4} for s in range(8)])
     (run,) = report(out).data["runs"]
     assert [sample["id"] for sample in run["samples"]] == list(range(0, 100, 4))
     assert all(sample["prompt"] == "p" * 100 and sample["left_out"] == 50 for sample in run["samples"])
+    assert (run["shown"]["samples"], run["in_files"]["samples"]) == (25, 100)
     assert run["points"]["step"] == [0] * 4 + [4] * 4
     assert run["points"]["id"] == [None] * 8
     assert run["notes"] == [
         "one of 4 lines of diagnostics.jsonl is shown, because there are many",
         "line 51 of samples.jsonl cannot be read and was skipped",
         "one of 4 lines of samples.jsonl is shown, because there are many",
+        "one of 4 lines of rollouts.jsonl is shown, because there are many",
     ]
+
+
+def test_8320_samples_of_mazes_make_a_page_below_one_megabyte_with_all_of_them(tmp_path, report):
+    write_evaluation(tmp_path / "evaluation")
+    moves = ("UP", "DOWN", "LEFT", "RIGHT")
+    rng = random.Random(0)
+    made = [
+        {"id": i // 16, "prompt": f"{MAZE_PROMPT} {i // 16} " * 4, "reward": float(i % 2), "truncated": False, "tokens": 14}
+        | {"response": " ".join(rng.choice(moves) for _ in range(14))}
+        for i in range(8320)
+    ]
+    write_lines(tmp_path / "evaluation" / "samples.jsonl", made)
+    assert (tmp_path / "evaluation" / "samples.jsonl").stat().st_size > 4e6
+    page = report(tmp_path / "evaluation")
+    assert (tmp_path / "report.html").stat().st_size < 1e6
+    (run,) = page.data["runs"]
+    assert [sample | made[i] for i, sample in enumerate(run["samples"])] == run["samples"]
+    assert (run["in_files"], run["notes"]) == ({"samples": 8320}, [])
+
+
+def test_pass_rates_that_do_not_fit_are_left_out_with_a_note(tmp_path, report, monkeypatch):
+    out = tmp_path / "run"
+    write_run(out)
+    good = {"num_samples": 4, "num_prompts": 9, "ids": [3, 5], "num_correct": [0, 4]}
+    bad = [
+        {"num_correct": [0, 5]},
+        {"num_correct": [1]},
+        {"num_correct": [0, -1]},
+        {"ids": [3, 3]},
+        {"ids": [3, 4]},
+        {"ids": 7},
+    ]
+    bad += [{"num_samples": None}, {"num_correct": [0, 0.5]}]
+    write_lines(out / "pass_rates.jsonl", [{"step": i, **good, **record} for i, record in enumerate([*bad, {}])])
+    (run,) = report(out).data["runs"]
+    evaluation = {"step": 8, "num_samples": 4, "num_correct": [0, 4]}
+    prompts = {"ids": [3, 5], "num_prompts": 9, "evaluations": [evaluation]}
+    assert {key: run["prompts"][key] for key in prompts} == prompts
+    assert len(run["prompts"]["texts"]) == 29
+    assert run["notes"] == ["8 evaluations in pass_rates.jsonl have other prompts or wrong counts and were skipped"]
+    monkeypatch.setattr(reading, "MOST_COUNTS", 12)
+    write_lines(out / "pass_rates.jsonl", [{"step": i, **good} for i in range(20)])
+    (run,) = report(out).data["runs"]
+    assert [evaluation["step"] for evaluation in run["prompts"]["evaluations"]] == [0, 4, 8, 12, 16, 19]
+    assert run["notes"] == ["6 of 20 evaluations in pass_rates.jsonl are shown, because there are many"]
+
+
+def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_run(tmp_path, report):
+    options = {"task": "maze", "maze_size": 9}
+    content = write_evaluation(tmp_path / "evaluation")
+    counts = {"num_samples": 16, "per_prompt": {"id": [4, 2], "num_correct": [16, 3], "diversity": [None, None]}}
+    write_run(tmp_path / "run", seed=7)
+    write_run(tmp_path / "other", seed=8)
+    for seed, is_same in ((7, True), (8, False)):
+        own = {"options": options | {"task_seed": seed, "split": "test", "seed": 99}}
+        (tmp_path / "evaluation" / "eval.json").write_text(json.dumps(content | counts | own))
+        evaluation, run, other = report(tmp_path / "evaluation", tmp_path / "run", tmp_path / "other").data["runs"]
+        assert (evaluation["prompt_set"] == run["prompt_set"], evaluation["prompt_set"] == other["prompt_set"]) == (
+            is_same,
+            not is_same,
+        )
+    assert evaluation["prompts"] == {
+        **{"ids": [4, 2], "num_prompts": 2},
+        "evaluations": [{"step": None, "num_samples": 16, "num_correct": [16, 3]}],
+    }
+
+
+def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
+    makes = {
+        **{"a": {"seed": 0, "out": "x"}, "b": {"seed": 1, "out": "y"}, "repeated": {"seed": 1}},
+        **{"c": {"seed": 0, "objective": "rloo", "k": None}, "d": {"seed": 2, "objective": "rloo", "k": None}},
+        **{"e": {"seed": 0, "lr": 1e-3}, "f": {"seed": 1, "objective": "rloo", "k": None}},
+    }
+    for name, options in makes.items():
+        write_run(tmp_path / name, **options)
+    assert report(*[tmp_path / name for name in makes]).data["groups"] == [
+        {"runs": [0, 1], "name": "maxpo, 2 seeds"},
+        {"runs": [3, 4, 6], "name": "rloo, 3 seeds"},
+    ]
+    write_run(tmp_path / "g", seed=5, lr=1e-3)
+    groups = report(*[tmp_path / name for name in ("a", "b", "e", "g")]).data["groups"]
+    assert [group["name"] for group in groups] == ["lr 0.0003, 2 seeds", "lr 0.001, 2 seeds"]
+    assert report(tmp_path / "a", tmp_path / "c").data["groups"] == []
+    assert report(tmp_path / "a", tmp_path / "b").data["groups"] == [{"runs": [0, 1], "name": "maxpo, 2 seeds"}]
+
+
+def test_the_vendored_library_is_the_released_one_with_its_license():
+    vendor = files("maxrl_fast.report") / "page" / "vendor"
+    assert {entry.name: hashlib.sha256(entry.read_bytes()).hexdigest() for entry in vendor.iterdir()} == VENDORED
+    assert (vendor / "uPlot.iife.min.js").read_text().startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert (vendor / "uPlot-LICENSE").read_text().startswith("The MIT License (MIT)")
 
 
 def test_folders_of_the_same_name_get_unique_names(tmp_path, report):

@@ -47,7 +47,7 @@ def run(out, *flags):
 
 def assert_same(one, two):
     """Compare the logs without their times, and the weights, moments and reference in the newest checkpoints."""
-    for log in ("metrics.jsonl", "eval.jsonl", "warnings.jsonl"):
+    for log in ("metrics.jsonl", "eval.jsonl", "eval_prompts.jsonl", "pass_rates.jsonl", "warnings.jsonl"):
         assert without_timings(one / log) == without_timings(two / log), log
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
         expected, tensors = load_file(one / "latest" / name), load_file(two / "latest" / name)

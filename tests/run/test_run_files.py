@@ -9,6 +9,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.evaluation.kept_samples import prompt_records
+from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.events import EventFile
@@ -41,6 +44,43 @@ def test_the_first_samples_of_each_evaluation_are_kept(finished):
         assert len(words) == sample["tokens"]
         assert sample["reward"] in (0, 1)
         assert sample["truncated"] == (words[-1] not in ("DONE", WORDS[2]))
+
+
+def test_each_evaluation_counts_the_correct_samples_of_every_prompt(finished):
+    records, samples = read(finished / "pass_rates.jsonl"), read(finished / "samples.jsonl")
+    assert [record["step"] for record in records] == [0, 2, 4]
+    for record, evaluation in zip(records, read(finished / "eval.jsonl"), strict=True):
+        assert (record["num_samples"], record["num_prompts"], record["ids"]) == (3, 12, list(range(12)))
+        assert sum(record["num_correct"]) / 36 == pytest.approx(evaluation["pass_at_k"]["1"])
+        for i in range(10):  # the prompts of which all three samples are kept
+            kept = [sample["reward"] for sample in samples if (sample["step"], sample["id"]) == (record["step"], i)]
+            assert record["num_correct"][i] == sum(kept)
+
+
+def test_the_text_of_the_held_out_prompts_is_written_once(finished, monkeypatch):
+    task = MazeTask(5)
+    texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
+    assert read(finished / "eval_prompts.jsonl") == [{"id": i, "prompt": text} for i, text in enumerate(texts)]
+    monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.MOST_PROMPTS", 3)
+    monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.PROMPT_LENGTH", 9)
+    assert list(prompt_records(task, "test", 12)) == [{"id": i, "prompt": texts[i][:9]} for i in range(3)]
+
+
+def test_counts_are_those_of_all_ranks_by_id_and_bounded(monkeypatch):
+    class TwoRanks(Ranks):
+        def concatenate(self, x):
+            return torch.cat([x, x + 1])  # the other rank has the next ids, and one more correct sample
+
+    counts = PassCounts(num_samples=2)
+    rollouts = Rollouts.given([[1]] * 4)
+    counts.take(Samples(make_prompts([[1], [2]]).select(torch.tensor([1, 0])), rollouts), torch.tensor([1, 0, float("nan"), 0]))
+    cpu = torch.device("cpu")
+    assert counts.record(Ranks(), cpu) == {"num_samples": 2, "num_prompts": 2, "ids": [0, 1], "num_correct": [0, 1]}
+    assert counts.record(TwoRanks(), cpu)["ids"] == [0, 1, 1, 2]
+    assert counts.record(TwoRanks(), cpu)["num_correct"] == [0, 1, 1, 2]
+    monkeypatch.setattr("maxrl_fast.evaluation.pass_counts.MOST_PROMPTS", 3)
+    assert counts.record(TwoRanks(), cpu) == {"num_samples": 2, "num_prompts": 4, "ids": [0, 1, 1], "num_correct": [0, 1, 1]}
+    assert PassCounts(2).record(Ranks(), cpu)["num_prompts"] == 0  # a rank without prompts
 
 
 def test_diagnostics_cover_every_prompt_of_the_step(finished):

@@ -1,157 +1,197 @@
-// One chart: axes, marks, a cursor and a tooltip. The caller defines the marks and the tooltip's content.
+// Charts: what the page's panels want to show, drawn by uPlot.
+
+const charts = new Map(); // host -> uPlot
+const colours = new Map(); // CSS variable -> colour of the present theme
+const observer = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) {
+    if (contentRect.width > 0) charts.get(target)?.setSize({ width: contentRect.width, height: charts.get(target).height });
+  }
+});
+
+/** Returns the colour of a CSS variable as the page's theme has it. */
+function colour(variable) {
+  if (!colours.has(variable)) {
+    const probe = el('i', { class: 'probe' });
+    document.body.append(probe);
+    probe.style.color = `var(--${variable})`;
+    colours.set(variable, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return colours.get(variable);
+}
+
+const runColour = (run) => colour(run === 'none' ? 'muted' : `c${run % 10}`);
+
+function redrawCharts() {
+  colours.clear();
+  for (const chart of charts.values()) chart.redraw(false);
+}
 
 /**
- * Draws a chart into `host`, and draws it again whenever the width of `host` changes.
- * spec: label, height, x and y ({kind, low, high, title, whole, ticks}), marks, cursor (an x, or null),
- * find(x, y, {px, py, toX, toY}) -> {x, y, title, rows: [{run, name, text}]} or null; choose(x) is called on a click.
- * Marks: {type: 'line'|'dots'|'band', run, xs, ys, highs, role}.
+ * Draws a chart into `host`, in place of the one that is there.
+ * spec: label, height, x and y ({kind: linear|log|binary, low, high, title, ticks, isWhole}; without low and high, y fits what is shown),
+ * marks, cursor (an x, or null), sync (charts with the same key share zoom and pointer),
+ * find(x, y, {px, py, toX, toY}) -> {title, rows: [{run, name, text}]} or null; choose(x) is called on a click.
+ * Marks: {type: line|dots|band|scatter, run, xs, ys, highs, role}. In lines null is a gap.
  * Returns {moveCursor}.
  */
 function drawChart(host, spec) {
-  const state = { cursor: spec.cursor ?? null, line: null, toX: null };
-  const draw = () => {
-    const width = host.clientWidth;
-    if (width) host.replaceChildren(build(spec, width, state));
+  clearChart(host);
+  for (const old of charts.keys()) if (!old.isConnected) clearChart(old);
+  const { data, series, bands } = tracesOf(spec);
+  const scatter = spec.marks.filter((mark) => mark.type === 'scatter');
+  const mark = el('div', { class: 'step-mark' });
+  const place = (chart) => {
+    const x = spec.cursor === null || spec.cursor === undefined ? NaN : chart.valToPos(spec.cursor, 'x');
+    mark.hidden = !(x >= -1 && x <= chart.over.clientWidth + 1);
+    mark.style.left = `${x}px`;
   };
-  draw();
-  observeWidth(host, draw);
+  const chart = new uPlot({
+    width: host.clientWidth || 300, height: spec.height, padding: [10, 14, 0, 0], series, bands, legend: { show: false },
+    scales: { x: { ...scaleOf(spec.x), range: (chart, low, high) => [low, high] }, y: scaleOf(spec.y) },
+    axes: [axisOf(spec.x, 'x'), axisOf(spec.y, 'y')],
+    cursor: { y: false, drag: { x: true, y: false }, points: { show: false }, ...(spec.sync ? { sync: { key: spec.sync } } : {}) },
+    hooks: { drawAxes: [(chart) => scatter.forEach((mark) => drawScatter(chart, mark))], draw: [place], setCursor: [(chart) => point(chart, spec)] },
+  }, data, host);
+  chart.root.classList.add('chart');
+  chart.root.setAttribute('role', 'img');
+  chart.root.setAttribute('aria-label', spec.label);
+  chart.root.chart = chart; // for the tests
+  chart.over.append(mark);
+  chart.over.addEventListener('mouseleave', hideTooltip);
+  if (spec.choose) chart.over.addEventListener('click', (event) => spec.choose(chart.posToVal(event.offsetX, 'x'))); // uPlot withholds the click of a drag
+  charts.set(host, chart);
+  observer.observe(host);
   return {
     moveCursor(x) {
-      state.cursor = x;
-      if (state.line) placeCursor(state);
+      spec.cursor = x;
+      place(chart);
     },
   };
 }
 
-const widthListeners = new WeakMap();
-const widthObserver = new ResizeObserver((entries) => {
-  for (const { target, contentRect } of entries) {
-    const listener = widthListeners.get(target);
-    if (listener && listener.width !== contentRect.width) {
-      listener.width = contentRect.width;
-      listener.draw();
+function clearChart(host) {
+  charts.get(host)?.destroy();
+  charts.delete(host);
+  observer.unobserve(host);
+}
+
+/** Returns the marks as uPlot wants them: columns over one list of x, series, and bands between two of them. */
+function tracesOf(spec) {
+  const tables = [];
+  const series = [{}];
+  const bands = [];
+  const clean = (ys) => (spec.y.kind === 'linear' ? ys : ys.map((y) => (y > 0 ? y : null))); // a logarithmic axis has no place for 0
+  for (const { type, run, xs, ys, highs, role = '' } of spec.marks.filter((mark) => mark.type !== 'scatter' && mark.xs.length)) {
+    const stroke = () => runColour(run);
+    tables.push(type === 'band' ? [xs, clean(highs), clean(ys)] : [xs, clean(ys)]);
+    if (type === 'band') {
+      bands.push({ series: [series.length, series.length + 1], fill: () => faded(runColour(run), 0.16) });
+      series.push({ run, type, width: 0, points: { show: false } }, { run, type, width: 0, points: { show: false } });
+      continue;
     }
+    const look = { raw: { width: 1, alpha: 0.32 }, first: { dash: [2, 5] }, reference: { dash: [6, 5] } }[role] ?? {};
+    const points = type === 'dots' ? { show: true, size: 6, space: 0, stroke, fill: stroke } : { show: false };
+    series.push({ run, type, role, stroke, width: 1.75, ...look, points, ...(type === 'dots' ? { paths: () => null } : {}) });
   }
-});
-
-function observeWidth(host, draw) {
-  widthListeners.set(host, { draw, width: host.clientWidth });
-  widthObserver.observe(host);
+  return { data: withEnds(tables.length ? uPlot.join(tables) : [[]], spec.x), series, bands };
 }
 
-function build(spec, width, state) {
-  const height = spec.height;
-  const { x, y } = spec;
-  const yTicks = axisTicks(y, Math.max(2, Math.round(height / 42)));
-  const left = 12 + Math.max(...yTicks.map(({ label }) => label.length), 2) * 6.8 + (y.title ? 16 : 0);
-  const box = { left, right: width - 14, top: 8, bottom: height - (x.title ? 40 : 24) };
-  const toX = makeScale(x.kind, x.low, x.high, box.left, box.right);
-  const toY = makeScale(y.kind, y.low, y.high, box.bottom, box.top);
-  const clip = `clip-${(build.count = (build.count ?? 0) + 1)}`;
-  const root = svg(
-    'svg',
-    { class: 'chart', width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': spec.label },
-    svg('clipPath', { id: clip }, svg('rect', { x: box.left - 4, y: box.top - 4, width: Math.max(0, box.right - box.left + 8), height: box.bottom - box.top + 8 })),
-    yTicks.map(({ value, label }) =>
-      svg('g', { class: 'tick y', transform: `translate(0,${toY(value).toFixed(2)})` },
-        svg('line', { x1: box.left, x2: box.right }), svg('text', { x: box.left - 7, dy: '0.35em', 'text-anchor': 'end' }, label)),
-    ),
-    axisTicks(x, Math.max(2, Math.round((box.right - box.left) / 72))).map(({ value, label }) =>
-      svg('g', { class: 'tick x', transform: `translate(${toX(value).toFixed(2)},0)` },
-        svg('line', { y1: box.bottom, y2: box.bottom + 4 }),
-        svg('text', { y: box.bottom + 17, 'text-anchor': 'middle' }, label)),
-    ),
-    svg('line', { class: 'axis', x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }),
-    x.title ? svg('text', { class: 'axis-title', x: (box.left + box.right) / 2, y: height - 5, 'text-anchor': 'middle' }, x.title) : null,
-    y.title ? svg('text', { class: 'axis-title', transform: `translate(12,${(box.top + box.bottom) / 2}) rotate(-90)`, 'text-anchor': 'middle' }, y.title) : null,
-  );
-  const marks = svg('g', { 'clip-path': `url(#${clip})` }, spec.marks.map((mark) => drawMark(mark, toX, toY, spec, box)));
-  state.toX = toX;
-  state.line = svg('line', { class: 'cursor', y1: box.top, y2: box.bottom });
-  const halo = svg('circle', { class: 'halo', r: 4.5, visibility: 'hidden' });
-  root.append(state.line, marks, halo);
-  placeCursor(state);
-  if (spec.find) listen(root, spec, { toX, toY, box, halo });
-  return root;
+/** Returns the columns with the ends of the axis among their x: a double click returns to the range of the data. */
+function withEnds(columns, { low, high }) {
+  const [xs] = columns;
+  const before = xs.length && xs[0] <= low ? [] : [low];
+  const after = xs.length && xs[xs.length - 1] >= high ? [] : [high];
+  return columns.map((column, i) => (i ? [before.map(() => undefined), column, after.map(() => undefined)] : [before, column, after]).flat());
 }
 
-function placeCursor({ line, toX, cursor }) {
-  line.setAttribute('visibility', cursor === null ? 'hidden' : 'visible');
-  if (cursor !== null) for (const end of ['x1', 'x2']) line.setAttribute(end, toX(cursor).toFixed(2));
+function scaleOf({ kind, low, high }) {
+  const fixed = low === undefined ? (chart, least, most) => (least === null ? [0, 1] : (kind === 'linear' ? niceRange : logRange)(least, most)) : [low, high];
+  return { time: false, distr: kind === 'linear' ? 1 : 3, log: kind === 'binary' ? 2 : 10, range: fixed };
 }
 
-function axisTicks(axis, wanted) {
-  if (axis.ticks) {
-    const every = Math.max(1, Math.ceil(axis.ticks.length / wanted));
-    return axis.ticks.filter((_, i) => i % every === 0).map((value) => ({ value, label: tickLabel(value, 1) }));
-  }
-  if (axis.kind === 'linear') {
-    const { ticks, gap } = niceTicks(axis.low, axis.high, wanted, axis.whole);
-    return ticks.map((value) => ({ value, label: tickLabel(value, gap) }));
-  }
-  return decadeTicks(axis.low, axis.high, wanted).map((value) => ({ value, label: tickLabel(value, value) }));
-}
+const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
 
-function drawMark(mark, toX, toY, spec, box) {
-  // A logarithmic axis cannot show values up to 0: they are gaps, like missing numbers.
-  const holds = (value) => value !== null && (spec.y.kind === 'linear' || value > 0);
-  const common = { class: `${mark.type} ${mark.role ?? ''} run-${mark.run}`, 'data-run': mark.run };
-  const width = Math.round(box.right - box.left);
-  if (mark.type === 'line') return svg('path', { ...common, d: linePath(mark.xs, mark.ys, toX, toY, width, holds) });
-  if (mark.type === 'dots') {
-    const dots = mark.xs.map((x, i) => (holds(mark.ys[i]) ? `M${toX(x).toFixed(2)},${toY(mark.ys[i]).toFixed(2)}h0` : ''));
-    return svg('path', { ...common, d: dots.join('') });
-  }
-  const there = mark.xs.map((_, i) => i).filter((i) => holds(mark.ys[i]) && holds(mark.highs[i]));
-  const point = (values) => (i) => `${toX(mark.xs[i]).toFixed(2)},${toY(values[i]).toFixed(2)}`;
-  const outline = [...there.map(point(mark.ys)), ...there.reverse().map(point(mark.highs))];
-  return svg('path', { ...common, d: outline.length ? `M${outline.join('L')}Z` : '' });
-}
-
-function listen(root, spec, { toX, toY, box, halo }) {
-  const at = (event) => {
-    const bounds = root.getBoundingClientRect();
-    return [event.clientX - bounds.left, event.clientY - bounds.top];
+function axisOf({ kind, title, ticks, isWhole }, scale) {
+  const isX = scale === 'x';
+  const font = '11.5px system-ui, sans-serif';
+  const splits = ticks ? () => ticks : kind === 'linear' ? undefined : (chart, axis, low, high) => decadeTicks(low, high, isX ? (chart.width - 70) / 60 : 6);
+  const line = (variable) => ({ stroke: () => colour(variable), width: 1 });
+  return {
+    scale, font, labelFont: font, label: title, labelSize: title ? 20 : 0, stroke: () => colour('muted'), gap: isX ? 4 : 6,
+    size: isX ? 28 : (chart, values) => 14 + 6.6 * Math.max(2, ...(values ?? []).map((value) => String(value).length)),
+    space: isX ? 64 : 34, ...(isWhole ? { incrs: WHOLE } : {}), splits, ...(splits ? { filter: (chart, splits) => splits } : {}),
+    values: (chart, splits, axis, space, gap) => splits.map((value) => tickLabel(value, kind === 'linear' ? gap : value)),
+    grid: isX ? { show: false } : line('grid'), ticks: isX ? { ...line('line'), size: 4 } : { show: false }, border: { show: isX, ...line('line') },
   };
-  const isInside = (px) => px >= box.left - 8 && px <= box.right + 8;
-  root.addEventListener('pointermove', (event) => {
-    const [px, py] = at(event);
-    const found = isInside(px) ? spec.find(toX.invert(px), toY.invert(py), { px, py, toX, toY }) : null;
-    if (!found) return hide();
-    const hasPlace = found.y !== null && found.y !== undefined;
-    halo.setAttribute('visibility', hasPlace ? 'visible' : 'hidden');
-    if (hasPlace) {
-      halo.setAttribute('cx', toX(found.x));
-      halo.setAttribute('cy', toY(found.y));
-    }
-    showTooltip(event, found);
+}
+
+function drawScatter(chart, { run, xs, ys }) {
+  const { ctx } = chart;
+  ctx.save();
+  ctx.globalAlpha = 0.35;
+  ctx.fillStyle = runColour(run);
+  const size = 4.5 * uPlot.pxRatio;
+  xs.forEach((x, i) => {
+    ctx.beginPath();
+    ctx.arc(chart.valToPos(x, 'x', true), chart.valToPos(ys[i], 'y', true), size / 2, 0, 2 * Math.PI);
+    ctx.fill();
   });
-  const hide = () => {
-    halo.setAttribute('visibility', 'hidden');
-    hideTooltip();
-  };
-  root.addEventListener('pointerleave', hide);
-  root.addEventListener('pointercancel', hide);
-  if (spec.choose) root.addEventListener('click', (event) => isInside(at(event)[0]) && spec.choose(toX.invert(at(event)[0])));
+  ctx.restore();
 }
 
-function showTooltip(event, { title, rows }) {
-  const tooltip = document.getElementById('tooltip');
-  tooltip.replaceChildren(
-    el('strong', {}, title),
-    ...rows.map(({ run, name, text }) =>
-      el('div', { class: run === undefined ? '' : `run-${run}` }, el('i', { class: 'swatch' }), el('span', {}, name), el('b', {}, text)),
-    ),
-  );
-  tooltip.hidden = false;
-  const { offsetWidth: width, offsetHeight: height } = tooltip;
-  const room = document.documentElement.clientWidth;
-  const right = event.clientX + 16 + width < room;
-  const x = right ? event.clientX + 16 : Math.max(4, event.clientX - width - 16);
-  const y = Math.max(4, Math.min(event.clientY - height / 2, window.innerHeight - height - 4));
-  tooltip.style.transform = `translate(${Math.min(x, Math.max(4, room - width - 4))}px, ${y}px)`;
+/** Shows the values under the pointer. Only the chart that has the pointer gets a mouse event. */
+function point(chart, spec) {
+  const { left, top, event } = chart.cursor;
+  if (!spec.find || !chart.over.matches(':hover')) return;
+  const found = left < 0 || !event ? null : spec.find(chart.posToVal(left, 'x'), chart.posToVal(top, 'y'),
+    { px: left, py: top, toX: (x) => chart.valToPos(x, 'x'), toY: (y) => chart.valToPos(y, 'y') });
+  if (found) showTooltip(event, found);
+  else hideTooltip();
 }
 
-function hideTooltip() {
-  document.getElementById('tooltip').hidden = true;
+const faded = (rgb, alpha) => rgb.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
+
+/** Returns the range of an axis for finite numbers: from 0 if they come close to it, else with a margin. */
+function niceRange(low, high) {
+  if (low > high) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : low > 0 ? [0, low * 1.25] : [low * 1.25, 0];
+  const margin = (high - low) * 0.06;
+  const from = low >= 0 && low < high * 0.6 ? 0 : low - margin;
+  const to = high <= 0 && high > low * 0.6 ? 0 : high + margin;
+  return [from, to];
+}
+
+function logRange(low, high) {
+  return low > high ? [0.1, 1] : low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
+}
+
+/** Returns the powers of ten in [low, high], and 2 and 5 times them if there is room. */
+function decadeTicks(low, high, wanted) {
+  const first = Math.floor(Math.log10(low) + 1e-9);
+  const last = Math.ceil(Math.log10(high) - 1e-9);
+  const every = Math.max(1, Math.ceil((last - first) / wanted));
+  const factors = (last - first) * 3 <= wanted + 2 ? [1, 2, 5] : [1];
+  const ticks = [];
+  for (let power = first; power <= last; power += every) {
+    for (const factor of factors) ticks.push(Number(`${factor}e${power}`));
+  }
+  return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
+}
+
+/** Formats a tick's label with as many digits as the distance between ticks needs. */
+function tickLabel(value, gap) {
+  const size = Math.max(Math.abs(value), gap);
+  if (value === 0) return '0';
+  if (size >= 1e15 || size < 1e-3) {
+    const power = Math.floor(Math.log10(Math.abs(value)) + 1e-9);
+    const factor = Number((value / 10 ** power).toPrecision(6));
+    return `${factor}e${power}`;
+  }
+  for (const [unit, letter] of [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e3, 'k']]) {
+    if (Math.abs(value) >= unit && gap >= 1e3) return `${Number((value / unit).toPrecision(6))}${letter}`;
+  }
+  if (size >= 1e4) return Math.round(value).toLocaleString('en');
+  const digits = gap >= 1 ? 0 : Math.min(8, Math.ceil(-Math.log10(gap) - 1e-9));
+  return value.toFixed(Number.isInteger(Number((gap * 10 ** digits).toPrecision(6))) ? digits : digits + 1);
 }

@@ -31,25 +31,10 @@ const MEANINGS = {
   train_seconds: 'seconds of computing advantages and updates',
 };
 
-/** Returns every curve of a run: key -> {xs, ys}. */
-function curvesOf(run) {
-  const curves = new Map();
-  for (const [key, ys] of Object.entries(run.metrics)) curves.set(key, { xs: run.steps, ys });
-  if (run.kind !== 'run') return curves;
-  const ks = [...new Set(run.coverage.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
-  for (const k of ks) {
-    const points = run.coverage.filter(({ rows }) => rows.some((row) => row[0] === k));
-    curves.set(`${EVALUATED}pass@${k}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
-  }
-  for (const [key, ys] of Object.entries(run.eval_metrics)) curves.set(`${EVALUATED}${key}`, { xs: run.eval_steps, ys, sparse: true });
-  return curves;
-}
+const WINDOWS = [0, 5, 10, 25, 50, 100];
 
-/** Returns a curve's value at a step: for training metrics at exactly that step, for evaluations the last one up to it. */
-function valueAt({ xs, ys, sparse }, step) {
-  const i = lastUpTo(xs, step);
-  return i >= 0 && (sparse || xs[i] === step) ? ys[i] : null;
-}
+/** Returns the smoothing at the start: about a fiftieth of the longest run, never off. */
+const usualWindow = (runs) => WINDOWS.find((window) => window && window >= Math.max(...runs.map((run) => run.steps.length), 0) / 50) ?? 100;
 
 function makeCurves(body, app) {
   const keys = [...new Set(app.runs.flatMap((run) => [...run.curves.keys()]))];
@@ -57,7 +42,7 @@ function makeCurves(body, app) {
   const chosen = new Set(DEFAULT_CURVES.filter((key) => keys.includes(key) && !isIdle(key)));
   if (!chosen.size) keys.slice(0, 6).forEach((key) => chosen.add(key));
   const logs = new Set();
-  const count = el('span', {});
+  const number = el('span', {});
   const grid = el('div', { class: 'cards' });
   const choice = el('fieldset', { class: 'choices' }, el('legend', { class: 'hidden' }, 'Metrics to draw'), keys.map((key) =>
     el('label', {}, el('input', { type: 'checkbox', value: key, checked: chosen.has(key), onchange: ({ target }) => choose(key, target.checked) }), key),
@@ -71,25 +56,24 @@ function makeCurves(body, app) {
   }
 
   function render() {
-    count.textContent = `${chosen.size} of ${keys.length}`;
+    number.textContent = `${chosen.size} of ${keys.length}`;
     const order = [...DEFAULT_CURVES.filter((key) => chosen.has(key)), ...keys.filter((key) => chosen.has(key) && !DEFAULT_CURVES.includes(key))];
     cards = order.map((key) => makeCard(key, app, logs, render));
     grid.replaceChildren(...cards.map(({ node }) => node));
     cards.forEach((card) => card.draw());
   }
 
-  const windows = [0, 5, 10, 25, 50, 100];
-  const smoothing = el('select', { id: 'smoothing', onchange: () => {
-    app.smoothing = Number(smoothing.value);
+  const smoothing = select('smoothing', 'smoothing', WINDOWS.map((window) => [window, window ? `mean of ${window} steps` : 'off']), app.smoothing, (value) => {
+    app.smoothing = Number(value);
     render();
-  } }, windows.map((window) => el('option', { value: window }, window ? `mean of ${window} steps` : 'off')));
-  body.append(el('div', { class: 'controls' }, el('details', { class: 'chooser' }, el('summary', {}, 'Metrics ', count), choice),
-    el('label', { class: 'smoothing' }, 'smoothing', smoothing)), grid);
+  });
+  body.append(el('div', { class: 'controls' }, el('details', { class: 'chooser' }, el('summary', {}, 'Metrics ', number), choice),
+    smoothing, el('span', { class: 'hint' }, 'Drag in a curve to zoom, double-click to zoom out.')), grid);
   return { render, moveStep: () => cards.forEach((card) => card.moveStep()) };
 }
 
 function makeCard(key, app, logs, render) {
-  const runs = app.visible().filter((run) => run.curves.has(key));
+  const lines = app.lines().filter((line) => line.has(key));
   const host = el('div', { class: 'plot' });
   const readout = el('p', { class: 'readout', 'aria-label': `${key} at the step` });
   const isLog = logs.has(key);
@@ -104,72 +88,59 @@ function makeCard(key, app, logs, render) {
   const meaning = MEANINGS[key] ?? (key.startsWith(EVALUATED) ? 'on held-out prompts' : '');
   const node = el('article', { class: 'card', 'data-key': key },
     el('header', {}, el('h3', {}, key), toggle), el('p', { class: 'meaning' }, meaning), readout, host);
+  const curves = lines.map((line) => ({ line, curve: line.curve(key), smooth: line.curve(key, app.smoothing) }));
   let chart = null;
 
   const moveStep = () => {
-    readout.replaceChildren(...runs.map((run) => {
-      const value = valueAt(run.curves.get(key), app.step);
-      return el('span', { class: `run-${run.index}`, 'data-run': run.index, 'data-value': exact(value), title: `${run.name}: ${exact(value)}` },
-        el('i', { class: 'swatch' }), short(value));
+    readout.replaceChildren(...curves.map(({ line, curve }) => {
+      const { step, value } = valueAt(curve, app.step);
+      const isOld = step !== app.step && !curve.sparse;
+      return el('span', { class: `run-${line.index}`, 'data-run': line.index, 'data-value': exact(value), title: `${line.name}, step ${step}: ${exact(value)}` },
+        el('i', { class: 'swatch' }), short(value), isOld ? el('small', {}, `step ${count(step)}`) : null);
     }));
     chart?.moveCursor(app.step);
   };
   const draw = () => {
-    chart = drawChart(host, curveSpec(key, runs, app, isLog));
+    chart = drawChart(host, curveSpec(key, curves, app, isLog));
     moveStep();
   };
   return { node, draw, moveStep };
 }
 
-function curveSpec(key, runs, app, isLog) {
-  let [low, high] = [Infinity, -Infinity];
+function curveSpec(key, curves, app, isLog) {
   const marks = [];
-  for (const run of runs) {
-    const { xs, ys, sparse } = run.curves.get(key);
-    for (const value of ys) {
-      if (value === null || (isLog && value <= 0)) continue;
-      if (value < low) low = value;
-      if (value > high) high = value;
+  for (const { line, curve, smooth } of curves) {
+    const { xs, ys } = curve;
+    if (smooth.low) marks.push({ type: 'band', run: line.index, xs: smooth.xs, ys: smooth.low, highs: smooth.high });
+    if (smooth !== curve && app.smoothing > 1 && !curve.sparse) {
+      marks.push({ type: 'line', role: 'raw', run: line.index, xs, ys }, { type: 'line', role: 'smooth', run: line.index, xs: smooth.xs, ys: smooth.ys });
+      continue;
     }
-    const isSmoothed = app.smoothing > 1 && !sparse;
-    marks.push({ type: 'line', run: run.index, xs, ys, role: isSmoothed ? 'raw' : '' });
-    if (isSmoothed) marks.push({ type: 'line', run: run.index, xs, ys: smoothed(ys, app.smoothing), role: 'smooth' });
-    else if (ys.length <= 40) marks.push({ type: 'dots', run: run.index, xs, ys });
+    marks.push({ type: 'line', run: line.index, xs, ys });
+    if (ys.length <= 40) marks.push({ type: 'dots', run: line.index, xs, ys });
   }
-  [low, high] = isLog ? logRange(low, high) : niceRange(low, high);
   return {
-    label: `${key} by step of ${runs.map((run) => run.name).join(', ') || 'no run'}`,
-    height: 188,
-    x: { kind: 'linear', low: app.steps.low, high: app.steps.high, whole: true },
-    y: { kind: isLog ? 'log' : 'linear', low, high },
-    marks,
-    cursor: app.step,
+    label: `${key} by step of ${curves.map(({ line }) => line.name).join(', ') || 'no run'}`,
+    height: 190, sync: 'step', x: { kind: 'linear', isWhole: true, ...app.steps }, y: { kind: isLog ? 'log' : 'linear' }, marks, cursor: app.step,
     choose: (x) => app.setStep(x),
-    find: (x, y, { py, toY }) => findStep(runs, key, x, py, toY),
+    find: (x) => findStep(curves, x),
   };
 }
 
-function logRange(low, high) {
-  return low > high ? [0.1, 1] : low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
-}
-
-/** Returns the step nearest to the pointer, and every run's value there with all its digits. */
-function findStep(runs, key, x, py, toY) {
+/** Returns the step nearest to the pointer, and every line's value there with all its digits. */
+function findStep(curves, x) {
   let step = null;
-  for (const run of runs) {
-    const { xs } = run.curves.get(key);
+  for (const { curve: { xs } } of curves) {
     const i = nearest(xs, x);
     if (i >= 0 && (step === null || Math.abs(xs[i] - x) < Math.abs(step - x))) step = xs[i];
   }
   if (step === null) return null;
   const rows = [];
-  let closest = null;
-  for (const run of runs) {
-    const { xs, ys } = run.curves.get(key);
-    const i = lastUpTo(xs, step);
-    if (i < 0 || xs[i] !== step) continue;
-    rows.push({ run: run.index, name: run.name, text: exact(ys[i]) });
-    if (ys[i] !== null && Number.isFinite(toY(ys[i])) && (closest === null || Math.abs(toY(ys[i]) - py) < Math.abs(toY(closest) - py))) closest = ys[i];
+  for (const { line, curve } of curves) {
+    const i = lastUpTo(curve.xs, step);
+    if (i < 0 || curve.xs[i] !== step) continue;
+    const error = curve.low && curve.low[i] !== null ? ` ± ${short(curve.ys[i] - curve.low[i])}` : '';
+    rows.push({ run: line.index, name: line.name, text: exact(curve.ys[i]) + error });
   }
-  return { x: step, y: closest, title: `step ${step.toLocaleString('en')}`, rows };
+  return { title: `step ${count(step)}`, rows };
 }

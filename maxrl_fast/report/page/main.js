@@ -1,32 +1,40 @@
-// The page's state (visible runs, step, smoothing), its toolbar and its sections.
+// The page's state (visible runs, seeds, step, smoothing, theme), its toolbar and its sections.
 
+// Sections with samples are made when the samples are unpacked.
 const SECTIONS = [
   ['runs', 'Runs', makeRuns, () => true],
-  ['curves', 'Curves', makeCurves, (app) => app.runs.some((run) => run.curves.size)],
+  ['curves', 'Curves', makeCurves, (app) => app.hasSteps],
   ['coverage', 'Coverage', makeCoverage, (app) => app.runs.some((run) => run.coverage.length)],
   ['weights', 'Weight by pass rate', makeWeights, (app) => app.runs.some((run) => run.kind === 'run')],
   ['norms', 'Gradient norm by pass rate', makeNorms, (app) => app.runs.some((run) => run.points.step.length)],
+  ['rewards', 'Rewards', makeRewards, (app) => app.sources.length, true],
   ['timings', 'Time', makeTimings, (app) => app.runs.some((run) => Object.keys(run.seconds).length)],
   ['warnings', 'Warnings', makeWarnings, (app) => app.runs.some((run) => run.kind === 'run')],
-  ['samples', 'Samples', makeSamples, (app) => app.runs.some((run) => run.samples.length)],
+  ['prompts', 'Prompts', makePrompts, (app) => app.runs.some((run) => run.shown.prompts), true],
+  ['samples', 'Samples', makeSamples, (app) => app.sources.length, true],
 ];
 const ABOUT = {
   coverage: 'How often at least one of k samples is correct, on held-out prompts.',
   weights: 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.',
   norms: 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.',
+  rewards: 'The samples that the run kept, by reward.',
   timings: 'Seconds by stage, and their share of the total.',
+  prompts: 'The fraction of correct samples of each held-out prompt at two evaluations.',
+  samples: 'Prompts with their responses and rewards.',
 };
 
 function start() {
   const data = JSON.parse(document.getElementById('data').textContent);
   const runs = data.runs.map((run, index) => ({ ...run, index, curves: curvesOf(run), isShown: true }));
-  const all = [...new Set(runs.flatMap((run) => [...run.curves.values()].flatMap(({ xs }) => (xs.length ? [xs[0], xs[xs.length - 1]] : []))))];
-  const [low, high] = all.length ? [Math.min(...all), Math.max(...all)] : [0, 1];
+  const [low, high] = stepRange(runs);
   let sections = [];
   const app = {
-    data, runs, step: high, smoothing: 0,
+    data, runs, step: high, smoothing: usualWindow(runs), isMerged: data.groups.length > 0,
     steps: low === high ? { low: low - 0.5, high: high + 0.5 } : { low, high },
+    sources: [['samples', 'Evaluations'], ['rollouts', 'Training rollouts']].filter(([source]) => runs.some((run) => run.shown[source])),
+    hasSteps: runs.some((run) => run.curves.size),
     visible: () => runs.filter((run) => run.isShown),
+    lines: () => linesOf(app.visible(), data.groups, app.isMerged),
     render: () => sections.forEach((section) => section.render?.()),
     setStep(x) {
       const step = Math.min(high, Math.max(low, Math.round(x)));
@@ -38,28 +46,93 @@ function start() {
     showStep: () => {},
   };
   document.title = `${runs.map((run) => run.name).join(', ')} – maxrl_fast report`;
+  setUpTheme(document.getElementById('theme'));
   fillToolbar(document.getElementById('toolbar'), app, low, high);
   const main = document.getElementById('sections');
   const contents = document.getElementById('contents');
   main.replaceChildren();
-  sections = SECTIONS.filter(([, , , isNeeded]) => isNeeded(app)).map(([id, title, make]) => {
-    const body = el('div', { class: 'body' });
+  const later = [];
+  for (const [id, title, make, isNeeded, isLazy] of SECTIONS.filter(([, , , isNeeded]) => isNeeded(app))) {
+    const body = el('div', { class: 'body' }, isLazy ? empty('Unpacking the samples …') : null);
     main.append(el('section', { id, 'aria-labelledby': `${id}-title` }, el('h2', { id: `${id}-title` }, title), ABOUT[id] ? el('p', { class: 'about' }, ABOUT[id]) : null, body));
     contents.append(el('a', { href: `#${id}` }, title));
-    return make(body, app);
-  });
+    if (isLazy) later.push([body, make]);
+    else sections.push(make(body, app));
+  }
   app.render();
+  unpack(runs).then(() => {
+    const made = later.map(([body, make]) => {
+      body.replaceChildren();
+      return make(body, app);
+    });
+    sections.push(...made);
+    made.forEach((section) => section.render?.());
+  }).catch((error) => later.forEach(([body]) => body.replaceChildren(empty(`The samples cannot be unpacked: ${error.message}`))));
+}
+
+/** Gives every run its samples, rollouts and prompts, which are in the page as base64 of gzip. */
+async function unpack(runs) {
+  const bytes = Uint8Array.from(atob(document.getElementById('samples-data').textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
+  const { texts, runs: packed } = JSON.parse(await new Response(stream).text());
+  const rows = (columns) => (columns.prompt ?? []).map((_, i) => ({
+    ...Object.fromEntries(Object.entries(columns).map(([key, values]) => [key, values[i]])), prompt: texts[columns.prompt[i]],
+  }));
+  runs.forEach((run, i) => {
+    run.lazy = { samples: rows(packed[i].samples), rollouts: rows(packed[i].rollouts), prompts: packed[i].prompts };
+    run.promptTexts = new Map([...(packed[i].prompts.texts ?? []), ...run.lazy.samples.map(({ id, prompt }) => [id, prompt])]);
+  });
+}
+
+function stepRange(runs) {
+  const ends = runs.flatMap((run) => [...run.curves.values()].flatMap(({ xs }) => (xs.length ? [xs[0], xs[xs.length - 1]] : [])));
+  return ends.length ? extent(ends) : [0, 1];
+}
+
+/** The theme is the system's until the reader presses the button; on paper it is light. */
+function setUpTheme(button) {
+  const dark = matchMedia('(prefers-color-scheme: dark)');
+  const present = () => document.documentElement.dataset.theme ?? (dark.matches ? 'dark' : 'light');
+  const show = () => {
+    button.textContent = present() === 'dark' ? '☀ Light' : '☾ Dark';
+    redrawCharts();
+  };
+  const choose = (theme) => {
+    if (theme) document.documentElement.dataset.theme = theme;
+    else delete document.documentElement.dataset.theme;
+    show();
+  };
+  let onScreen;
+  addEventListener('beforeprint', () => {
+    onScreen = document.documentElement.dataset.theme;
+    choose('light');
+  });
+  addEventListener('afterprint', () => choose(onScreen));
+  button.addEventListener('click', () => choose(present() === 'dark' ? 'light' : 'dark'));
+  dark.addEventListener('change', show);
+  show();
 }
 
 function fillToolbar(bar, app, low, high) {
-  const chips = app.runs.map((run) =>
-    el('button', { class: `chip run-${run.index}`, 'aria-pressed': 'true', title: `Show or hide ${run.name}`, onclick: ({ currentTarget }) => {
-      run.isShown = !run.isShown;
-      currentTarget.setAttribute('aria-pressed', String(run.isShown));
+  const chips = el('div', { class: 'chips', role: 'group', 'aria-label': 'Runs' });
+  const fillChips = () => chips.replaceChildren(...linesOf(app.runs, app.data.groups, app.isMerged).map((line) => {
+    const isShown = line.runs.some((run) => run.isShown);
+    return el('button', { class: `chip run-${line.index}`, 'aria-pressed': String(isShown), title: `Show or hide ${line.runs.map((run) => run.name).join(', ')}`, onclick: () => {
+      line.runs.forEach((run) => { run.isShown = !isShown; });
+      fillChips();
       app.render();
-    } }, el('i', { class: 'swatch' }), el('span', {}, run.name)));
-  bar.append(el('div', { class: 'chips', role: 'group', 'aria-label': 'Runs' }, chips));
-  if (!app.runs.some((run) => run.curves.size)) return;
+    } }, el('i', { class: 'swatch' }), el('span', {}, line.name));
+  }));
+  fillChips();
+  bar.append(chips);
+  if (app.data.groups.length) {
+    bar.append(segmented('Seeds', [['mean', 'Mean of seeds'], ['each', 'Each seed']], 'mean', (value) => {
+      app.isMerged = value === 'mean';
+      fillChips();
+      app.render();
+    }));
+  }
+  if (!app.hasSteps) return;
   const slider = el('input', { type: 'range', id: 'step', min: low, max: high, step: 1, value: app.step, 'aria-label': 'Step', oninput: () => app.setStep(Number(slider.value)) });
   const number = el('input', { type: 'number', id: 'step-number', min: low, max: high, step: 1, value: app.step, 'aria-label': 'Step as a number', onchange: () => app.setStep(Number(number.value)) });
   app.showStep = () => {

@@ -1,38 +1,23 @@
 // The other panels: runs, coverage, weights, gradient norms, timings, warnings.
 
-/** Returns the label of a run: its colour and name. */
-function runLabel(run, ...more) {
-  return el('span', { class: `run-name run-${run.index}` }, el('i', { class: 'swatch' }), el('span', {}, run.name), ...more);
-}
-
-function table(headers, rows, attributes = {}) {
-  return el('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': attributes.label },
-    el('table', { class: attributes.class }, el('thead', {}, el('tr', {}, headers.map((header) => el('th', { scope: 'col' }, header)))), el('tbody', {}, rows)));
-}
-
-/** Returns a group of buttons of which exactly one is pressed. */
-function segmented(label, choices, current, choose) {
-  const buttons = choices.map(([value, text]) =>
-    el('button', { 'aria-pressed': String(value === current), 'data-choice': value, onclick: () => {
-      buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.choice === value)));
-      choose(value);
-    } }, text));
-  return el('div', { class: 'segmented', role: 'group', 'aria-label': label }, buttons);
-}
-
-const empty = (text) => el('p', { class: 'empty' }, text);
-
 function makeRuns(body, app) {
   const { key_options: keys, differing } = app.data;
+  const written = (run, key) => {
+    const value = run.options[key];
+    if (key === 'model' && run.kind === 'run' && value === null) return 'new';
+    return value === null || value === undefined || value === '' ? '–' : String(value);
+  };
+  const names = { rollouts: 'N (rollouts)', prompts: 'G (prompts)' };
   const shown = [...keys, ...differing];
-  const written = (value) => (value === null || value === undefined || value === '' ? '–' : String(value));
-  const varies = new Set(shown.filter((key) => new Set(app.runs.filter((run) => run.kind === app.runs[0].kind).map((run) => written(run.options[key]))).size > 1));
-  const names = { k: 'k', rollouts: 'N (rollouts)', prompts: 'G (prompts)' };
+  const varies = shown.filter((key) => new Set(app.runs.filter((run) => run.kind === app.runs[0].kind).map((run) => written(run, key))).size > 1);
+  const same = shown.filter((key) => !varies.includes(key) && written(app.runs[0], key) !== '–');
   const rows = app.runs.map((run) =>
-    el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', {}, progressOf(run)),
-      shown.map((key) => el('td', { class: varies.has(key) ? 'differs' : null }, key === 'model' && run.kind === 'run' && run.options.model === null ? 'new' : written(run.options[key])))));
-  body.append(table(['run', 'progress', ...shown.map((key) => names[key] ?? key)], rows, { class: 'runs', label: 'Runs and their options' }));
-  if (varies.size) body.append(el('p', { class: 'caption' }, 'Bold: options that differ between the runs.'));
+    el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', {}, progressOf(run)), varies.map((key) => el('td', {}, written(run, key)))));
+  body.append(table(['run', 'progress', ...varies.map((key) => names[key] ?? key)], rows, { class: 'runs', label: 'Runs and their options' }));
+  if (same.length) {
+    body.append(el('dl', { class: 'same' }, el('dt', {}, app.runs.length > 1 ? 'The same in all:' : 'Options:'),
+      same.map((key) => el('dd', {}, `${names[key] ?? key} `, el('b', {}, written(app.runs[0], key))))));
+  }
   const notes = app.runs.flatMap((run) => run.notes.map((note) => el('li', {}, runLabel(run), ' ', note)));
   if (notes.length) body.append(el('ul', { class: 'notes' }, notes));
   return {};
@@ -48,29 +33,30 @@ function makeCoverage(body, app) {
   let mode = 'ends';
   const host = el('div', { class: 'plot' });
   const numbers = el('div', {});
-  body.append(segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
+  const choice = segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
     mode = value;
     render();
-  }), host, numbers);
+  });
+  body.append(...(app.hasSteps ? [choice] : []), host, numbers);
 
   function chosen() {
-    const shown = [];
-    for (const run of app.visible()) {
-      const { coverage } = run;
-      if (!coverage.length) continue;
-      const until = coverage.filter(({ step }) => step === null || step <= app.step);
-      const picked = mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
-      picked.forEach((evaluation, i) => shown.push({ run, evaluation, role: i === 0 && picked.length > 1 ? 'first' : '' }));
-    }
-    return shown;
+    return app.lines().flatMap((line) => {
+      const picked = line.runs.filter((run) => run.coverage.length).map(({ coverage }) => {
+        const until = coverage.filter(({ step }) => step === null || step <= app.step);
+        return mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
+      });
+      const places = [...Array(Math.max(0, ...picked.map((evaluations) => evaluations.length))).keys()];
+      return places.map((i) => ({
+        run: line, role: i === 0 && places.length > 1 ? 'first' : '', evaluation: mergedEvaluation(picked.map((evaluations) => evaluations[i]).filter(Boolean)),
+      }));
+    });
   }
 
   function render() {
     const shown = chosen();
     const ks = [...new Set(shown.flatMap(({ evaluation }) => evaluation.rows.map(([k]) => k)))].sort((a, b) => a - b);
     if (!shown.length) {
-      host.replaceChildren();
-      observeWidth(host, () => {});
+      clearChart(host);
       numbers.replaceChildren(empty('The visible runs have no evaluation up to this step.'));
       return;
     }
@@ -83,7 +69,7 @@ function makeCoverage(body, app) {
     const [, high] = niceRange(0, Math.max(...values, 0));
     drawChart(host, {
       label: 'pass@k by k', height: 300, marks,
-      x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples per prompt', ticks: ks },
+      x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples per prompt', ticks: ks.filter((_, i) => i % Math.ceil(ks.length / 12) === 0) },
       y: { kind: 'linear', low: Math.min(0, ...values), high: Math.min(high, Math.max(1, ...values)), title: 'pass@k' },
       find: (x) => {
         const k = ks[nearest(ks.map(Math.log2), Math.log2(x))];
@@ -93,7 +79,7 @@ function makeCoverage(body, app) {
           const interval = row[2] === null ? '' : `  [${short(row[2])}, ${short(row[3])}]`;
           return [{ run: run.index, name: `${run.name}${whenOf(evaluation)}`, text: exact(row[1]) + interval }];
         });
-        return { x: k, y: null, title: `pass@${k}`, rows };
+        return { title: `pass@${k}`, rows };
       },
     });
     numbers.replaceChildren(table(['run', 'evaluation', ...ks.map((k) => `pass@${k}`)], shown.map(({ run, evaluation, role }) =>
@@ -107,7 +93,19 @@ function makeCoverage(body, app) {
   return { render, moveStep: () => mode === 'step' && render() };
 }
 
-const whenOf = ({ step }) => (step === null ? '' : `, step ${step.toLocaleString('en')}`);
+/** Returns one evaluation as it is; those of several seeds as their mean, with a standard error to each side. */
+function mergedEvaluation(evaluations) {
+  if (evaluations.length === 1) return evaluations[0];
+  const ks = [...new Set(evaluations.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
+  const rows = ks.map((k) => {
+    const { mean, error } = meanAndError(evaluations.map(({ rows }) => rows.find((row) => row[0] === k)?.[1] ?? null));
+    return [k, mean, error === null ? null : mean - error, error === null ? null : mean + error];
+  });
+  const [from, to] = extent(evaluations.map(({ step }) => step));
+  return { step: from === to ? from : null, when: from < to ? `, steps ${count(from)} to ${count(to)}` : undefined, rows };
+}
+
+const whenOf = ({ step, when }) => when ?? (step === null ? '' : `, step ${step.toLocaleString('en')}`);
 
 function makeWeights(body, app) {
   const host = el('div', { class: 'plot' });
@@ -115,7 +113,7 @@ function makeWeights(body, app) {
   const rates = app.data.pass_rates;
   body.append(host, el('p', { class: 'caption' }, 'Dashed: 1/p, the weight of maximum likelihood. The weights are exact for each run’s N and k.'), reasons);
   function render() {
-    const runs = app.visible().filter((run) => run.kind === 'run');
+    const runs = app.lines().filter((line) => line.kind === 'run').map((line) => ({ ...line, weight: line.runs[0].weight }));
     const known = runs.filter((run) => run.weight.values);
     const lines = known.map((run) => ({ type: 'line', run: run.index, xs: rates, ys: run.weight.values }));
     const likelihood = rates.map((p) => 1 / p);
@@ -128,7 +126,7 @@ function makeWeights(body, app) {
       find: (x) => {
         const i = nearest(rates, x);
         const rows = known.map((run) => ({ run: run.index, name: run.name, text: short(run.weight.values[i]) }));
-        return { x: rates[i], y: null, title: `p = ${short(rates[i])}`, rows: [...rows, { run: 'none', name: '1/p', text: short(likelihood[i]) }] };
+        return { title: `p = ${short(rates[i])}`, rows: [...rows, { run: 'none', name: '1/p', text: short(likelihood[i]) }] };
       },
     });
     reasons.replaceChildren(...runs.filter((run) => !run.weight.values).map((run) => el('li', {}, runLabel(run), ` no weight: ${run.weight.reason}`)));
@@ -148,111 +146,88 @@ function makeNorms(body, app) {
   }), host, caption);
 
   function render() {
-    const sets = app.visible().filter((run) => run.points.step.length).map((run) => ({ run, ...chosenPoints(run) }));
-    const points = sets.flatMap(({ run, indices }) => indices.map((i) => run.points.grad_norm[i]));
-    let most = 0;
-    for (const norm of points) if (norm > most) most = norm;
-    const marks = sets.flatMap(({ run, indices }) => {
-      const every = Math.ceil(indices.length / MOST_DRAWN) || 1;
-      const drawn = indices.filter((_, i) => i % every === 0);
-      const means = meansByRate(run.points, indices);
+    const sets = app.lines().map((line) => ({ line, points: line.runs.flatMap(chosenPoints) })).filter(({ points }) => points.length);
+    const [, most] = extent(sets.flatMap(({ points }) => points.map(({ norm }) => norm)));
+    const marks = sets.flatMap(({ line, points }) => {
+      const every = Math.ceil(points.length / MOST_DRAWN);
+      const drawn = points.filter((_, i) => i % every === 0);
+      const means = meansByRate(points);
       return [
-        { type: 'dots', role: 'faint', run: run.index, xs: drawn.map((i) => run.points.pass_rate[i]), ys: drawn.map((i) => run.points.grad_norm[i]) },
-        { type: 'line', run: run.index, xs: means.map(([rate]) => rate), ys: means.map(([, mean]) => mean) },
+        { type: 'scatter', run: line.index, xs: drawn.map(({ rate }) => rate), ys: drawn.map(({ norm }) => norm) },
+        { type: 'line', run: line.index, xs: means.map(([rate]) => rate), ys: means.map(([, mean]) => mean) },
       ];
     });
     drawChart(host, {
       label: 'Gradient norm of each prompt by its pass rate', height: 300, marks,
       x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
-      y: { kind: 'linear', low: 0, high: niceRange(0, most)[1], title: 'gradient norm' },
+      y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
       find: (x, y, pointer) => findPoint(sets, pointer),
     });
-    const when = sets.map(({ run, step, indices }) => `${run.name}: ${indices.length.toLocaleString('en')} prompts${step === null ? '' : ` at step ${step}`}`);
+    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${mode === 'all' ? '' : ` at step ${points[0].step}`}`);
     caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
   }
 
   /** Returns the points of all diagnosed steps, or those of the last diagnosed step up to the slider. */
   function chosenPoints(run) {
-    const steps = run.points.step;
-    const all = steps.map((_, i) => i);
-    if (mode === 'all') return { indices: all, step: null };
-    const step = steps.reduce((last, step) => (step <= app.step && step > last ? step : last), -1);
-    return { indices: all.filter((i) => steps[i] === step), step: step < 0 ? null : step };
+    const { step: steps, id, pass_rate: rates, grad_norm: norms } = run.points;
+    const points = steps.map((step, i) => ({ run, step, id: id[i], rate: rates[i], norm: norms[i] }));
+    if (mode === 'all') return points;
+    const last = steps.reduce((last, step) => (step <= app.step && step > last ? step : last), -1);
+    return points.filter(({ step }) => step === last);
   }
   return { render, moveStep: () => mode === 'step' && render() };
 }
 
 /** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */
-function meansByRate({ pass_rate: rates, grad_norm: norms }, indices) {
-  const isMany = new Set(indices.map((i) => rates[i])).size > 65;
+function meansByRate(points) {
+  const isMany = new Set(points.map(({ rate }) => rate)).size > 65;
   const sums = new Map();
-  for (const i of indices) {
-    const at = isMany ? (Math.min(19, Math.floor(rates[i] * 20)) + 0.5) / 20 : rates[i];
-    const [sum, count] = sums.get(at) ?? [0, 0];
-    sums.set(at, [sum + norms[i], count + 1]);
+  for (const { rate, norm } of points) {
+    const at = isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate;
+    const [sum, number] = sums.get(at) ?? [0, 0];
+    sums.set(at, [sum + norm, number + 1]);
   }
-  return [...sums].map(([rate, [sum, count]]) => [rate, sum / count]).sort((a, b) => a[0] - b[0]);
+  return [...sums].map(([rate, [sum, number]]) => [rate, sum / number]).sort((a, b) => a[0] - b[0]);
 }
 
 function findPoint(sets, { px, py, toX, toY }) {
   let best = null;
   let least = 24 ** 2; // pixels
-  for (const { run, indices } of sets) {
-    for (const i of indices) {
-      const distance = (toX(run.points.pass_rate[i]) - px) ** 2 + (toY(run.points.grad_norm[i]) - py) ** 2;
-      if (distance < least) [best, least] = [{ run, i }, distance];
+  for (const { points } of sets) {
+    for (const point of points) {
+      const distance = (toX(point.rate) - px) ** 2 + (toY(point.norm) - py) ** 2;
+      if (distance < least) [best, least] = [point, distance];
     }
   }
   if (!best) return null;
-  const { run, i } = best;
-  const [step, id, rate, norm] = ['step', 'id', 'pass_rate', 'grad_norm'].map((key) => run.points[key][i]);
+  const { run, step, id, rate, norm } = best;
   const row = (name, value) => ({ run: run.index, name, text: exact(value) });
-  return { x: rate, y: norm, title: `${run.name}, step ${step}${id === null ? '' : `, prompt ${id}`}`, rows: [row('pass rate', rate), row('gradient norm', norm)] };
+  return { title: `${run.name}, step ${step}${id === null ? '' : `, prompt ${id}`}`, rows: [row('pass rate', rate), row('gradient norm', norm)] };
 }
 
 function makeTimings(body, app) {
-  const host = el('div', { class: 'plot' });
+  const host = el('div', {});
   const caption = el('p', { class: 'caption' });
   body.append(host, caption);
   function render() {
-    const runs = app.visible().filter((run) => Object.keys(run.seconds).length);
-    const draw = () => host.clientWidth && host.replaceChildren(drawBars(runs, host.clientWidth));
-    draw();
-    observeWidth(host, draw);
-    const partial = runs.filter((run) => run.seconds_from === 'metrics.jsonl').map((run) => run.name);
-    const totals = runs.map((run) => `${run.name} ${short(totalOf(run))} s`);
-    caption.textContent = !runs.length ? 'The visible runs have no timings.' :
+    const lines = app.lines().map((line) => ({ ...line, runs: line.runs.filter((run) => Object.keys(run.seconds).length) })).filter(({ runs }) => runs.length);
+    const mean = (line, stage) => meanOf(line.runs.map((run) => run.seconds[stage] ?? 0));
+    const stages = [...new Set(lines.flatMap(({ runs }) => runs.flatMap((run) => Object.keys(run.seconds))))];
+    const total = new Map(lines.map((line) => [line, stages.reduce((sum, stage) => sum + mean(line, stage), 0)]));
+    host.replaceChildren(drawBars('Seconds by stage', stages.map((stage) => ({
+      label: stage,
+      bars: lines.filter(({ runs }) => runs.some((run) => stage in run.seconds)).map((line) => {
+        const seconds = mean(line, stage);
+        const share = total.get(line) ? Math.round((100 * seconds) / total.get(line)) : 0;
+        return { run: line, value: seconds, text: `${seconds < 1e4 ? seconds.toFixed(1) : short(Math.round(seconds))} s · ${share}%` };
+      }),
+    }))));
+    const partial = lines.flatMap(({ runs }) => runs.filter((run) => run.seconds_from === 'metrics.jsonl').map((run) => run.name));
+    const totals = lines.map((line) => `${line.name} ${short(total.get(line))} s`);
+    caption.textContent = !lines.length ? 'The visible runs have no timings.' :
       `Total: ${totals.join('; ')}.${partial.length ? ` Sums of metrics.jsonl only, because timings.json is missing: ${partial.join(', ')}.` : ''}`;
   }
   return { render };
-}
-
-const totalOf = (run) => Object.values(run.seconds).reduce((sum, value) => sum + value, 0);
-
-function drawBars(runs, width) {
-  const stages = [...new Set(runs.flatMap((run) => Object.keys(run.seconds)))];
-  const cut = (text) => (text.length > 24 ? `${text.slice(0, 23)}…` : text);
-  const left = 14 + Math.max(0, ...stages.map((stage) => cut(stage).length)) * 6.6;
-  const most = Math.max(...runs.flatMap((run) => Object.values(run.seconds)), 1e-9);
-  const room = Math.max(20, width - left - 110);
-  const [bar, gap] = [14, 12];
-  const rows = [];
-  let y = 4;
-  for (const stage of stages) {
-    const own = runs.filter((run) => stage in run.seconds);
-    rows.push(svg('text', { class: 'stage', x: left - 10, y: y + (own.length * (bar + 4) - 4) / 2, dy: '0.35em', 'text-anchor': 'end' }, cut(stage)));
-    for (const run of own) {
-      const seconds = run.seconds[stage];
-      const length = Math.max(1, (seconds / most) * room);
-      const share = totalOf(run) ? Math.round((100 * seconds) / totalOf(run)) : 0;
-      rows.push(
-        svg('rect', { class: `bar run-${run.index}`, 'data-run': run.index, x: left, y, width: length, height: bar, rx: 2 }, svg('title', {}, `${run.name}, ${stage}: ${exact(seconds)} s`)),
-        svg('text', { class: 'amount', x: left + length + 7, y: y + bar / 2, dy: '0.35em' }, `${seconds < 1e4 ? seconds.toFixed(1) : short(Math.round(seconds))} s · ${share}%`));
-      y += bar + 4;
-    }
-    y += gap;
-  }
-  return svg('svg', { class: 'chart', width, height: y, viewBox: `0 0 ${width} ${y}`, role: 'img', 'aria-label': 'Seconds by stage' }, rows);
 }
 
 function makeWarnings(body, app) {

@@ -1,6 +1,7 @@
-// Samples with their rewards, one page at a time.
+// Samples by prompt, of one run or of two side by side; within a prompt by step.
 
-const PAGE = 10;
+const PER_PAGE = 5; // prompts
+const OF_A_STEP = 4; // samples of a step that are shown at first
 const LONG = 900; // characters, or LINES lines; much longer texts are shortened until the reader expands them
 const LINES = 12;
 const isRight = (sample) => sample.reward !== null && sample.reward > 0.5;
@@ -13,84 +14,139 @@ const OUTCOMES = {
 };
 
 function makeSamples(body, app) {
-  const all = app.runs.flatMap((run) => run.samples.map((sample) => ({ run, ...sample })));
-  const filter = { run: '', step: '', outcome: 'all', text: '' };
-  let page = 0;
-  const list = el('div', { class: 'samples', role: 'table', 'aria-label': 'Samples' });
-  const count = el('span', { class: 'count', role: 'status' });
-  const place = el('span', { class: 'place' });
-  const previous = el('button', { onclick: () => turn(-1) }, '← Previous');
-  const next = el('button', { onclick: () => turn(1) }, 'Next →');
-
-  const steps = [...new Set(all.map(({ step }) => step))].filter((step) => step !== null).sort((a, b) => a - b);
-  const runs = app.runs.filter((run) => run.samples.length);
-  const set = (name) => ({ target }) => {
-    filter[name] = target.value;
-    page = 0;
+  const state = { source: app.sources[0][0], left: null, right: null, step: '', outcome: 'all', text: '' };
+  const list = el('div', { class: 'samples' });
+  const number = el('span', { class: 'count', role: 'status' });
+  const controls = el('div', { class: 'filters' });
+  const search = el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: ({ target }) => set('text')(target.value) }));
+  const pages = pager(() => {
+    render();
+    body.scrollIntoView({ block: 'start' });
+  });
+  body.append(controls, number, list, pages.node);
+  const having = () => app.runs.filter((run) => run.lazy[state.source].length);
+  const stepsOf = (runs) => [...new Set(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)))].filter((step) => step !== null).sort((a, b) => a - b);
+  const set = (name) => (value) => {
+    state[name] = value;
+    if (name === 'source') [state.left, state.right, state.step] = [null, null, ''];
+    pages.first();
+    if (name !== 'text') fillControls(); // which would take the cursor out of the field
     render();
   };
-  const select = (label, name, choices) =>
-    el('label', {}, label, el('select', { name, onchange: set(name) }, choices.map(([value, text]) => el('option', { value }, text))));
-  body.append(
-    el('div', { class: 'filters' },
-      select('run', 'run', [['', 'all visible'], ...runs.map((run) => [run.index, run.name])]),
-      select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...steps.map((step) => [step, step.toLocaleString('en')])]),
-      select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text])),
-      el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: set('text') })),
-      count),
-    list, el('div', { class: 'pages' }, previous, place, next));
 
-  function chosen() {
-    const shown = new Set(app.visible());
-    const text = filter.text.toLowerCase();
-    const [, holds] = OUTCOMES[filter.outcome];
-    const step = filter.step === 'slider' ? (steps[Math.max(0, lastUpTo(steps, app.step))] ?? null) : filter.step === '' ? null : Number(filter.step);
-    return all.filter((sample) =>
-      (filter.run === '' ? shown.has(sample.run) : sample.run.index === Number(filter.run)) &&
-      (filter.step === '' || sample.step === step) && holds(sample) &&
+  function fillControls() {
+    const runs = having();
+    const place = (run) => (run ? String(run.index) : '');
+    const groupOf = (run) => app.data.groups.find((group) => group.runs.includes(run.index)) ?? run;
+    if (state.left === null) [state.left, state.right] = [place(runs[0]), place(runs.find((run) => groupOf(run) !== groupOf(runs[0])) ?? runs[1])];
+    const names = runs.map((run) => [run.index, run.name]);
+    controls.replaceChildren(...[
+      app.sources.length > 1 ? segmented('Samples', app.sources, state.source, set('source')) : null,
+      select('run', 'run', names, state.left, set('left')),
+      runs.length > 1 ? select('beside', 'beside', [['', 'none'], ...names], state.right, set('right')) : null,
+      stepsOf(runs).length > 0 && select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...stepsOf(runs).map((step) => [step, count(step)])], state.step, set('step')),
+      select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text]), state.outcome, set('outcome')),
+      search,
+    ].filter(Boolean));
+  }
+
+  const shownRuns = () => [...new Set([state.left, state.right])].filter((place) => place !== '').map((place) => app.runs[Number(place)]);
+
+  function chosen(run) {
+    const text = state.text.toLowerCase();
+    const [, holds] = OUTCOMES[state.outcome];
+    const steps = stepsOf([run]);
+    const step = state.step === 'slider' ? (steps[Math.max(0, lastUpTo(steps, app.step))] ?? null) : Number(state.step);
+    return run.lazy[state.source].filter((sample) =>
+      (state.step === '' || sample.step === step) && holds(sample) &&
       (!text || sample.prompt.toLowerCase().includes(text) || sample.response.toLowerCase().includes(text)));
   }
 
   function render() {
-    const found = chosen();
-    const pages = Math.max(1, Math.ceil(found.length / PAGE));
-    page = Math.min(page, pages - 1);
-    count.textContent = `${found.length.toLocaleString('en')} of ${all.length.toLocaleString('en')}`;
-    place.textContent = `page ${page + 1} of ${pages.toLocaleString('en')}`;
-    previous.disabled = page === 0;
-    next.disabled = page === pages - 1;
-    list.replaceChildren(...(found.length ? found.slice(page * PAGE, (page + 1) * PAGE).map(sampleRow) : [empty('No sample matches.')]));
+    const columns = shownRuns().map((run) => ({ run, samples: chosen(run) }));
+    const prompts = new Map();
+    columns.forEach(({ samples }, i) => samples.forEach((sample) => {
+      if (!prompts.has(sample.prompt)) prompts.set(sample.prompt, columns.map(() => []));
+      prompts.get(sample.prompt)[i].push(sample);
+    }));
+    const total = columns.reduce((sum, { run }) => sum + (run.in_files[state.source] ?? 0), 0);
+    const found = columns.reduce((sum, { samples }) => sum + samples.length, 0);
+    const inPage = columns.reduce((sum, { run }) => sum + run.lazy[state.source].length, 0);
+    number.textContent = `${plural(prompts.size, 'prompt')}, ${count(found)} of ${plural(total, 'sample')}${inPage < total ? `; this page has ${count(inPage)} of them` : ''}`;
+    const page = pages.show(Math.ceil(prompts.size / PER_PAGE));
+    const cards = [...prompts].slice(page * PER_PAGE, (page + 1) * PER_PAGE).map(([prompt, parts]) => promptCard(prompt, columns.map(({ run }, i) => ({ run, samples: parts[i] }))));
+    list.replaceChildren(...(cards.length ? cards : [empty('No sample matches.')]));
   }
-
-  function turn(by) {
-    page += by;
-    render();
-    body.scrollIntoView({ block: 'start' });
-  }
-  return { render, moveStep: () => filter.step === 'slider' && render() };
+  fillControls();
+  return { render, moveStep: () => state.step === 'slider' && render() };
 }
 
-function sampleRow(sample) {
-  const outcome = sample.reward === null ? ['unscored', 'not scored'] : isRight(sample) ? ['right', `✓ ${short(sample.reward)}`] : ['wrong', `✗ ${short(sample.reward)}`];
-  const facts = [sample.id === null ? null : `prompt ${sample.id}`, sample.step === null ? null : `step ${sample.step}`, sample.tokens === null ? null : `${short(sample.tokens)} tokens`];
-  return el('article', { class: `sample ${outcome[0]}`, role: 'row' },
-    el('header', { role: 'cell' }, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, outcome[1]), runLabel(sample.run),
-      el('span', { class: 'facts' }, facts.filter(Boolean).join(' · ')), sample.truncated ? el('span', { class: 'tag' }, 'truncated') : null,
-      sample.left_out ? el('span', { class: 'tag' }, `${sample.left_out.toLocaleString('en')} characters left out`) : null),
-    textCell('prompt', sample.prompt), textCell('response', sample.response));
+function promptCard(prompt, columns) {
+  const first = columns.flatMap(({ samples }) => samples)[0];
+  const maze = mazeOf(prompt);
+  const ids = [...new Set(columns.flatMap(({ samples }) => samples.map(({ id }) => id)))].filter((id) => id !== null); // of one text
+  const about = [`prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`, first.answer ? `answer ${first.answer}` : null];
+  return el('article', { class: maze ? 'sample with-maze' : 'sample', 'data-id': exact(first.id) },
+    el('header', {}, el('h3', {}, about[0]), el('span', { class: 'facts' }, about[1]), first.columns ? folded('columns', () => el('pre', {}, first.columns)) : null),
+    el('div', { class: 'text prompt' }, maze ? [drawMaze(maze), folded('prompt as text', () => el('pre', {}, prompt))] : textCell(prompt)),
+    el('div', { class: 'columns' }, columns.map(({ run, samples }) => el('div', { class: 'column' },
+      el('header', {}, runLabel(run), samples.length ? el('span', { class: 'facts' }, meanReward(samples)) : null),
+      samples.length ? byStep(samples).map(([step, own], i, all) => stepPart(step, own, maze, i === 0 || i === all.length - 1)) : empty('no sample of this prompt')))));
+}
+
+/** Returns a part that is made when it is first opened. */
+function folded(name, make, isOpen = false) {
+  const node = el('details', { open: isOpen, ontoggle: () => node.open && node.children.length === 1 && node.append(make()) }, el('summary', {}, name));
+  if (isOpen) node.append(make());
+  return node;
+}
+
+function byStep(samples) {
+  const steps = new Map();
+  samples.forEach((sample) => steps.set(sample.step, [...(steps.get(sample.step) ?? []), sample]));
+  return [...steps].sort(([a], [b]) => (a ?? 0) - (b ?? 0));
+}
+
+function meanReward(samples) {
+  const known = samples.map(({ reward }) => reward).filter((reward) => reward !== null);
+  return `mean reward ${short(meanOf(known))} over ${plural(known.length, 'sample')}`;
+}
+
+function stepPart(step, samples, maze, isOpen) {
+  const make = () => {
+    const node = el('div', { class: maze ? 'responses mazes' : 'responses' }, samples.slice(0, OF_A_STEP).map((sample) => response(sample, maze)));
+    const rest = samples.slice(OF_A_STEP);
+    const more = rest.length && el('button', { class: 'mini more', onclick: () => more.replaceWith(...rest.map((sample) => response(sample, maze))) }, `Show ${count(rest.length)} more`);
+    if (more) node.append(more);
+    return node;
+  };
+  return step === null ? make() : folded(`step ${count(step)} · ${meanReward(samples)}`, make, isOpen);
+}
+
+function response(sample, maze) {
+  const kind = sample.reward === null ? ['unscored', 'not scored'] : isRight(sample) ? ['right', `✓ ${short(sample.reward)}`] : ['wrong', `✗ ${short(sample.reward)}`];
+  const facts = [
+    sample.tokens === null ? null : plural(sample.tokens, 'token'), sample.advantage === null ? null : `advantage ${short(sample.advantage)}`,
+    ...Object.entries(sample.components).map(([name, value]) => `${name} ${short(value)}`),
+  ].filter(Boolean);
+  const tags = [sample.truncated ? 'truncated' : null, sample.left_out ? `${count(sample.left_out)} characters left out` : null].filter(Boolean);
+  return el('div', { class: `response ${kind[0]}` },
+    el('p', {}, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, kind[1]), tags.map((tag) => el('span', { class: 'tag' }, tag)), el('span', { class: 'facts' }, facts.join(' · '))),
+    maze ? [drawMaze(maze, sample.response, kind[0]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response));
 }
 
 /** Shows a text unchanged, with its spaces and line breaks; a long one is shortened until the reader expands it. */
-function textCell(name, text) {
+function textCell(text) {
   const lines = text.split('\n');
   const isLong = text.length > 1.5 * LONG || lines.length > 1.5 * LINES;
   const cut = lines.slice(0, LINES).join('\n').slice(0, LONG);
   const shown = el('pre', {}, isLong ? `${cut} …` : text || ' ');
+  const all = `Show all ${plural(text.length, 'character')}`;
   const more = isLong && el('button', { class: 'mini', 'aria-expanded': 'false', onclick: () => {
     const isOpen = more.getAttribute('aria-expanded') === 'true';
     shown.textContent = isOpen ? `${cut} …` : text;
-    more.textContent = isOpen ? `Show all ${text.length.toLocaleString('en')} characters` : 'Show less';
+    more.textContent = isOpen ? all : 'Show less';
     more.setAttribute('aria-expanded', String(!isOpen));
-  } }, `Show all ${text.length.toLocaleString('en')} characters`);
-  return el('div', { class: `text ${name}`, role: 'cell' }, el('h4', {}, name), shown, more || null);
+  } }, all);
+  return [shown, more || null];
 }

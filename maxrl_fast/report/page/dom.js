@@ -1,0 +1,145 @@
+// Elements, numbers, tables and the tooltip. Text of a run only ever becomes text nodes.
+
+const SVG = 'http://www.w3.org/2000/svg'; // a namespace name; it is not fetched
+
+/** Returns an HTML element; children are nodes or text. Attributes that are null, undefined or false are left out. */
+function el(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** Returns an SVG element, likewise. */
+function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? '' : value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+const count = (number) => number.toLocaleString('en');
+const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? '' : 's'}`;
+
+/** Formats a number with four digits and thousands separators. */
+function short(value) {
+  if (value === null || value === undefined) return '–';
+  if (value === 0 || Number.isInteger(value)) return Math.abs(value) < 1e15 ? count(value) : value.toExponential(3);
+  const size = Math.abs(value);
+  if (size < 1e-3 || size >= 1e9) return value.toExponential(3).replace('e+', 'e');
+  const digits = Math.min(6, Math.max(0, 3 - Math.floor(Math.log10(size))));
+  return value.toLocaleString('en', { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+/** Formats a number with all its digits. */
+function exact(value) {
+  return value === null || value === undefined ? '–' : String(value);
+}
+
+/** Returns the index of the last number that is at most x in an ascending list; -1 if there is none. */
+function lastUpTo(numbers, x) {
+  let low = -1;
+  let high = numbers.length - 1;
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (numbers[middle] <= x) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+/** Returns the index of the number nearest to x in an ascending list; -1 if it is empty. */
+function nearest(numbers, x) {
+  const below = lastUpTo(numbers, x);
+  if (below < 0) return numbers.length ? 0 : -1;
+  return below + 1 < numbers.length && numbers[below + 1] - x < x - numbers[below] ? below + 1 : below;
+}
+
+/** Returns the least and the greatest of any number of numbers; null is left out. */
+function extent(numbers) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const number of numbers) {
+    if (number === null || number === undefined) continue;
+    if (number < low) low = number;
+    if (number > high) high = number;
+  }
+  return [low, high];
+}
+
+const meanOf = (numbers) => (numbers.length ? numbers.reduce((sum, number) => sum + number, 0) / numbers.length : null);
+
+/** Returns the label of a run or line: its colour and name. */
+function runLabel(run, ...more) {
+  return el('span', { class: `run-name run-${run.index}` }, el('i', { class: 'swatch' }), el('span', {}, run.name), ...more);
+}
+
+function table(headers, rows, attributes = {}) {
+  const heads = headers.map((header) => (header instanceof Node ? header : el('th', { scope: 'col' }, header)));
+  return el('div', { class: 'scroll', tabindex: 0, role: 'region', 'aria-label': attributes.label },
+    el('table', { class: attributes.class }, el('thead', {}, el('tr', {}, heads)), el('tbody', {}, rows)));
+}
+
+/** Returns a group of buttons of which exactly one is pressed. */
+function segmented(label, choices, current, choose) {
+  const buttons = choices.map(([value, text]) =>
+    el('button', { 'aria-pressed': String(value === current), 'data-choice': value, onclick: () => {
+      buttons.forEach((button) => button.setAttribute('aria-pressed', String(button.dataset.choice === value)));
+      choose(value);
+    } }, text));
+  return el('div', { class: 'segmented', role: 'group', 'aria-label': label }, buttons);
+}
+
+/** Returns a labelled choice; choices are [value, text]. */
+function select(label, name, choices, current, choose) {
+  const options = choices.map(([value, text]) => el('option', { value, selected: String(value) === String(current) }, text));
+  return el('label', {}, label, el('select', { name, onchange: ({ target }) => choose(target.value) }, options));
+}
+
+const empty = (text) => el('p', { class: 'empty' }, text);
+
+/** Returns the buttons that turn pages, and show(number of pages), which returns the page that is shown. */
+function pager(turned) {
+  let page = 0;
+  const place = el('span', { class: 'place' });
+  const turn = (by) => {
+    page += by;
+    turned();
+  };
+  const previous = el('button', { onclick: () => turn(-1) }, '← Previous');
+  const next = el('button', { onclick: () => turn(1) }, 'Next →');
+  const node = el('div', { class: 'pages' }, previous, place, next);
+  const show = (pages) => {
+    page = Math.max(0, Math.min(page, pages - 1));
+    place.textContent = `page ${page + 1} of ${count(Math.max(1, pages))}`;
+    previous.disabled = page === 0;
+    next.disabled = page >= pages - 1;
+    node.hidden = pages < 2;
+    return page;
+  };
+  return { node, show, first: () => { page = 0; } };
+}
+
+function showTooltip(event, { title, rows }) {
+  const tooltip = document.getElementById('tooltip');
+  tooltip.replaceChildren(
+    el('strong', {}, title),
+    ...rows.map(({ run, name, text }) =>
+      el('div', { class: run === undefined ? '' : `run-${run}` }, el('i', { class: 'swatch' }), el('span', {}, name), el('b', {}, text)),
+    ),
+  );
+  tooltip.hidden = false;
+  const { offsetWidth: width, offsetHeight: height } = tooltip;
+  const room = document.documentElement.clientWidth;
+  const right = event.clientX + 16 + width < room;
+  const x = right ? event.clientX + 16 : Math.max(4, event.clientX - width - 16);
+  const y = Math.max(4, Math.min(event.clientY - height / 2, window.innerHeight - height - 4));
+  tooltip.style.transform = `translate(${Math.min(x, Math.max(4, room - width - 4))}px, ${y}px)`;
+}
+
+function hideTooltip() {
+  document.getElementById('tooltip').hidden = true;
+}

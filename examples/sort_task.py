@@ -1,4 +1,9 @@
-"""The task of sorting digits."""
+"""A task of your own: digits to sort.
+
+The guide docs/adding_a_task.md explains it.
+
+    python -m maxrl_fast.train --task examples/sort_task.py:SortTask --task-args '{"length": 4}'
+"""
 
 import random
 import zlib
@@ -41,7 +46,7 @@ class SortTask:
 
     def __init__(self, length: int = 6, seed: int = 0):
         if not MIN_LENGTH <= length <= MAX_LENGTH:
-            raise InputError(f"sort_length must be from {MIN_LENGTH} to {MAX_LENGTH}, got {length}")
+            raise InputError(f"length must be from {MIN_LENGTH} to {MAX_LENGTH}, got {length}")
         self.length, self.seed = length, seed
         self.name = f"sort {length} digits"
         self.prompt_length = length + 2

@@ -222,6 +222,14 @@ def engine_of(name, **options):
     return build_engine(name, tiny_decoder(), task, torch.float32, max_new_tokens=8, max_batch=4, **options)
 
 
+def test_the_estimate_of_memory_says_that_it_leaves_an_own_engine_out(capsys):
+    for engine, is_said in ((f"{NAIVE}:NaiveEngine", True), ("native", False)):
+        assert train.main([*SIZES, "--task", "chain", "--sft-steps", "0", "--rollout", engine, "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert (f"The memory of the engine {engine} is not known and not in the table." in printed) == is_said
+        assert ("rollout weights" in printed) != is_said
+
+
 def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")

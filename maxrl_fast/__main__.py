@@ -1,4 +1,4 @@
-"""The console script `maxrl-fast`, or `python -m maxrl_fast`: one entry for the four commands."""
+"""The console script `maxrl-fast`, or `python -m maxrl_fast`: one entry for all commands."""
 
 import sys
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from maxrl_fast.output import protect_output
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),
+    "sweep": ("maxrl_fast.sweep", "train a grid of options and seeds, one run after another"),
     "evaluate": ("maxrl_fast.evaluate", "evaluate a run or a checkpoint"),
     "report": ("maxrl_fast.report.command", "write runs and evaluations as one HTML page"),
     "objectives": ("maxrl_fast.objectives", "print the estimators of the group advantage and their weights"),
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     if name not in COMMANDS:
-        print(f"error: the command must be train, evaluate, report or objectives, got {name}", file=sys.stderr)
+        print(f"error: the command must be train, sweep, evaluate, report or objectives, got {name}", file=sys.stderr)
         return 2
     code: int = import_module(COMMANDS[name][0]).main(arguments[1:])
     return code

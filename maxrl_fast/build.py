@@ -20,12 +20,14 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.plugins import build_plugin, place_of
 from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
 from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
 from maxrl_fast.run.fingerprints import fingerprints, source_file
@@ -33,13 +35,15 @@ from maxrl_fast.run.resume import Saved
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.gym import GymTask, check_config
+from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, dataset_spec, is_file, unknown_task
+from maxrl_fast.tasks.names import GYM, dataset_spec, is_plugin, is_reward, needs_data, unknown_task
+from maxrl_fast.tasks.own import json_object, own_task
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.exactness import check_engine, check_exact
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objective_registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompts_ahead import PromptsAhead
 from maxrl_fast.training.sharding import distribute
@@ -65,16 +69,20 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         return MazeTask(options.maze_size, seed)
     if name == "chain":
         return ChainTask(options.chain_length, seed)
+    if is_plugin(name):
+        return own_task(name, options.task_args, seed, model)
     if spec is None and not name.startswith(GYM):
         raise InputError(unknown_task(name))
     if spec is not None and options.data is not None and options.hub is not None:
         raise InputError(f"--task {name} takes --data or --hub, got both")
+    if is_reward(name) and options.data is None and options.hub is None:
+        raise InputError(needs_data(name))
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
     if spec is not None and not reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
-        check_config(options.gym_config)
+        json_object("--gym-config", options.gym_config)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
     text: dict[str, Any] = {
@@ -229,15 +237,20 @@ def compare_policy(model: PolicyModel) -> str:
     return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
 
 
-def compare_engine(model: PolicyModel, engine: Engine) -> str:
-    """Return a sentence on how close an engine that is not ours samples to a policy of transformers; "" for all others.
+def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
+    """Return a sentence on how close an engine that is not ours samples to the policy; "" for engines that tests compare.
+
+    Args:
+        name: of the engine. vLLM is compared for policies of transformers, an engine of the user's for all.
 
     Raises:
         InputError: where it samples from another model.
     """
-    if isinstance(model, HuggingFacePolicy) and not isinstance(engine, PlainEngine):
-        return check_engine(model, engine)
-    return ""
+    if name not in ENGINES:
+        engine.load_weights(model)
+    elif not isinstance(model, HuggingFacePolicy) or isinstance(engine, PlainEngine):
+        return ""
+    return check_engine(model, engine, name)
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
@@ -255,10 +268,12 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> di
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return the fingerprints of the files that decide the run's result."""
-    objective = config.objective.objective
+    task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
     files = {
-        "objective": source_file(objective) if is_file(objective) else None,
+        "objective": source_file(place_of("objective", objective)) if is_custom(objective) else None,
         "judge-template": config.reward.judge_template,
+        "task": source_file(place_of("task", task_name)) if is_plugin(task_name) else None,
+        "rollout": source_file(place_of("rollout", engine)) if engine not in ENGINES else None,
     }
     for i, name in enumerate(reward_names(config.reward, task)):
         is_model = name.startswith(CLASSIFIER)
@@ -281,7 +296,7 @@ def build_engine(
     vllm_tensor_parallel: int = 1,
     vllm_url: str | None = None,
 ) -> Engine:
-    """Return the rollout engine of this name, "native" or "vllm", with the model's weights.
+    """Return the rollout engine of this name with the model's weights: "native", "vllm", or a class of the user's.
 
     Args:
         max_batch: responses that vLLM samples side by side.
@@ -290,7 +305,7 @@ def build_engine(
         vllm_url: address of the vLLM server that samples; None: vLLM runs in this process.
 
     Raises:
-        InputError: where it is not installed, or cannot run this model within the KV-cache limit.
+        InputError: where it is not installed, its class is no engine, or it cannot run this model within the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
@@ -309,6 +324,12 @@ def build_engine(
             ranks=ranks,
             tensor_parallel=vllm_tensor_parallel,
         )
+    if name not in ENGINES:
+        offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
+        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}  # refused by an engine that has none
+        hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
+        own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
+        return own
     engine: NativeEngine | PlainEngine
     if isinstance(model, HuggingFacePolicy):
         engine = PlainEngine(model, dtype, cache_bytes=cache_bytes)

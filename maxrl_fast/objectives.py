@@ -1,4 +1,5 @@
-"""The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source."""
+"""The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source,
+and those that are installed."""
 
 import argparse
 import sys
@@ -14,6 +15,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.output import protect_output
+from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights
 
 _NOTATION = (
@@ -104,6 +106,8 @@ def _registry_table() -> Table:
         table.add_row(name, row.formula, row.weight, row.needs, row.source)
     for name, cells in _PACS_ROWS.items():
         table.add_row(name, *cells)
+    for point in installed("objective"):
+        table.add_row(point.name, "a function of the rewards", "-", "-", f"installed: {owner(point)}, {point.value}")
     return table
 
 

@@ -120,7 +120,8 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
         compared = compare_policy(model)
         engine = build_run_engine(config, model, task, ranks)
-        sampled = compare_engine(model, engine)
+        has_weights = saved is None or saved.decoder is None  # else the checkpoint's are loaded later
+        sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
         scorer = held.enter_context(contextlib.closing(build_scorer(config.reward, task, device, dtype_of(config))))
         if not saved and not can_score(config, task, engine, scorer, ranks, screen):
             return 1

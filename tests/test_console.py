@@ -1,4 +1,4 @@
-"""The console script: it dispatches to four commands, and imports none of them before it is called."""
+"""The console script: it dispatches to its commands, and imports none of them before it is called."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):
 def test_an_unknown_command_exits_with_2(arguments, capsys):
     assert console.main(arguments) == 2
     got = arguments[0] if arguments else "none"
-    assert capsys.readouterr() == ("", f"error: the command must be train, evaluate, report or objectives, got {got}\n")
+    assert capsys.readouterr() == ("", f"error: the command must be train, sweep, evaluate, report or objectives, got {got}\n")
 
 
 def test_help_lists_the_commands_and_imports_none():

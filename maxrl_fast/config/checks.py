@@ -9,10 +9,11 @@ from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS
+from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
-from maxrl_fast.tasks.names import is_file, is_known, unknown_task
+from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import OBJECTIVES, make_objective
+from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, make_objective
 
 # Names of options, what their values must be, and whether a value is that. None is always right: not given.
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
@@ -54,7 +55,7 @@ def check(config: Config) -> None:
     """
     options = config.flat()
     name = options["objective"]
-    if name not in OBJECTIVES and not is_file(name):
+    if name not in OBJECTIVES and not is_custom(name):
         raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
     if options["aggregation"] not in (None, *AGGREGATIONS):
         raise InputError(
@@ -62,6 +63,7 @@ def check(config: Config) -> None:
             f"{nearest(options['aggregation'], AGGREGATIONS)}"
         )
     check_task(options["task"])
+    check_engine_name(options["rollout"])
     refuse_not_taken(options, Config().flat())
     check_ranges(options)
     _check_objective(config, options)

@@ -14,6 +14,7 @@ from maxrl_fast.hardware import Machine
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.tasks import Task
 
 
@@ -60,6 +61,8 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}"]
     lines += memory_table(estimate_memory(config, task, model, machine), machine)
+    if config.rollout.rollout not in ENGINES:
+        lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
     prompt_tokens = config.rollout.prompts * task.prompt_length
     response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
     passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * objective_of(config).needs.logprob_passes

@@ -48,8 +48,8 @@ class SamplingOptions:
     """Min-p sampling: sample from tokens with at least this fraction of the most probable token's probability."""
     max_new_tokens: Annotated[int | None, unset("INT", "the run's, else the task's")] = None
     """Response limit, in tokens."""
-    rollout: Literal["native", "vllm"] = "native"
-    """Rollout engine: native, or vllm where that is installed."""
+    rollout: str = "native"
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit wait for others to
     end."""

@@ -25,6 +25,7 @@ from maxrl_fast.config.resolve import num_held_out, resolve_place
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.files.untrusted import read_json
+from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks import Task
 
 
@@ -135,6 +136,7 @@ def check(config: EvaluationConfig) -> None:
     if config.place.task_seed is not None and not 0 <= config.place.task_seed < 2**63:
         raise InputError(f"task_seed must be in [0, 2^63), got {config.place.task_seed}")
     check_task(config.task.task)
+    check_engine_name(config.sampling.rollout)
     options = config.flat()
     refuse_not_taken(options, EvaluationConfig().flat())
     check_ranges(options if sampling.temperature else options | {"temperature": 1.0})  # greedy decoding is no way to train

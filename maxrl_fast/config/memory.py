@@ -15,6 +15,7 @@ from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.grid import Shape
+from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.tasks import Task
 
@@ -56,10 +57,11 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
 
     vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy trains. The native engine keeps
     its weights, and a cache of at most KEPT_SHARE of a GPU; its cache has the keys and values of the samples that it decodes at
-    a time, each prompt once, and on a GPU the tensors of a step. A vLLM server (--vllm-url) has memory of its own.
+    a time, each prompt once, and on a GPU the tensors of a step. A vLLM server (--vllm-url) has memory of its own, and what an
+    engine of the user's takes is not known.
     """
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
-    if options.vllm_url is not None:
+    if options.vllm_url is not None or options.rollout not in ENGINES:
         return {}
     is_vllm, samples = options.rollout == "vllm", options.samples_of_engine(machine.processes)
     rows = min(max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples), MAX_BATCH[machine.device])

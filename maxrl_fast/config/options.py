@@ -50,8 +50,8 @@ class ObjectiveOptions:
     """What is maximised. Only the options that the objective takes are shown."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ... (`python -m maxrl_fast.objectives` lists them all), or
-    FILE.py:FUNCTION, your own advantage."""
+    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ... (`python -m maxrl_fast.objectives` lists them all),
+    FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
     k: Annotated[int | None, unset("INT", "4")] = None
     """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo."""
     order: Annotated[int | None, unset("INT", "N-1")] = None
@@ -88,13 +88,16 @@ class TaskOptions:
 
     task: str = "maze"
     """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of reasoning-gym; dataset, prompts
-    of --data scored by --reward; or FILE.py:FUNCTION, which is dataset with this reward."""
+    of --data scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS, your own task; or the name
+    of an installed one."""
     maze_size: int = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: int = 64
     """States of the chain; the MaxPO paper has 1000."""
     gym_config: str = ""
     """Options of a data set of reasoning-gym as a JSON object, such as {"min_terms": 2, "max_terms": 2}."""
+    task_args: str = ""
+    """Arguments of the class of your own task or an installed one as a JSON object, such as {"length": 6}."""
     data: Annotated[Path | None, unset("FILE", "none")] = None
     """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments of the reward function."""
     test_data: Annotated[Path | None, unset("FILE", "none, a tenth of --data")] = None
@@ -154,8 +157,8 @@ class RewardOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: Literal["native", "vllm"] = "native"
-    """Rollout engine: native, or vllm where that is installed."""
+    rollout: str = "native"
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
     vllm_tensor_parallel: int = 1
     """Number of neighbouring processes of torchrun that share one vLLM engine; it divides their number."""
     vllm_url: Annotated[str | None, unset("URL", "vLLM runs in the trainer's processes")] = None
@@ -175,7 +178,7 @@ class RolloutOptions:
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
-    importance_cap: Annotated[float | None, unset("FLOAT", "2 with vllm or top_p, else off")] = None
+    importance_cap: Annotated[float | None, unset("FLOAT", "off with native and no top_p, else 2")] = None
     """Truncated importance sampling: weight each token by its probability under the training policy over the probability with
     which it was sampled, at most this; 0: off."""
 

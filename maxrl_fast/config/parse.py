@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import pwd
@@ -21,8 +22,8 @@ from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
+from maxrl_fast.plugins import describe_installed, is_file, is_installed
 from maxrl_fast.run.resume import checkpoints_of
-from maxrl_fast.tasks.names import is_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,7 +43,7 @@ ESTIMATOR_OPTIONS = (
     "false_negative_rate",
 )
 SEVERAL = ("reward", "reward_weights")  # options of one value or of several
-CODE = ("objective", "task", "reward", "log_to")  # options that can name code
+CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
 
@@ -102,7 +103,9 @@ def foreign_code(out: Path, options: Options) -> str:
 
 def _is_code(name: str, options: Options) -> bool:
     """Return whether an option names code: a function of a file or module, or a tracker."""
-    return options.get(name) is not None and (name in ("reward", "log_to") or is_file(str(options[name])))
+    if options.get(name) is None or name in ("reward", "log_to"):
+        return options.get(name) is not None
+    return is_file(str(options[name])) or is_installed(name, str(options[name]))
 
 
 def _user(number: int) -> str:
@@ -123,7 +126,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     for name in ("lora_rank", "kl_coef"):
         with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
             choices[name] = float(choices.get(name, 0))
-    for name in ("objective", "task"):  # a number in a file is refused later
+    for name in ("objective", "task", "rollout"):  # a number in a file is refused later
         if choices.get(name) is not None:
             choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))
@@ -157,6 +160,8 @@ def parse_shown(
     """Return `kind`, a dataclass of groups of options, from flags; the hidden options are not among them nor in --help."""
     shown: Any = _without(kind, frozenset(hidden))  # type: ignore[arg-type]
     more: Options = {} if default is None else {"default": _converted(default, shown)}
+    if {"-h", "--help"} & {*arguments} and (listed := describe_installed()):
+        more["description"] = f"{inspect.getdoc(kind)}\n\n{listed}"
     parsed = tyro.cli(shown, args=list(arguments), prog=prog, config=(tyro.conf.OmitArgPrefixes,), **more)
     return _converted(parsed, kind)
 

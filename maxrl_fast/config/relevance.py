@@ -8,8 +8,8 @@ from typing import Any
 from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.judge import JUDGE
-from maxrl_fast.tasks.names import GYM, dataset_spec, is_file
-from maxrl_fast.training.objective_registry import OBJECTIVES, objective_options
+from maxrl_fast.tasks.names import GYM, dataset_spec, is_plugin, is_reward
+from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, objective_options
 
 
 def _names(options: type) -> list[str]:
@@ -40,7 +40,7 @@ def not_taken(choices: Choices) -> dict[str, str]:
     """Return the options that these choices do not take, each with who does not take it."""
     found = dict(_of_task(choices))
     who = f"objective {choices.objective}"
-    if choices.objective in OBJECTIVES or is_file(choices.objective):
+    if choices.objective in OBJECTIVES or is_custom(choices.objective):
         taken = objective_options(choices.objective, num_rollouts=2)
         found |= {name: who for name in _names(ObjectiveOptions) if name != "objective" and name not in taken}
     if not choices.lora_rank:
@@ -60,17 +60,18 @@ def not_taken(choices: Choices) -> dict[str, str]:
 
 def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
     task, who = choices.task, f"task {choices.task}"
-    spec, is_gym = dataset_spec(task), task.startswith(GYM)
+    spec, is_gym, is_own = dataset_spec(task), task.startswith(GYM), is_plugin(task)
     rewards = several(choices.reward)
     reads_text, has_function = spec is not None or is_gym, bool(rewards)
     taken = {
         "maze_size": task == "maze",
         "chain_length": task == "chain",
         "gym_config": is_gym,
+        "task_args": is_own,
         **dict.fromkeys(("data", "test_data", "hub", "prompt_key"), spec is not None),
         "answer_key": spec is not None and spec.gold is not None,
         **dict.fromkeys(("prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"), reads_text),
-        "reward": not is_file(task),  # there the task is the reward
+        "reward": not is_reward(task),  # there the task is the reward
         "reward_weights": has_function,
         **dict.fromkeys(("judge_template", "judge_score", "judge_rate"), any(str(x).startswith(JUDGE) for x in rewards)),
         "reward_threshold": task != "maze" or has_function,
@@ -79,7 +80,7 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
                 *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env"),
                 *("reward_concurrency", "max_reward_error_rate"),
             ),
-            reads_text or has_function,
+            reads_text or has_function or is_own,
         ),
     }
     assert taken.keys() == {*_names(TaskOptions), *_names(RewardOptions)} - {"task"}

@@ -22,10 +22,10 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.policy import backend_of
+from maxrl_fast.plugins import is_file
 from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.names import is_file
 from maxrl_fast.training.objective_registry import objective_options
 
 
@@ -74,7 +74,7 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
 def _rollout(config: Config, task: Task) -> ResolvedRollout:
     options, cap = config.rollout, config.rollout.importance_cap
     if cap is None:
-        differs = options.rollout == "vllm" or options.top_p < 1
+        differs = options.rollout != "native" or options.top_p < 1
         cap = 2.0 if differs and not objective_of(config).owns_loss else 0.0
     return ResolvedRollout(
         **{**vars(options), "max_new_tokens": options.max_new_tokens or task.max_new_tokens, "importance_cap": cap}
@@ -154,7 +154,7 @@ def _absolute(config: Config) -> dict[str, Any]:
     paths["judge_template"] = config.reward.judge_template
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
     resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
-    functions = {"task": config.task.task, "objective": config.objective.objective}
+    functions = {"task": config.task.task, "objective": config.objective.objective, "rollout": config.rollout.rollout}
     return resolved | {name: _absolute_function(value) for name, value in functions.items()}
 
 

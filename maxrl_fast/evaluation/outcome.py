@@ -24,7 +24,8 @@ MATCHED = (
     *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
     *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
-GIVEN = ("reward_weights", "judge_score")  # options that must be equal too, and are settings only where they are given
+# Options that must be equal too, and are settings only where they are given.
+GIVEN = ("reward_weights", "judge_score", "task_args")
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 
@@ -92,7 +93,7 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
         contents: the prompts, from contents_of.
     """
     # Custom tasks and rewards by the name of their file, wherever it is.
-    given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE)}
+    given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE, "")}
     names: dict[str, Any] = {name: Path(options[name]).name for name in ("task", "reward") if isinstance(options[name], str)}
     if isinstance(options["reward"], list):
         names["reward"] = [Path(reward).name for reward in options["reward"]]

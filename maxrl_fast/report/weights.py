@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.ops import ESTIMATORS, effective_weight
-from maxrl_fast.tasks.names import is_file
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom
 
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(max=1).tolist()
@@ -15,9 +14,9 @@ PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(
 def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return {"values": W_N(p) at PASS_RATES, exact at the N of these options}, or {"reason": why there is none}."""
     name, n = options.get("objective"), options.get("rollouts")
-    if not isinstance(name, str) or (name not in OBJECTIVES and not is_file(name)):
+    if not isinstance(name, str) or (name not in OBJECTIVES and not is_custom(name)):
         return {"reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")}
-    if is_file(name):
+    if is_custom(name):
         return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
     if name not in ESTIMATORS:
         return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}

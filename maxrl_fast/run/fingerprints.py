@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.plugins import is_file
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.names import is_file
 
 
 def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:

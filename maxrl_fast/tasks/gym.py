@@ -1,7 +1,6 @@
 """The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with a verifier, no download."""
 
 import importlib.metadata
-import json
 import os
 import zlib
 from functools import lru_cache
@@ -140,13 +139,3 @@ class GymTask:
     def tokenizer_files(self) -> dict[str, Any]:
         """Return the tokenizer files of the checkpoint that the run started from."""
         return self._text.files()
-
-
-def check_config(text: str) -> None:
-    """Raise InputError unless --gym-config is a JSON object."""
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise InputError(f'--gym-config must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}')

@@ -1,30 +1,75 @@
 """The names that --task takes."""
 
+import ast
 import difflib
+from pathlib import Path
 
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
+from maxrl_fast.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
 TASKS = ("maze", "chain", *DATASETS)
 
 
-def is_file(name: str) -> bool:
-    """Return whether a task, a reward or an objective is FILE.py:FUNCTION."""
-    return name.rpartition(":")[0].endswith(".py")
+def is_built_in(name: str) -> bool:
+    """Return whether a task of this name is part of the package."""
+    return name in TASKS or name.startswith(GYM)
 
 
 def is_known(name: str) -> bool:
     """Return whether a task has this name."""
-    return name in TASKS or name.startswith(GYM) or is_file(name)
+    return is_built_in(name) or is_file(name) or is_installed("task", name)
+
+
+def is_plugin(name: str) -> bool:
+    """Return whether a task is a class of the user's: `FILE.py:CLASS`, or the name of an installed one."""
+    if is_built_in(name):
+        return False
+    return _is_class(name) if is_file(name) else is_installed("task", name)
 
 
 def dataset_spec(name: str) -> DatasetSpec | None:
     """Return the format of a task's data set; None for tasks that read no data set."""
-    return DatasetSpec(reward=name) if is_file(name) else DATASETS.get(name)
+    return DatasetSpec(reward=name) if is_reward(name) else DATASETS.get(name)
+
+
+def is_reward(name: str) -> bool:
+    """Return whether a task is FILE.py:FUNCTION, a reward for the prompts of --data."""
+    return is_file(name) and not _is_class(name)
+
+
+def _is_class(name: str) -> bool:
+    try:
+        return _defines_class(name)
+    except (OSError, ValueError, SyntaxError, RecursionError):  # build_task and the reward's processes report it
+        return False
+
+
+def _defines_class(name: str) -> bool:
+    """Return whether FILE.py:NAME has the statement `class NAME`. It is not run: rewards run in processes of their own."""
+    file, _, wanted = name.rpartition(":")
+    check_regular(Path(file), JSON_BYTES)
+    statements = ast.parse(Path(file).read_bytes()).body
+    return any(isinstance(statement, ast.ClassDef) and statement.name == wanted for statement in statements)
+
+
+def needs_data(name: str) -> str:
+    """Return the error message for a task FILE.py:NAME without --data: why it is not a task with prompts of its own either."""
+    file, _, wanted = name.rpartition(":")
+    why = f"{file} has no class {wanted}"
+    try:
+        _defines_class(name)
+    except SyntaxError as error:
+        why = f"syntax error in {file}, line {error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{file} cannot be read: {error}"
+    return f"--task {name} needs --data FILE or --hub NAME, or to be a class with prompts of its own: {why}"
 
 
 def unknown_task(name: str) -> str:
     """Return the error message for a name that no task has."""
     close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"--task must be {', '.join(TASKS)}, gym:NAME or FILE.py:FUNCTION, got {name!r}{hint}"
+    wanted = f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an installed task"
+    return f"--task must be {wanted}, got {name!r}{hint}"

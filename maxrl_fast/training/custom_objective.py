@@ -1,8 +1,7 @@
-"""`--objective FILE.py:FUNCTION`: a user's own advantage, a function of the rewards [G, N] of a step."""
+"""`--objective FILE.py:FUNCTION` or the name of an installed one: a function of the rewards [G, N] of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
-from maxrl_fast.rewards.worker import LoadError, load
+from maxrl_fast.plugins import load_plugin
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
@@ -33,7 +32,7 @@ class CustomObjective:
 
     @classmethod
     def of(cls, name: str, num_rollouts: int, k: int | None = None) -> "CustomObjective":
-        """Return the objective of FILE.py:FUNCTION, once the function has been called on a small example.
+        """Return the objective of a name, once the function has been called on a small example.
 
         Raises:
             InputError: where the function cannot be loaded.
@@ -73,10 +72,9 @@ class CustomObjective:
         return {}
 
 
-@cache
 def load_function(name: str) -> Callable[..., Any]:
-    """Return the function of FILE.py:FUNCTION; raises InputError where there is none."""
-    try:
-        return load(name)[0]
-    except LoadError as error:
-        raise InputError(f"--objective {name} must be FILE.py:FUNCTION: {error}") from error
+    """Return the function of FILE.py:FUNCTION, or of an installed objective; raises InputError where there is none."""
+    function: Callable[..., Any] = load_plugin("objective", name, "FUNCTION")
+    if not callable(function):
+        raise InputError(f"--objective {name} must be a function of rewards, got {function!r:.80}")
+    return function

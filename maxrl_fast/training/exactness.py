@@ -1,10 +1,12 @@
-"""Whether a policy of transformers computes what its own forward pass does: compared at the start of every run."""
+"""Whether a policy of transformers computes what its own forward pass does, and an engine that is not ours what the policy
+does: compared at the start of every run."""
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import Engine, Sampling
@@ -68,8 +70,11 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     )
 
 
-def check_engine(policy: HuggingFacePolicy, engine: Engine) -> str:
+def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str:
     """Compare the log-probs of an engine that is not ours with the policy's own, for two responses to one prompt.
+
+    Args:
+        name: the value of --rollout.
 
     All ranks call this together.
 
@@ -83,17 +88,19 @@ def check_engine(policy: HuggingFacePolicy, engine: Engine) -> str:
     tokens, cu_seqlens = pack([torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()])
     prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
     rollouts = engine.generate(prompts, 2, Sampling(1.0, 8, ()), seed=0, step=0)
-    parts = []
-    for response in rollouts.tokens.split(rollouts.lengths.tolist()):
-        logits = policy.own_logits(torch.cat([prompts.tokens, response]))[0]
-        parts.append(_of(logits[len(prompts.tokens) - 1 : -1], response))
-    difference = float((rollouts.logprobs - torch.cat(parts)).abs().mean().nan_to_num(float("inf")))
+    responses = rollouts.tokens.split(rollouts.lengths.tolist())
+    if isinstance(policy, HuggingFacePolicy):
+        logits = [policy.own_logits(torch.cat([prompts.tokens, response]))[0][len(tokens) - 1 : -1] for response in responses]
+        own = torch.cat([_of(of_one, response) for of_one, response in zip(logits, responses, strict=True)])
+    else:
+        own = _logprobs(policy, [tokens.tolist()], [response.tolist() for response in responses], device)
+    difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
         raise InputError(
-            f"--rollout vllm samples from another model than this {sizes.model_type}: log-probs differ by {difference:.2g} "
+            f"--rollout {name} samples from another model than this {sizes.model_type}: log-probs differ by {difference:.2g} "
             "nats per token; --rollout native samples it"
         )
-    return f"log-probs of the rollout engine differ from them by {difference:.1g} nats per token (2 responses)"
+    return f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per token (2 responses)"
 
 
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
@@ -121,11 +128,11 @@ def _length(policy: HuggingFacePolicy) -> int:
 
 
 @torch.no_grad()
-def _logprobs(policy: HuggingFacePolicy, prompts: list[list[int]], responses: list[list[int]], device: torch.device) -> Tensor:
+def _logprobs(policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]], device: torch.device) -> Tensor:
     tokens, cu_seqlens = pack(prompts)
-    packed = Prompts(tokens, cu_seqlens, torch.arange(2)).to(device)
+    packed = Prompts(tokens, cu_seqlens, torch.arange(len(prompts))).to(device)
     rollouts = Rollouts.given(responses).to(device)
-    batch = Packer(packed, rollouts, torch.ones(4, device=device)).pack(torch.arange(4))
+    batch = Packer(packed, rollouts, torch.ones(len(responses), device=device)).pack(torch.arange(len(responses)))
 
     def finish(hidden: Tensor, weight: Tensor) -> Tensor:
         temperature, softcap = 1 / policy.logit_scale, policy.softcap / policy.logit_scale

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.tasks.names import is_file
+from maxrl_fast.plugins import is_file, is_installed
 from maxrl_fast.training.custom_objective import CustomObjective, load_function
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
@@ -18,13 +18,18 @@ _PACS_OPTIONS: dict[str, dict[str, Any]] = {"pacs": _PACS, "pacs_paper": _PACS |
 OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *_PACS_OPTIONS)
 
 
+def is_custom(name: str) -> bool:
+    """Return whether an objective is a function of the user's: FILE.py:FUNCTION, or the name of an installed one."""
+    return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
+
+
 def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the options that an objective takes, with their defaults; None where one must be given.
 
     Raises:
-        InputError: where FILE.py:FUNCTION cannot be loaded.
+        InputError: where a custom objective cannot be loaded.
     """
-    if is_file(name):
+    if is_custom(name):
         return {"k": DEFAULT_K} if "k" in inspect.signature(load_function(name)).parameters else {}
     if name in _PACS_OPTIONS:
         return _PACS_OPTIONS[name]
@@ -47,7 +52,7 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
         ValueError: where an option does not fit the objective or N, with a sentence.
     """
     options = objective_options(name, num_rollouts) | dict(given)
-    if is_file(name):
+    if is_custom(name):
         return CustomObjective.of(name, num_rollouts, **options)
     if name in _PACS_OPTIONS:
         if num_rollouts < 2 and options["score"] != "naive":

@@ -487,7 +487,8 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     reward = f"{tmp_path / 'reward.py'}:score"
     out = tmp_path / "run"
     out.mkdir()
-    (out / "config.json").write_text(json.dumps({"objective": f"{objective}:advantage", "task": "maze", "reward": reward}))
+    own = {"objective": f"{objective}:advantage", "task": "maze", "reward": reward, "rollout": "engine.py:Engine"}
+    (out / "config.json").write_text(json.dumps(own))
     assert train.main(["--resume", str(out)]) == 2
     assert "belongs to" not in capfd.readouterr().err
     monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
@@ -495,7 +496,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert f"uid {os.stat(out).st_uid}" in first
     assert first.startswith(f"warning: {out} belongs to ")
-    assert first.endswith(f"runs with your rights: objective {objective}:advantage, reward {reward}")
+    assert first.endswith(f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout engine.py:Engine")
     assert second == "it runs"
 
 

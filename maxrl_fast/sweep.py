@@ -1,0 +1,157 @@
+"""The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and one report on them."""
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from maxrl_fast.config.changes import OF_ONE_START, changes
+from maxrl_fast.config.grid import Run, grid, options_of
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
+from maxrl_fast.files.durable import locked, write_json
+from maxrl_fast.files.untrusted import read_json
+from maxrl_fast.output import protect_output
+from maxrl_fast.report import command as report
+from maxrl_fast.run.control import SIGNALS
+from maxrl_fast.run.screen import Screen
+
+HELP = """Train one run for every combination of values, one after another, and report mean and standard error over seeds. All
+options of maxrl_fast.train are taken: one with several values is a side of the grid, except --reward and --reward-weights,
+whose values all belong to every run. The same command resumes a sweep: finished runs are skipped, stopped ones resumed.
+Example: python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweep. Return 0; 1 if a run failed; 2 on bad input; 128 and the signal's number if it was stopped."""
+    protect_output()
+    parser = argparse.ArgumentParser(prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False)
+    parser.add_argument("--seeds", nargs="+", metavar="INT", help="the seeds of every combination, as --seed INT ...")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of options that all runs share")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/sweep-NAME of the file)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of the runs, and stop")
+    own, rest = parser.parse_known_args(arguments)
+    out, screen = own.out or Path("runs", f"sweep-{Path(own.config).stem}" if own.config else "sweep"), Screen()
+    rest += [] if own.config is None else ["--config", own.config]
+    rest += [] if own.seeds is None else ["--seed", *own.seeds]
+    try:
+        if Ranks.of_environment().size > 1:
+            wanted = "a sweep starts its runs itself and cannot run under torchrun"
+            raise InputError(f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can start")
+        runs = grid(options_of(rest), out)
+        if own.dry_run:
+            for run in runs:
+                screen.say(shlex.join(run.command))
+            return 0
+        with locked(out):
+            return Sweep(out, runs, screen).run()
+    except (InputError, StorageError) as error:
+        screen.complain(str(error))
+        return 2 if isinstance(error, InputError) else 1
+
+
+class Sweep:
+    """Trains the runs of a grid. sweep.json in the folder has every run of this command and of earlier ones.
+
+    Raises:
+        InputError: where an earlier run of the same name had other options, or is not of a sweep.
+    """
+
+    def __init__(self, out: Path, runs: list[Run], screen: Screen):
+        self._out, self._runs, self._screen = out, runs, screen
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopped = 0  # the signal
+        file = out / "sweep.json"
+        self._states: dict[str, Any] = read_json(file).get("runs", {}) if file.exists() else {}
+        for run in runs:
+            if run.folder.name not in self._states and (run.folder / "config.json").exists():
+                raise InputError(f"{run.folder} holds a run that is not of this sweep; use another --out")
+            options = {name: value for name, value in run.config.flat().items() if name not in OF_ONE_START}
+            found = changes(self._states.get(run.folder.name, {}).get("options", {}), options)
+            if changed := [*found.policy, *found.mathematics]:
+                raise InputError(f"{run.folder} was begun with other options ({'; '.join(changed)}); use another --out")
+            state = "finished" if _is_finished(run) else "waiting"
+            record = {"group": run.group, "seed": run.config.run.seed, "state": state, "options": options}
+            self._states[run.folder.name] = record
+
+    def run(self) -> int:
+        """Train what is not finished, and report; return the exit code."""
+        waiting = [run for run in self._runs if self._states[run.folder.name]["state"] == "waiting"]
+        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # SIGHUP is, under nohup
+        before = {number: signal.signal(number, self._stop) for number in handled}
+        start, done = time.monotonic(), len(self._runs) - len(waiting)
+        for i, run in enumerate(waiting):
+            if not self._stopped:
+                left = f", about {(time.monotonic() - start) / i * (len(waiting) - i):.0f} s left" if i else ""
+                self._screen.say(f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}{left}")
+                self._write()
+                self._train(run)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        summary = self._write()
+        if not self._stopped:
+            return self._report(summary)
+        self._screen.say(f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the sweep")
+        return 128 + self._stopped
+
+    def _train(self, run: Run) -> None:
+        # In a session of its own, it gets a Ctrl-C of the terminal once, from _stop: two would stop it without saving.
+        self._child = subprocess.Popen(run.command, start_new_session=True)
+        if self._stopped:  # since the run before
+            self._child.send_signal(self._stopped)
+        code = self._child.wait()
+        state = "finished" if code == 0 else "stopped" if self._stopped else f"failed with exit code {code}"
+        self._states[run.folder.name]["state"] = state
+        if state.startswith("failed"):
+            self._screen.complain(f"{run.folder.name} {state}; the sweep goes on")
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = self._stopped or number
+        if self._child is not None and self._child.returncode is None:
+            self._child.send_signal(number)
+
+    def _write(self) -> list[dict[str, Any]]:
+        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group over seeds."""
+        rows: dict[str, dict[int, Path]] = {}
+        for name, state in self._states.items():
+            own = rows.setdefault(state["group"], {})
+            if state["state"] == "finished":
+                own[state["seed"]] = self._out / name
+        summary = [over_seeds(group, own) for group, own in rows.items()]
+        try:
+            write_json(self._out / "sweep.json", {"command": sys.argv, "runs": self._states, "summary": summary})
+        except OSError as error:
+            raise StorageError(f"cannot write {self._out / 'sweep.json'}: {error}") from error
+        return summary
+
+    def _report(self, summary: list[dict[str, Any]]) -> int:
+        """Print the table, write the page, and return the exit code."""
+        self._screen.console.print(seeds_table(summary))
+        folders = [str(self._out / name) for name in self._states if last_record(self._out / name / "metrics.jsonl")]
+        code = 0
+        if len(folders) > report.MOST_RUNS:
+            self._screen.warn(f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has all")
+        elif folders:
+            code = report.main([*folders, "--out", str(self._out / "report.html")])
+        failed = [run.folder.name for run in self._runs if self._states[run.folder.name]["state"] != "finished"]
+        if failed:
+            self._screen.complain(f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}")
+        return 1 if failed or code else 0
+
+
+def _is_finished(run: Run) -> bool:
+    """Return whether a run has its last evaluation and its last checkpoint."""
+    steps = run.config.optimizer.steps
+    is_saved = (run.folder / "latest").resolve().name == f"step-{steps:06d}"
+    return is_saved and last_record(run.folder / "eval.jsonl").get("step") == steps
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""`--task FILE.py:CLASS` or the name of an installed one: a task of the user's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.plugins import build_plugin
+from maxrl_fast.tasks import Task
+
+
+def own_task(name: str, arguments: str, seed: int, model: Path | None) -> Task:
+    """Return the task of a class.
+
+    Args:
+        arguments: --task-args, a JSON object with arguments of the class.
+        seed, model: given to a class that has a parameter of this name; None: a run without --model.
+
+    Raises:
+        InputError: where it is no class, does not take these arguments, or lacks something of the protocol.
+    """
+    offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
+    hint = "" if model is not None else ", or --model if it is model"
+    given = json_object("--task-args", arguments)
+    task: Task = build_plugin("task", name, Task, offered, given, f"; --task-args gives it{hint}")
+    return task
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that is the value of an option, empty for ""; raises InputError where it is none."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f'{option} must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}')
+    return value

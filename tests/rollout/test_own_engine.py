@@ -1,0 +1,57 @@
+"""The engine of docs/adding_an_engine.md: against the native engine, and what the trainer compares at the start of a run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.naive_engine import NaiveEngine
+from maxrl_fast.build import compare_engine
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from tests.batches import make_prompts
+from tests.models import tiny_decoder
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "naive_engine.py"
+PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
+
+
+def test_the_guide_shows_the_example():
+    guide = (ROOT / "docs" / "adding_an_engine.md").read_text()
+    assert EXAMPLE.read_text() in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.3, 12, (3, 17)), Sampling(0.0, 5, (3,)), Sampling(1.0, 1, ()), Sampling(0.8, 9, (3,), top_p=0.9)]
+)
+def test_it_draws_the_tokens_of_the_native_engine(sampling):
+    model = tiny_decoder()
+    add_adapters(model, 2, 4.0, "q_proj,down_proj", seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora" in name or parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    native, naive = NativeEngine(model, torch.float32), NaiveEngine(tiny_decoder(seed=1), torch.float32)
+    naive.load_weights(model)
+    expected, actual = (x.generate(PROMPTS, 5, sampling, seed=4, step=2) for x in (native, naive))
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
+    assert torch.equal(actual.truncated, expected.truncated)
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
+    model = tiny_decoder()
+    assert "log-probs of the rollout engine differ from the policy's by" in compare_engine(
+        model, NaiveEngine(model, torch.float32), "naive.py:NaiveEngine"
+    )
+    other = NaiveEngine(model, torch.float32)
+    other.load_weights(tiny_decoder(seed=1))
+    other.load_weights = lambda model: None
+    with pytest.raises(
+        InputError, match=r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs differ"
+    ):
+        compare_engine(model, other, "naive.py:NaiveEngine")

@@ -1,0 +1,176 @@
+"""The sweep: its grid, what it refuses, a run that fails, Ctrl-C and resuming, the numbers over seeds."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxrl_fast import sweep
+from maxrl_fast.evaluation.seeds import over_seeds, seeds_table
+from tests.test_train import read
+
+ROOT = Path(__file__).parents[1]
+FLAGS = [
+    *("--task", "chain", "--prompts", "4", "--rollouts", "4", "--eval-prompts", "1", "--eval-samples", "4"),
+    *("--hidden-size", "32", "--intermediate-size", "48", "--layers", "1", "--heads", "4", "--kv-heads", "2"),
+    *("--threads", "1", "--dtype", "float32"),
+]
+
+
+def printed(capsys, *flags):
+    """Return the commands that --dry-run prints, without the interpreter."""
+    assert sweep.main([*flags, "--dry-run"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(line[:3] == [sys.executable, "-m", "maxrl_fast.train"] for line in lines)
+    return [line[3:] for line in lines]
+
+
+def after(words, flag):
+    return words[words.index(flag) + 1]
+
+
+def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
+    config = tmp_path / "shared.toml"
+    config.write_text("steps = 7\ntask = 'chain'\n")
+    sides = ["--seeds", "0", "1", "--objective", "maxrl", "grpo", "--lr", "1e-3", "2e-3", "--compile"]
+    commands = printed(capsys, "--config", str(config), *sides)
+    shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
+    assert shown == [(a, b, c) for a in ("maxrl", "grpo") for b in ("1e-3", "2e-3") for c in ("0", "1")]
+    assert all(after(x, "--config") == str(config) and "--compile" in x and after(x, "--resume") == "auto" for x in commands)
+    assert after(commands[3], "--out") == "runs/sweep-shared/maxrl_lr-2e-3_seed-1"
+
+
+def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/evaluation.md"))
+    lines = re.findall(r"^    python -m maxrl_fast\.sweep (.*)$", text, re.MULTILINE)
+    assert [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines] == [6, 6, 3, 6]
+
+
+def test_rewards_are_of_every_run_and_no_side(capsys):
+    rewards = ["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "2"]
+    commands = printed(capsys, "--task", "maze", *rewards, "--seeds", "3", "4", "--out", "here")
+    assert [after(x, "--out") for x in commands] == ["here/maxpo_seed-3", "here/maxpo_seed-4"]
+    for words in commands:
+        at = words.index("--reward")
+        assert words[at : at + 6] == rewards
+
+
+def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
+    own = f"{ROOT}/examples/custom_advantage.py:short_and_right"
+    commands = printed(capsys, "--objective", "rloo", own, "--model", "models/a", "/b/c d")
+    names = [after(x, "--out").removeprefix("runs/sweep/") for x in commands]
+    assert names == [f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective maxpo maxrl --k 4", "error: the run of objective maxrl: objective maxrl takes no k"),
+        ("--lr 0.1 -0.1", "error: the run of lr -0.1: lr must be a finite number above 0, got -0.1"),
+        ("--seeds 0 0", "runs/sweep/maxpo_seed-0 is of two runs of the grid"),
+        ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values behind it"),
+        ("--seeds 0 --seed 1", "--seed must be given once"),
+        ("--resume runs/x", "a sweep takes no --resume: the same command resumes it"),
+        ("maxrl --seeds 0", "a sweep takes options with their values behind them, got maxrl"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sweep.main(flags.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sweep.main(["--seeds", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot run under torchrun; --dry-run prints the commands of its runs, each of which torchrun can start" in said
+
+
+def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(tmp_path):
+    for seed, passes in enumerate([{"1": 0.1, "2": 0.5}, {"1": 0.4}, {"1": 0.4, "2": 0.5}, None]):
+        (tmp_path / str(seed)).mkdir()
+        if passes is not None:
+            lines = [{"step": 0, "pass_at_k": {"1": 0.9}}, {"step": 3, "pass_at_k": passes}]
+            text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "pass_at_k": {"1": 0.0}'
+            (tmp_path / str(seed) / "eval.jsonl").write_text(text)
+    row = over_seeds("maxrl", {seed: tmp_path / str(seed) for seed in range(4)})
+    assert (row["group"], row["seeds"], list(row["pass_at_k"])) == ("maxrl", [0, 1, 2], ["1"])
+    assert row["pass_at_k"]["1"] == pytest.approx({"mean": 0.3, "standard_error": 0.1})
+    alone = over_seeds("grpo", {0: tmp_path / "0"})
+    assert alone["pass_at_k"]["2"] == {"mean": 0.5, "standard_error": None}
+    cells = [list(column.cells) for column in seeds_table([row, alone]).columns]
+    assert cells == [["maxrl", "grpo"], ["3", "1"], ["0.300 ± 0.100", "0.100"], ["-", "0.500"]]
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_finished(tmp_path, capfd):
+    out = tmp_path / "sweep"
+    shared = ["--steps", "2", "--seeds", "0", "1", "--objective", "maxrl", "--out", str(out)]
+    assert sweep.main([*FLAGS, *shared, "--chain-length", "3", "0"]) == 1
+    names = ["maxrl_chain-length-3_seed-0", "maxrl_chain-length-3_seed-1"]
+    failed = ["maxrl_chain-length-0_seed-0", "maxrl_chain-length-0_seed-1"]
+    printed = capfd.readouterr()
+    assert f"error: {failed[0]} failed with exit code 2; the sweep goes on" in printed.err
+    assert f"2 of 4 runs failed: {', '.join(failed)}" in printed.err
+    assert re.search(r"run 2 of 4: maxrl_chain-length-3_seed-1, about \d+ s left", printed.out)
+    assert (out / "report.html").exists()
+    content = json.loads((out / "sweep.json").read_text())
+    assert [content["runs"][name]["state"] for name in (*names, *failed)] == [
+        *["finished"] * 2,
+        *["failed with exit code 2"] * 2,
+    ]
+    last = [read(out / name / "eval.jsonl")[-1]["pass_at_k"]["1"] for name in names]
+    assert content["summary"][0]["pass_at_k"]["1"]["mean"] == pytest.approx(sum(last) / 2)
+    (out / "maxrl_chain-length-4_seed-0").mkdir()
+    (out / "maxrl_chain-length-4_seed-0" / "config.json").write_text("{}")
+    times = [(out / name / "config.json").stat().st_mtime_ns for name in names]
+    only_whole = [*FLAGS, *shared, "--chain-length", "3", "4"]
+    capfd.readouterr()
+    assert sweep.main([*only_whole, "--clip-grad", "0.3"]) == 2
+    said = capfd.readouterr().err
+    assert "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out" in said
+    assert sweep.main(only_whole) == 2
+    assert "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out" in capfd.readouterr().err
+    (out / "maxrl_chain-length-4_seed-0" / "config.json").unlink()
+    assert sweep.main(only_whole) == 0
+    assert times == [(out / name / "config.json").stat().st_mtime_ns for name in names]
+    content = json.loads((out / "sweep.json").read_text())
+    assert len(content["runs"]) == 6  # of both commands
+    assert [row["group"] for row in content["summary"] if row["seeds"]] == ["maxrl_chain-length-3", "maxrl_chain-length-4"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tmp_path):
+    out, whole = tmp_path / "sweep", tmp_path / "whole"
+    flags = [*FLAGS, "--steps", "150", "--objective", "maxrl", "--seeds", "0", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "maxrl_fast.sweep", *flags, "--out", str(out)]
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log, limit = out / "maxrl_seed-0" / "metrics.jsonl", time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") > 3):
+        assert time.monotonic() < limit
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "stopped by Ctrl-C; the same command resumes the sweep" in output
+    assert not (out / "maxrl_seed-1").exists()
+    assert json.loads((out / "sweep.json").read_text())["runs"]["maxrl_seed-0"]["state"] == "stopped"
+    num_done = len(read(log))
+    assert num_done < 150
+    assert sweep.main([*flags, "--out", str(out)]) == 0
+    assert [record["step"] for record in read(log)] == list(range(1, 151))
+    assert sweep.main([*flags[:-2], "0", "--out", str(whole)]) == 0
+    parts = [(folder / "maxrl_seed-0" / "latest" / "model.safetensors").read_bytes() for folder in (out, whole)]
+    assert parts[0] == parts[1]

@@ -8,6 +8,7 @@ from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.hub import check_model
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_file, is_known, unknown_task
@@ -62,6 +63,8 @@ def check(config: Config) -> None:
             f"{nearest(options['aggregation'], AGGREGATIONS)}"
         )
     check_task(options["task"])
+    if config.model.model is not None and config.run.resume is None:  # a run that resumes has a checkpoint of its own
+        check_model(config.model.model)
     refuse_not_taken(options, Config().flat())
     check_ranges(options)
     _check_objective(config, options)

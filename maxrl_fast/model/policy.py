@@ -129,6 +129,6 @@ def load_policy(
     if model.config.max_position_embeddings < longest:
         raise InputError(
             f"prompts of {prompt_length} and responses of {max_new_tokens} tokens need {longest} "
-            f"positions, {directory} has {model.config.max_position_embeddings}"
+            f"positions, {directory} has {model.config.max_position_embeddings} (--max-prompt-tokens, --max-new-tokens)"
         )
     return model

@@ -1,0 +1,154 @@
+"""Where --model is: a directory, or a model of the Hugging Face hub, which huggingface_hub downloads into its cache.
+
+Only configurations, safetensors and the files of tokenizers are downloaded: nothing that is pickled, and no code.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.files.hub import why_unreachable
+from maxrl_fast.model.tokenizer import FILES as TOKENIZER_FILES
+
+HUB = "hf://"
+FOLDER = "--model must be the folder of a checkpoint"
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"({_PART}(?:/{_PART})?)(?:@([\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def check_model(model: str, wanted: str = FOLDER) -> str | None:
+    """Return hf://ORG/NAME of a model of the hub, or hf://ORG/NAME@REVISION; None for a directory. Uses no network.
+
+    ORG/NAME alone is also of the hub, unless ORG is there: then it is a directory that is missing.
+
+    Args:
+        wanted: what the option must be, for the error message.
+
+    Raises:
+        InputError: if there is no such directory, or the name is none of the hub.
+    """
+    path, of_the_hub = Path(model), "a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION"
+    if model.startswith(HUB):
+        if not _NAME.fullmatch(model.removeprefix(HUB)):
+            raise InputError(f"{wanted}, got {model}; {of_the_hub}")
+        return model
+    if path.is_dir():
+        return None
+    if os.path.lexists(path):
+        raise InputError(f"{wanted}, got {model}, which is no directory")
+    if "/" in model and _NAME.fullmatch(model) and not os.path.lexists(path.parent):
+        return HUB + model
+    raise InputError(f"{wanted}, got {model}, which is not there; {of_the_hub}")
+
+
+def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
+    """Return what a run records of its model: the directory's absolute path, or hf://ORG/NAME@COMMIT.
+
+    Args:
+        warn: is called with a sentence if the hub cannot be reached and the cache has a copy, which is then the model.
+
+    Raises:
+        InputError: as `check_model`; if the hub has no such model or revision, refuses it, or cannot be reached.
+    """
+    name = check_model(model, wanted)
+    if name is None:
+        return str(Path(model).absolute())
+    repository, revision = _parts(name)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return name
+    _import()
+    offline = why_unreachable()
+    try:
+        commit = _snapshot(repository, revision, SMALL_FILES, offline).name
+    except InputError as error:
+        raise InputError(str(error) if model.startswith(HUB) else f"there is no folder {model}, and {error}") from error
+    if offline:
+        warn(f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, of commit {commit}")
+    return f"{HUB}{repository}@{commit}"
+
+
+@lru_cache(8)
+def directory_of(model: str, with_weights: bool = False) -> Path:
+    """Return the directory of a model; of one of the hub the files that are not in the cache yet are downloaded.
+
+    Several processes may do so at a time: the library locks each file. It gives up on a server that sends nothing.
+
+    Args:
+        with_weights: download the weights too, beside the configuration and the tokenizer.
+
+    Raises:
+        InputError: if a file cannot be downloaded, or the hub's model has no config.json or no safetensors.
+    """
+    if not model.startswith(HUB):
+        return Path(model)
+    repository, revision = _parts(model)
+    _import()
+    directory = _snapshot(repository, revision, SMALL_FILES + WEIGHT_FILES * with_weights, why_unreachable())
+    if not (directory / "config.json").exists():
+        raise InputError(f"{model} has no config.json: it must be a model in the format of transformers")
+    if with_weights and not any(directory.glob("model*.safetensors")):
+        raise InputError(f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read")
+    return directory
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    """Return ORG/NAME and the revision of a name of the hub."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    return repository, revision or None
+
+
+def _import() -> None:
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"a model of the hub needs huggingface_hub: pip install 'maxrl_fast[hf]' ({error})") from error
+
+
+def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
+    """Return the directory of a revision in the cache, with these files downloaded unless the hub is offline."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        with _in_sentences(repository, revision):
+            return Path(
+                snapshot_download(repository, revision=revision, allow_patterns=[*files], local_files_only=bool(offline))
+            )
+    except LocalEntryNotFoundError as error:
+        cause = offline or _first_line(error.__cause__ or error)
+        raise InputError(f"the hub cannot be reached ({cause}), and its cache does not have {HUB}{repository}") from error
+
+
+@contextlib.contextmanager
+def _in_sentences(repository: str, revision: str | None) -> Iterator[None]:
+    """Raise InputError in place of the errors of huggingface_hub, but for that of a file that is not in the cache."""
+    from huggingface_hub import constants, errors, get_token
+
+    name, page = f"{HUB}{repository}", f"{constants.ENDPOINT}/{repository}"
+    state = "is not set" if get_token() is None else "has none"
+    token = f"an access token of an account that may read it must be in the environment variable HF_TOKEN, which {state}"
+    try:
+        yield
+    except errors.LocalEntryNotFoundError:
+        raise
+    except errors.GatedRepoError as error:
+        raise InputError(f"{name} is gated: accept its terms at {page}; {token}") from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"{name} has no revision {revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(f"the hub has no model {repository}, or it is private; then {token}") from error
+    except Exception as error:  # of the network, of HTTP, of the disk
+        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403)
+        advice = f"; {token}" if is_refused else ""
+        raise InputError(f"cannot download {name}: {_first_line(error)}{advice}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

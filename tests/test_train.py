@@ -280,7 +280,7 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         ("--layers 1000000000", "GB of weights, this machine"),
         ("--hidden-size 8000000000000000000", "got"),
         ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
-        ("--model /nowhere", "cannot read the checkpoint's /nowhere/config.json"),
+        ("--model /nowhere", "--model must be the folder of a checkpoint, got /nowhere, which is not there"),
     ],
 )
 def test_bad_input_exits_with_2_before_any_work(tmp_path, capsys, flags, sentence):

@@ -63,8 +63,6 @@ def check(config: Config) -> None:
             f"{nearest(options['aggregation'], AGGREGATIONS)}"
         )
     check_task(options["task"])
-    if config.model.model is not None and config.run.resume is None:  # a run that resumes has a checkpoint of its own
-        check_model(config.model.model)
     refuse_not_taken(options, Config().flat())
     check_ranges(options)
     _check_objective(config, options)
@@ -74,6 +72,8 @@ def check(config: Config) -> None:
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:
         raise InputError("--compile is for the native decoder, got --model-backend transformers")
+    if config.model.model is not None and config.run.resume is None:  # a run that resumes has a checkpoint of its own
+        check_model(config.model.model)
 
 
 def check_task(name: str) -> None:

@@ -57,7 +57,7 @@ def _describe_rates(config: ResolvedConfig) -> str:
     said = [f"learning rate {lr:g}" + (f" (the default for {kind})" if lr == defaults[1] else "")]
     if steps:
         default = f" (the default for {kind})" if sft_lr == defaults[0] else ""
-        said += [f"in the {steps} steps of the warm start {sft_lr:g}{default}"]
+        said += [f"in the warm start of {steps} step{'s' * (steps > 1)} {sft_lr:g}{default}"]
     return "; ".join(said)
 
 

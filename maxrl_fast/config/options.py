@@ -251,7 +251,7 @@ class LossOptions:
 class ModelOptions:
     """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that transformers has."""
 
-    model: Annotated[str | None, unset("DIR|ORG/NAME", "none, a new model")] = None
+    model: Annotated[str | None, unset("MODEL", "none, a new model")] = None
     """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub. The sizes
     below are then its own."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"

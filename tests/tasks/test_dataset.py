@@ -140,10 +140,7 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
         (DEEP.encode(), "line 2: it is nested too deeply"),
         (b'{"prompt": "' + b"x" * lines.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
-        (
-            b'{"question": "1"}',
-            "line 2: the line must have a prompt at 'prompt' (--prompt-key), but it has the keys 'question'",
-        ),
+        (b'{"question": "1"}', r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest"),
         (b'{"prompt": null}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
         (b'{"prompt": 7}', "line 2: prompt must be text"),

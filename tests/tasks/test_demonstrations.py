@@ -84,9 +84,7 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
     wanted = "; 2 demonstrations of shown.jsonl, 2 left out with more than 9 tokens of prompt, 5 of response or 256 of both"
     assert task.name.endswith(wanted)
     assert task.prompt_length == 9
-    with pytest.raises(
-        InputError, match=r"shown.jsonl must have demonstrations with at most .* 256 of both, got none in 1 lines"
-    ):
+    with pytest.raises(InputError, match=r"must have demonstrations with at most .* 256 of both, got none in 1 lines"):
         task_of(tmp_path, policy, [{"prompt": "1" * 200, "response": "2" * 56}])
 
 
@@ -95,7 +93,7 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
     [
         (
             {"prompt": "1", "answer": "2"},
-            "line 1: a demonstration must have text at 'response', .*; it has the keys 'prompt', 'ans",
+            "line 1: a demonstration must have text at 'response', .*; it has the keys 'prompt",
         ),
         ({"prompt": "1", "response": ""}, "line 1: a demonstration must have text at 'response'"),
         ({"prompt": "1", "response": 2}, "line 1: a demonstration must have text at 'response', .* got 2"),
@@ -103,7 +101,7 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
         ({"messages": TALK[2:]}, "line 1: a demonstration must have text at 'response'"),
         (
             {"question": "1", "response": "2"},
-            r"line 1: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys",
+            r"line 1: the line must have a prompt at 'prompt' \(--prompt-key\), but",
         ),
     ],
 )
@@ -144,9 +142,7 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     """Its loss is the mean of -log p of the responses' tokens, their stop tokens too, by transformers."""
     assert train.main([*job, "--sft-steps", "1", "--sft-batch", "15", "--steps", "1", "--out", str(tmp_path / "run")]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert (
-        "learning rate 1e-06 (the default for full fine-tuning of a checkpoint); in the 1 steps of the warm start 0.01" in out
-    )
+    assert "learning rate 1e-06 (the default for full fine-tuning of a checkpoint); in the warm start of 1 step 0.01" in out
     assert "; 15 demonstrations of shown.jsonl, seed 0" in out
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     logprobs = []

@@ -4,11 +4,16 @@ Only configurations, safetensors and the files of tokenizers are downloaded: not
 """
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.hub import why_unreachable
@@ -18,6 +23,12 @@ HUB = "hf://"
 FOLDER = "--model must be the folder of a checkpoint"
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+STALL_SECONDS = 120  # without a byte from the hub
+# Not `python -m`: with this process's sys.path the other imports the same modules.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; "
+    "from maxrl_fast.model.hub import download_process; download_process()"
+)
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}(?:/{_PART})?)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -78,7 +89,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 def directory_of(model: str, with_weights: bool = False) -> Path:
     """Return the directory of a model; of one of the hub the files that are not in the cache yet are downloaded.
 
-    Several processes may do so at a time: the library locks each file. It gives up on a server that sends nothing.
+    Several processes may do so at a time: the library locks each file.
 
     Args:
         with_weights: download the weights too, beside the configuration and the tokenizer.
@@ -113,41 +124,78 @@ def _import() -> None:
 
 def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
     """Return the directory of a revision in the cache, with these files downloaded unless the hub is offline."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants
 
-    try:
-        with _in_sentences(repository, revision):
-            return Path(
-                snapshot_download(repository, revision=revision, allow_patterns=[*files], local_files_only=bool(offline))
-            )
-    except LocalEntryNotFoundError as error:
-        cause = offline or _first_line(error.__cause__ or error)
-        raise InputError(f"the hub cannot be reached ({cause}), and its cache does not have {HUB}{repository}") from error
+    place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
+    request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
+    if not offline:
+        return _download(request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}"))
+    if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
+        raise answer
+    return answer
 
 
-@contextlib.contextmanager
-def _in_sentences(repository: str, revision: str | None) -> Iterator[None]:
-    """Raise InputError in place of the errors of huggingface_hub, but for that of a file that is not in the cache."""
-    from huggingface_hub import constants, errors, get_token
+def _download(request: dict[str, Any], folder: Path) -> Path:
+    """Return the answer to a request, by another process, which is ended once the folder has not grown for STALL_SECONDS.
 
-    name, page = f"{HUB}{repository}", f"{constants.ENDPOINT}/{repository}"
+    The library asks for some things without a time limit, and its threads keep the process that they are in.
+    """
+    command, grown, size = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])], time.monotonic(), -1
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            while child.poll() is None:
+                time.sleep(0.05)
+                if (now := _size(folder)) != size:
+                    grown, size = time.monotonic(), now
+                if time.monotonic() - grown > STALL_SECONDS:
+                    raise InputError(f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s from the hub")
+            said = child.stdout.read().splitlines()
+        finally:
+            child.kill()
+    answer = json.loads(said[-1]) if said else {"error": f"the process that downloads exited with code {child.returncode}"}
+    if "error" in answer:
+        raise InputError(answer["error"])
+    return Path(answer["directory"])
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def download_process() -> None:
+    """Answer the request of `_download`, in its process."""
+    answer = _answer(json.loads(sys.argv[1])[1], "")
+    print(json.dumps({"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}))
+
+
+def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
+    """Return the directory of a snapshot, or the error in a sentence."""
+    from huggingface_hub import errors, get_token, snapshot_download
+
+    repository, revision, name = request["repo_id"], request["revision"], f"{HUB}{request['repo_id']}"
     state = "is not set" if get_token() is None else "has none"
     token = f"an access token of an account that may read it must be in the environment variable HF_TOKEN, which {state}"
     try:
-        yield
-    except errors.LocalEntryNotFoundError:
-        raise
-    except errors.GatedRepoError as error:
-        raise InputError(f"{name} is gated: accept its terms at {page}; {token}") from error
-    except errors.RevisionNotFoundError as error:
-        raise InputError(f"{name} has no revision {revision}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise InputError(f"the hub has no model {repository}, or it is private; then {token}") from error
+        return Path(snapshot_download(**request))
+    except errors.LocalEntryNotFoundError as error:
+        cause = offline or _first_line(error.__cause__ or error)
+        return InputError(f"the hub cannot be reached ({cause}), and its cache does not have {name}")
+    except errors.GatedRepoError:
+        return InputError(f"{name} is gated: accept its terms at {request['endpoint']}/{repository}; {token}")
+    except errors.RevisionNotFoundError:
+        return InputError(f"{name} has no revision {revision}")
+    except errors.RepositoryNotFoundError:
+        return InputError(f"the hub has no model {repository}, or it is private; then {token}")
     except Exception as error:  # of the network, of HTTP, of the disk
         is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403)
-        advice = f"; {token}" if is_refused else ""
-        raise InputError(f"cannot download {name}: {_first_line(error)}{advice}") from error
+        return InputError(f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}")
 
 
 def _first_line(error: BaseException) -> str:

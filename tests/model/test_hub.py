@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
 from maxrl_fast.files import hub as reach
 from maxrl_fast.files.hub import why_unreachable
+from maxrl_fast.model import hub as model_hub
 from maxrl_fast.model.hub import directory_of, find_model
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub
@@ -124,6 +126,15 @@ def test_a_hub_that_does_not_answer_is_unreachable(hub, tmp_path, monkeypatch):
         assert url in why_unreachable()
 
 
+def test_a_download_that_stands_still_is_ended(hub, monkeypatch):
+    answer, waits = hub.answer, threading.Event()
+    hub.answer = lambda path: answer(path) if "/revision/" not in path else waits.wait(60) and (503, {}, b"")
+    monkeypatch.setattr(model_hub, "STALL_SECONDS", 1)
+    with pytest.raises(InputError, match="nothing of hf://org/tiny has arrived in 1 s from the hub"):
+        find_model("hf://org/tiny", pytest.fail)
+    waits.set()
+
+
 def job(tmp_path):
     (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
     data = written(tmp_path / "sums.jsonl", SUMS)
@@ -132,6 +143,14 @@ def job(tmp_path):
         *("--rollouts", "2", "--steps", "3", "--max-new-tokens", "5", "--eval-prompts", "2", "--eval-samples", "2"),
         *("--threads", "1", "--dtype", "float32", "--reward-workers", "1", "--model", "org/tiny"),
     ]
+
+
+@pytest.mark.parametrize("machine", [[], ["2x80"]])
+def test_a_dry_run_downloads_no_weights(hub, tmp_path, machine, capfd):
+    assert train.main([*job(tmp_path), "--device", "auto", "--dry-run", *machine]) == 0
+    assert f"model = {NAME}" in capfd.readouterr().out
+    assert any("config.json" in path for path in hub.asked)
+    assert not any("safetensors" in path for path in hub.asked)
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def find_policy(config: Config, ranks: Ranks, screen: Screen) -> Config:
         InputError: where there is no such model.
     """
     model = config.model.model
-    if model is None or (config.run.resume is not None and not model.startswith(HUB)):
+    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # which has checkpoints of its own
         return config
     if not ranks.is_first:  # which shows the progress of a download
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

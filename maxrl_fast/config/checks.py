@@ -8,7 +8,6 @@ from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import check_model
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_file, is_known, unknown_task
@@ -72,8 +71,6 @@ def check(config: Config) -> None:
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:
         raise InputError("--compile is for the native decoder, got --model-backend transformers")
-    if config.model.model is not None and config.run.resume is None:  # a run that resumes has a checkpoint of its own
-        check_model(config.model.model)
 
 
 def check_task(name: str) -> None:

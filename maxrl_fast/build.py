@@ -19,7 +19,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.model.policy import load_policy, new_policy
+from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
 from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
@@ -216,6 +216,7 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
     model: PolicyModel
     if saved is not None and saved.decoder is not None:
         model = Decoder.empty(saved.decoder, "meta" if is_empty else CPU)
+        check_positions(model, saved.directory, task.prompt_length, limit)
     elif start is not None:
         model = load_policy(
             start,

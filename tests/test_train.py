@@ -304,6 +304,11 @@ def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, 
     assert "positions" in capsys.readouterr().err
 
 
+def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(finished, capsys):
+    assert train.main(["--resume", str(finished), "--max-new-tokens", "4000", "--allow-changes"]) == 2
+    assert "responses of 4000 tokens need" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
-from maxrl_fast.build import build_policy, build_run_engine, build_scorer, build_task, build_trainer, build_warm_start
+from maxrl_fast.build import build_policy, build_run_engine, build_run_task, build_scorer, build_trainer, build_warm_start
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import resolve
@@ -71,7 +71,7 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
         InputError: where the configuration is wrong.
     """
     check(config)
-    task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
+    task = build_run_task(config)
     resolved = resolve(config, task)
     model = build_policy(resolved, task).to(torch.device(resolved.run.device))
     for _ in build_warm_start(resolved, task, model).steps():

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.options import ResolvedConfig, RewardOptions, TaskOptions
+from maxrl_fast.config.options import Config, ResolvedConfig, RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
 from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.hub import directory_of
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.model.policy import load_policy, new_policy
+from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.plugins import build_plugin, place_of
 from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
@@ -54,12 +55,34 @@ from maxrl_fast.training.warm_start import WarmStart
 CPU = torch.device("cpu")
 
 
-def build_task(options: TaskOptions, seed: int, model: Path | None = None, reward: Sequence[str] = ()) -> Task:
+def build_run_task(config: Config) -> Task:
+    """Return the task of a run; raises as `build_task` does."""
+    return build_task(
+        config.task,
+        config.run.seed,
+        config.model.directory,
+        config.reward.reward,
+        sft_data=config.warm_start.sft_data,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def build_task(
+    options: TaskOptions,
+    seed: int,
+    model: Path | None = None,
+    reward: Sequence[str] = (),
+    *,
+    sft_data: Path | None = None,
+    max_new_tokens: int | None = None,
+) -> Task:
     """Return the task.
 
     Args:
         model: the checkpoint directory whose tokenizer reads text.
         reward: --reward, which tasks without a reward of their own need.
+        sft_data: a file of demonstrations for the warm start, for tasks that read a data set.
+        max_new_tokens: the longest demonstration; default: the task's.
 
     Raises:
         InputError: where there is none of this name, its options do not fit it, or its files cannot be read.
@@ -102,6 +125,8 @@ def build_task(options: TaskOptions, seed: int, model: Path | None = None, rewar
         hub=options.hub,
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
+        sft_data=sft_data,
+        max_new_tokens=max_new_tokens,
         **text,
     )
 
@@ -193,10 +218,13 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
         InputError: where a checkpoint cannot be read or does not fit the task.
     """
     options, limit = config.model, config.rollout.max_new_tokens
-    start = options.model if saved is None else saved.directory
+    start = saved.directory if saved is not None else options.directory
+    if options.model is not None and saved is None and not is_empty:
+        start = directory_of(options.model, with_weights=True)
     model: PolicyModel
     if saved is not None and saved.decoder is not None:
         model = Decoder.empty(saved.decoder, "meta" if is_empty else CPU)
+        check_positions(model, saved.directory, task.prompt_length, limit)
     elif start is not None:
         model = load_policy(
             start,
@@ -408,7 +436,8 @@ def build_warm_start(
         module=module,
     )
     rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
-    return WarmStart(task, learner, rate, options.sft_batch, torch.device(config.run.device))
+    device, takes_prompts = torch.device(config.run.device), options.sft_data is None
+    return WarmStart(task, learner, rate, options.sft_batch, device, takes_prompts)
 
 
 def build_collector(

@@ -103,7 +103,7 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
         InputError: where the configuration proves to be wrong, before any sampling.
     """
     task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward)
-    config = resolve(parsed, source, task)
+    config = resolve(parsed, source, task, screen.warn)
     torch.set_num_threads(config.place.threads)
     contents = contents_of(task, config.measure.split, config.measure.prompts)
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
@@ -199,8 +199,8 @@ def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy
     if path is None:
         return None
     baseline: Policy | Outcome
-    if is_finished(path):
-        baseline = read_outcome(path)
+    if is_finished(Path(path)):
+        baseline = read_outcome(Path(path))
         found = differences(baseline.settings, settings)
     else:
         source = find_source(path, "--baseline")

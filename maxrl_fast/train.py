@@ -1,9 +1,10 @@
 """The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is training/trainer.py."""
 
 import contextlib
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from maxrl_fast.build import (
     build_policy,
     build_policy_files,
     build_run_engine,
+    build_run_task,
     build_scorer,
-    build_task,
     build_trainer,
     compare_engine,
     compare_policy,
@@ -33,6 +34,7 @@ from maxrl_fast.errors import InputError, RewardError, ServerError, StorageError
 from maxrl_fast.files.durable import locked
 from maxrl_fast.hardware import Machine, resolve_device
 from maxrl_fast.model.flash_choice import choose
+from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.output import protect_output
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
@@ -69,12 +71,14 @@ def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
             config = parse(arguments)
         check(config)
         if config.run.dry_run:
-            screen.say(estimate_elsewhere(config, Machine.named(config.run.dry_run)))
+            machine = Machine.named(config.run.dry_run)
+            screen.say(estimate_elsewhere(find_policy(config, Ranks(), screen), machine, screen.warn))
             return 0
         device = resolve_device(config.run.device)
         with ranks.connected(device) as watch:
-            task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
-            return run(resolve(config, task, ranks), task, ranks, screen, device, watch)
+            config = find_policy(config, ranks, screen)
+            task = build_run_task(config)
+            return run(resolve(config, task, ranks, warn=screen.warn), task, ranks, screen, device, watch)
     except KeyboardInterrupt:
         return 130
     except (StorageError, ServerError) as error:
@@ -145,7 +149,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
             options = config.run
             checkpoints = Checkpoints(
                 files,
-                build_policy_files(task, model, saved.directory if saved else config.model.model),
+                build_policy_files(task, model, saved.directory if saved else config.model.directory),
                 fingerprints,
                 options.save_every,
                 options.keep_checkpoints,
@@ -172,14 +176,28 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         return close(files, progress, clock, screen, code)
 
 
-def estimate_elsewhere(config: Config, machine: Machine) -> str:
+def find_policy(config: Config, ranks: Ranks, screen: Screen) -> Config:
+    """Return the configuration with --model as the run records it, on all ranks the same: a folder, or a commit of the hub.
+
+    Raises:
+        InputError: where there is no such model.
+    """
+    model = config.model.model
+    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # which has checkpoints of its own
+        return config
+    if not ranks.is_first:  # which shows the progress of a download
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return config.replace(model=ranks.text_from_first(find_model(model, screen.warn) if ranks.is_first else ""))
+
+
+def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], None]) -> str:
     """Return what --dry-run prints for a machine with GPUs, each with a process of torchrun; this machine needs none.
 
     Raises:
         InputError: where building shows the configuration to be wrong.
     """
-    task = build_task(config.task, config.run.seed, config.model.model, config.reward.reward)
-    resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True)
+    task = build_run_task(config)
+    resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True, warn=warn)
     model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
     is_full = sharding == "full" or (sharding == "auto" and fills_half(model, machine.memory))
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")

@@ -280,7 +280,7 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         ("--layers 1000000000", "GB of weights, this machine"),
         ("--hidden-size 8000000000000000000", "got"),
         ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
-        ("--model /nowhere", "cannot read the checkpoint's /nowhere/config.json"),
+        ("--model /nowhere", "--model must be the folder of a checkpoint, got /nowhere, which is not there"),
     ],
 )
 def test_bad_input_exits_with_2_before_any_work(tmp_path, capsys, flags, sentence):
@@ -302,6 +302,11 @@ def test_the_folder_of_another_run_is_refused_and_unchanged(finished, capsys):
 def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, capsys):
     assert run(tmp_path / "run", "--model", str(finished / "latest"), "--maze-size", "31") == 2
     assert "positions" in capsys.readouterr().err
+
+
+def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(finished, capsys):
+    assert train.main(["--resume", str(finished), "--max-new-tokens", "4000", "--allow-changes"]) == 2
+    assert "responses of 4000 tokens need" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):

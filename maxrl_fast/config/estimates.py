@@ -9,6 +9,7 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.relevance import Choices, not_taken
+from maxrl_fast.config.resolve import default_rates
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.hardware import Machine
 from maxrl_fast.model.flash import kernel_for
@@ -45,7 +46,20 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
         f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}; {config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; "
         f"results in {config.run.out}",
+        _describe_rates(config),
     ]
+
+
+def _describe_rates(config: ResolvedConfig) -> str:
+    """Return the learning rates, and whose default they are where a checkpoint changes the default."""
+    kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
+    defaults = default_rates(config.model) if config.model.model is not None else (None, None)
+    sft_lr, lr, steps = config.warm_start.sft_lr, config.optimizer.lr, config.warm_start.sft_steps
+    said = [f"learning rate {lr:g}" + (f" (the default for {kind})" if lr == defaults[1] else "")]
+    if steps:
+        default = f" (the default for {kind})" if sft_lr == defaults[0] else ""
+        said += [f"in the warm start of {steps} step{'s' * (steps > 1)} {sft_lr:g}{default}"]
+    return "; ".join(said)
 
 
 def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> str:

@@ -21,8 +21,8 @@ class MeasureOptions:
     """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
-    baseline: Annotated[Path | None, unset("DIR", "none")] = None
-    """Compare with this: another checkpoint, which is then sampled too, or the folder of a finished evaluation of the same
+    baseline: Annotated[str | None, unset("DIR", "none")] = None
+    """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished evaluation of the same
     prompts, samples and sampling."""
     bootstrap: int = 1000
     """Bootstrap resamples of the prompts for the intervals."""
@@ -77,8 +77,9 @@ class PlaceOptions:
 class EvaluationConfig:
     """Sample many responses to each held-out prompt, and report pass@k, max@k, maj@k and diversity.
 
-    CHECKPOINT is a Hugging Face directory, or the folder of a run of maxrl_fast.train: its best checkpoint, else its latest. Of
-    a run, and of a checkpoint in its folder, the task's options are the run's, unless others are given.
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or the folder of a run of
+    maxrl_fast.train: its best checkpoint, else its latest. Of a run, and of a checkpoint in its folder, the task's options are
+    the run's, unless others are given.
 
     Examples: python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
 
@@ -89,8 +90,8 @@ class EvaluationConfig:
     python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
 
-    checkpoint: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT", help_behavior_hint="")] = None
-    """Checkpoint directory, or the folder of a run."""
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT", help_behavior_hint="")] = None
+    """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
     measure: MeasureOptions = field(default_factory=MeasureOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     task: TaskOptions = field(default_factory=TaskOptions)

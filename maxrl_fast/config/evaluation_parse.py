@@ -1,10 +1,10 @@
 """From flags and the folder of a run to the resolved configuration of an evaluation."""
 
 import dataclasses
-import os
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from maxrl_fast.config.evaluation_options import (
 )
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.relevance import refuse_not_taken
-from maxrl_fast.config.resolve import num_held_out, resolve_place
+from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.files.untrusted import read_json
+from maxrl_fast.model.hub import check_model, directory_of, find_model
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks import Task
 
@@ -38,15 +39,16 @@ class Source:
     run: Path | None = None  # the folder of the run that it lies in
 
 
-def find_source(path: Path, flag: str = "CHECKPOINT") -> Source:
-    """Return the checkpoint that a user's path means.
+def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
+    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if it is not in the cache.
 
     Raises:
-        InputError: where it is neither a checkpoint directory nor the folder of a run with one.
+        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be downloaded.
     """
-    wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
-    if not path.is_dir():
-        raise InputError(f"{wanted}, got {path}, which is {'no directory' if os.path.lexists(path) else 'not there'}")
+    wanted, path = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run", Path(name)
+    if check_model(name, wanted) is not None:
+        pinned = find_model(name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True))
+        return Source(directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2])
     if not (path / "config.json").exists():
         raise InputError(f"{wanted}, got {path}, which has no config.json")
     if _is_run(path):
@@ -98,7 +100,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     task_seed = run.run.seed if place.task_seed is None else place.task_seed
     sampling = dataclasses.replace(config.sampling, max_new_tokens=max_new_tokens, seed=seed)
     return dataclasses.replace(
-        config, checkpoint=source.checkpoint, sampling=sampling, place=dataclasses.replace(place, task_seed=task_seed)
+        config, checkpoint=str(source.checkpoint), sampling=sampling, place=dataclasses.replace(place, task_seed=task_seed)
     ), source
 
 
@@ -142,17 +144,23 @@ def check(config: EvaluationConfig) -> None:
     check_ranges(options if sampling.temperature else options | {"temperature": 1.0})  # greedy decoding is no way to train
 
 
-def resolve(config: EvaluationConfig, source: Source, task: Task) -> ResolvedEvaluationConfig:
+def resolve(
+    config: EvaluationConfig, source: Source, task: Task, warn: Callable[[str], None] = warnings.warn
+) -> ResolvedEvaluationConfig:
     """Return the checked configuration with every default worked out.
 
+    Args:
+        warn: as of `response_limit`.
+
     Raises:
-        InputError: where the device is absent, --out holds something, or there are fewer prompts.
+        InputError: where the device is absent, --out holds something, there are fewer prompts, or the policy has too few
+            positions.
     """
     measure, sampling, place = config.measure, config.sampling, config.place
     available = task.num_test_prompts if measure.split == "test" else None
     prompts = num_held_out(measure.prompts, available, "prompts")
     ks = tuple(sorted(set(measure.k))) or tuple(powers_of_two(measure.samples))
-    limit = sampling.max_new_tokens or task.max_new_tokens
+    limit = response_limit(sampling.max_new_tokens, task, source.checkpoint, warn)
     device, dtype = resolve_place(place.device, place.dtype)
     resolved = {
         "out": free_folder(place.out, source.name),

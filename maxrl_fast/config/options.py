@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from maxrl_fast.model.hub import directory_of
+
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
 
@@ -187,11 +189,14 @@ class RolloutOptions:
 class WarmStartOptions:
     """Supervised learning on solutions, before reinforcement learning."""
 
-    sft_steps: Annotated[int | None, unset("INT", "100; 0 with --model")] = None
+    sft_data: Annotated[Path | None, unset("FILE", "none, the task's solutions")] = None
+    """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a response; or messages, of which
+    the last is the assistant's."""
+    sft_steps: Annotated[int | None, unset("INT", "100; with --sft-data an epoch; with --model alone 0")] = None
     """Number of steps of supervised learning; 0: none."""
     sft_batch: int = 32
     """Solutions per step."""
-    sft_lr: float = 2e-3
+    sft_lr: Annotated[float | None, unset("FLOAT", "2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
     sft_beta2: Annotated[float | None, unset("FLOAT", "--beta2")] = None
     """AdamW's decay of the second moment in the warm start."""
@@ -203,7 +208,7 @@ class OptimizerOptions:
 
     steps: int = 90
     """Number of reinforcement learning steps."""
-    lr: float = 3e-4
+    lr: Annotated[float | None, unset("FLOAT", "3e-4; with --model 1e-6, with --lora-rank too 1e-5")] = None
     """Peak learning rate."""
     lr_schedule: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or a cosine to a tenth of the peak."""
@@ -249,8 +254,9 @@ class LossOptions:
 class ModelOptions:
     """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that transformers has."""
 
-    model: Annotated[Path | None, unset("DIR", "none, a new model")] = None
-    """Hugging Face checkpoint directory to start from; the sizes below are then its own."""
+    model: Annotated[str | None, unset("MODEL", "none, a new model")] = None
+    """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub. The sizes
+    below are then its own."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
     """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers (docs/models.md lists which), or
     auto: native where it has the model."""
@@ -272,6 +278,11 @@ class ModelOptions:
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     """Linear layers that get adapters."""
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of --model, with a configuration and a tokenizer; weights of the hub are downloaded when needed."""
+        return None if self.model is None else directory_of(self.model)
 
 
 @dataclass(frozen=True)
@@ -382,7 +393,13 @@ class ResolvedRollout(RolloutOptions):
 @dataclass(frozen=True, kw_only=True)
 class ResolvedWarmStart(WarmStartOptions):
     sft_steps: int
+    sft_lr: float
     sft_beta2: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer(OptimizerOptions):
+    lr: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +427,7 @@ class ResolvedConfig(Config):
 
     rollout: ResolvedRollout
     warm_start: ResolvedWarmStart
+    optimizer: ResolvedOptimizer
     loss: ResolvedLoss
     evaluation: ResolvedEvaluation
     run: ResolvedRun

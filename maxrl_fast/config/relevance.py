@@ -51,6 +51,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
     elif choices.vllm_url is not None:  # they are options of the server
         found |= dict.fromkeys(("vllm_tensor_parallel", "kv_cache_gb"), "a run with --vllm-url")
+    if dataset_spec(choices.task) is None:
+        found["sft_data"] = f"task {choices.task}"
     if choices.model is None:
         found["model_backend"] = "a run without --model"
     if choices.resume is None:

@@ -1,7 +1,10 @@
 """From a checked configuration and its task to the resolved one, in which every default is worked out."""
 
 import dataclasses
+import math
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +13,11 @@ import torch
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import (
     Config,
+    ModelOptions,
     ResolvedConfig,
     ResolvedEvaluation,
     ResolvedLoss,
+    ResolvedOptimizer,
     ResolvedRollout,
     ResolvedRun,
     ResolvedWarmStart,
@@ -21,22 +26,32 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
-from maxrl_fast.model.policy import backend_of
+from maxrl_fast.model.hub import HUB
+from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.plugins import is_file
 from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.training.objective_registry import objective_options
 
 
-def resolve(config: Config, task: Task, ranks: Ranks | None = None, has_gpus: bool = False) -> ResolvedConfig:
+def resolve(
+    config: Config,
+    task: Task,
+    ranks: Ranks | None = None,
+    has_gpus: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> ResolvedConfig:
     """Return the checked configuration with every default worked out.
 
     Args:
         has_gpus: it is for another machine, with GPUs that compute in bfloat16.
+        warn: is called with a sentence if the policy has too few positions for the task's responses, which then end earlier.
 
     Raises:
-        InputError: where the device is absent, --out holds something, or there are more processes than prompts.
+        InputError: where the device is absent, --out holds something, there are more processes than prompts, or the policy has
+            too few positions.
     """
     ranks = ranks or Ranks()
     if config.rollout.prompts < ranks.size:
@@ -52,9 +67,9 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None, has_gpus: bo
         objective=dataclasses.replace(chosen, **objective),
         task=config.task,
         reward=config.reward,
-        rollout=_rollout(config, task),
+        rollout=_rollout(config, task, warn),
         warm_start=_warm_start(config, task),
-        optimizer=config.optimizer,
+        optimizer=_optimizer(config),
         loss=_loss(config),
         model=dataclasses.replace(config.model, model_backend=_backend(config)),
         evaluation=_evaluation(config, task),
@@ -63,7 +78,7 @@ def resolve(config: Config, task: Task, ranks: Ranks | None = None, has_gpus: bo
 
 
 def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
-    directory, wanted = config.model.model, config.model.model_backend
+    directory, wanted = config.model.directory, config.model.model_backend
     if wanted != "auto":
         return wanted
     if directory is None or not (directory / "config.json").exists():  # a run that resumes has a checkpoint of its own
@@ -71,24 +86,86 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
     return "transformers" if backend_of(directory) == "transformers" else "native"
 
 
-def _rollout(config: Config, task: Task) -> ResolvedRollout:
+def _rollout(config: Config, task: Task, warn: Callable[[str], None]) -> ResolvedRollout:
     options, cap = config.rollout, config.rollout.importance_cap
+    # A run that resumes has a checkpoint and a response limit of its own.
+    directory = None if config.run.resume is not None else config.model.directory
     if cap is None:
         differs = options.rollout != "native" or options.top_p < 1
         cap = 2.0 if differs and not objective_of(config).owns_loss else 0.0
     return ResolvedRollout(
-        **{**vars(options), "max_new_tokens": options.max_new_tokens or task.max_new_tokens, "importance_cap": cap}
+        **{
+            **vars(options),
+            "max_new_tokens": response_limit(options.max_new_tokens, task, directory, warn),
+            "importance_cap": cap,
+        }
     )
+
+
+def response_limit(wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]) -> int:
+    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the policy's positions leave of it.
+
+    Args:
+        directory: the policy's checkpoint; None: a new policy, which has enough positions.
+        warn: is called with a sentence if it is less than the task's.
+
+    Raises:
+        InputError: if the positions are too few for the longest prompt, or for it with --max-new-tokens; it names the option.
+    """
+    limit = wanted or task.max_new_tokens
+    if directory is None:
+        return limit
+    positions, longest = read_sizes(directory).max_position_embeddings, task.prompt_length
+    if longest + limit <= positions:
+        return limit
+    have = f"{directory} has {positions} positions"
+    if longest >= positions:
+        raise InputError(
+            f"{have}, which must be more than the tokens of the longest prompt, got {longest} (--max-prompt-tokens leaves out "
+            "longer prompts of a data set)"
+        )
+    room = positions - longest
+    if wanted is not None:
+        raise InputError(
+            f"{have}, and prompts have up to {longest} tokens: --max-new-tokens must be at most {room}, got {wanted} "
+            "(a lower --max-prompt-tokens leaves more)"
+        )
+    warn(
+        f"responses end after {room} tokens instead of the task's {limit}: {have}, and prompts have up to {longest} tokens "
+        "(a lower --max-prompt-tokens leaves more)"
+    )
+    return room
 
 
 def _warm_start(config: Config, task: Task) -> ResolvedWarmStart:
     options, steps = config.warm_start, config.warm_start.sft_steps
-    if steps is None:
+    if steps is None and options.sft_data is not None and isinstance(task, DatasetTask):
+        steps = math.ceil(task.num_demonstrations / options.sft_batch)
+    elif steps is None:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
     if steps and not task.has_demonstrations:
-        raise InputError(f"sft_steps must be 0, as {task.name} has no solutions to learn from, got {steps}")
+        advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
+        raise InputError(f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got {steps}")
     beta2 = config.optimizer.beta2 if options.sft_beta2 is None else options.sft_beta2
-    return ResolvedWarmStart(**{**vars(options), "sft_steps": steps, "sft_beta2": beta2})
+    return ResolvedWarmStart(
+        **{**vars(options), "sft_steps": steps, "sft_lr": options.sft_lr or default_rates(config.model)[0], "sft_beta2": beta2}
+    )
+
+
+def default_rates(model: ModelOptions) -> tuple[float, float]:
+    """Return the default learning rates of the warm start and of reinforcement learning.
+
+    A new policy is trained as the tests of the mazes found. A checkpoint is fine-tuned at the rate of the publications
+    (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that ("LoRA Without Regret", Schulman et al. 2025).
+    """
+    if model.model is None:
+        return 2e-3, 3e-4
+    return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
+
+
+def _optimizer(config: Config) -> ResolvedOptimizer:
+    options = config.optimizer
+    return ResolvedOptimizer(**{**vars(options), "lr": options.lr or default_rates(config.model)[1]})
 
 
 def _loss(config: Config) -> ResolvedLoss:
@@ -150,9 +227,11 @@ def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Lite
 
 def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
-    paths = {"model": config.model.model, "data": config.task.data, "test_data": config.task.test_data}
-    paths["judge_template"] = config.reward.judge_template
+    paths = {"data": config.task.data, "test_data": config.task.test_data}
+    paths |= {"judge_template": config.reward.judge_template, "sft_data": config.warm_start.sft_data}
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
+    if config.model.model is not None and not config.model.model.startswith(HUB):
+        resolved["model"] = str(Path(config.model.model).absolute())
     resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
     functions = {"task": config.task.task, "objective": config.objective.objective, "rollout": config.rollout.rollout}
     return resolved | {name: _absolute_function(value) for name, value in functions.items()}

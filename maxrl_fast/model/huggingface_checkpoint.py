@@ -206,7 +206,10 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
         original = one.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0
         if one.get("rope_type") in _BY_LENGTH and longest > original:
-            yield f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest}"
+            yield (
+                f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest} "
+                "(--max-prompt-tokens, --max-new-tokens)"
+            )
 
 
 @torch.no_grad()

@@ -126,9 +126,15 @@ def load_policy(
         model = (empty_huggingface if is_empty else load_huggingface)(directory, longest)
     if model.config.vocab_size != vocab_size:
         raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
-    if model.config.max_position_embeddings < longest:
+    check_positions(model, directory, prompt_length, max_new_tokens)
+    return model
+
+
+def check_positions(model: PolicyModel, directory: Path, prompt_length: int, max_new_tokens: int) -> None:
+    """Raise InputError if the policy of a directory has too few positions for the longest prompt and response."""
+    positions, longest = model.config.max_position_embeddings, prompt_length + max_new_tokens
+    if positions < longest:
         raise InputError(
             f"prompts of {prompt_length} and responses of {max_new_tokens} tokens need {longest} "
-            f"positions, {directory} has {model.config.max_position_embeddings}"
+            f"positions, {directory} has {positions} (--max-prompt-tokens, --max-new-tokens)"
         )
-    return model

@@ -51,9 +51,10 @@ class PromptEncoder:
         self._directory = directory
         loading = next(self._loadings)
         self._settings = {"directory": str(directory), "loading": loading, "limit": limit, "allow_special": allow_special}
+        self._settings["are_responses"] = False
         Worker.running()
         import_tokenizers()  # while the worker does the same
-        self._request([], [])
+        self._request([], [], {})
 
     def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
         """Return the token ids of each prompt; None for those that have none, or more than `limit`.
@@ -64,18 +65,29 @@ class PromptEncoder:
         Raises:
             InputError: if a prompt has a control token, the chat template rejects it, or it exceeds SECONDS or MEMORY.
         """
-        starts = range(0, len(prompts), CHUNK)
-        return [ids for i in starts for ids in self._request(prompts[i : i + CHUNK], places[i : i + CHUNK])]
+        return self._chunks(prompts, places, {})
 
-    def _request(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+    def encode_responses(self, responses: Sequence[str], places: Sequence[str], limit: int) -> list[list[int] | None]:
+        """Return the token ids of each response, as text behind a prompt; None for those that have none, or more than `limit`.
+
+        Raises:
+            InputError: as `encode`.
+        """
+        return self._chunks(responses, places, {"limit": limit, "are_responses": True})
+
+    def _chunks(self, texts: Sequence[Prompt], places: Sequence[str], settings: dict[str, Any]) -> list[list[int] | None]:
+        starts = range(0, len(texts), CHUNK)
+        return [ids for i in starts for ids in self._request(texts[i : i + CHUNK], places[i : i + CHUNK], settings)]
+
+    def _request(self, prompts: Sequence[Prompt], places: Sequence[str], settings: dict[str, Any]) -> list[list[int] | None]:
         """Return the answers of the worker, after one that says that it has the tokenizer."""
         with self._turn:
-            return self._answers(prompts, places)
+            return self._answers(prompts, places, settings)
 
-    def _answers(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+    def _answers(self, prompts: Sequence[Prompt], places: Sequence[str], settings: dict[str, Any]) -> list[list[int] | None]:
         worker, num_answers, found = Worker.running(), 1 + len(prompts), list[list[int] | None]()
         try:
-            worker.send(self._settings | {"prompts": list(prompts), "seconds": SECONDS})
+            worker.send(self._settings | settings | {"prompts": list(prompts), "seconds": SECONDS})
             for i in range(num_answers):
                 answer = worker.receive()
                 if "error" in answer:

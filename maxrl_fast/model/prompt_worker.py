@@ -1,8 +1,9 @@
 """The process that encodes prompts for a run. `Worker` in prompt_process.py starts it.
 
 Messages are JSON, one per line. The worker sends {} once it can take requests. A request has the keys directory, loading,
-prompts, limit, allow_special and seconds. The answers to it are {} once the tokenizer is loaded, and then, for each prompt,
-{"ids": [...]}, or {"ids": null} if it is empty or too long. {"error": sentence} in place of one of them is the last.
+prompts, limit, allow_special, are_responses and seconds. The answers to it are {} once the tokenizer is loaded, and then, for
+each prompt, {"ids": [...]}, or {"ids": null} if it is empty or too long. {"error": sentence} in place of one of them is the
+last.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import ControlTokens, encode_prompt, import_tokenizers, load_tokenizer
+from maxrl_fast.model.tokenizer import ControlTokens, encode_prompt, encode_response, import_tokenizers, load_tokenizer
 
 
 def main() -> None:
@@ -49,9 +50,10 @@ def answers(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {}
         for prompt in request["prompts"]:
             signal.alarm(request["seconds"])
+            are_responses = request["are_responses"]
             if not request["allow_special"]:
-                control_tokens.refuse(prompt)
-            ids = encode_prompt(tokenizer, prompt)
+                control_tokens.refuse(prompt, "a response" if are_responses else "a prompt")
+            ids = (encode_response if are_responses else encode_prompt)(tokenizer, prompt)
             yield {"ids": ids if 0 < len(ids) <= request["limit"] else None}
     except InputError as error:
         yield {"error": str(error)}

@@ -16,6 +16,7 @@ FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 
 
 def import_tokenizers() -> Any:
@@ -38,10 +39,12 @@ def load_tokenizer(directory: Path) -> Any:
     tokenizer within limits first.
 
     Raises:
-        InputError: if transformers is not installed, or it cannot read a tokenizer from the directory.
+        InputError: if transformers is not installed, or the directory has no tokenizer, or none that it can read.
     """
     auto_tokenizer = import_tokenizers()
     _check_files(directory)
+    if not any(any(directory.glob(name)) for name in VOCABULARIES):  # transformers would make an empty tokenizer
+        raise InputError(f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none")
     try:
         return auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # parsers of these files raise anything
@@ -63,6 +66,12 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> lis
     if not isinstance(prompt, str):
         return encode_chat(tokenizer, prompt)
     ids: list[int] = tokenizer(prompt)["input_ids"]
+    return ids
+
+
+def encode_response(tokenizer: Any, response: str) -> list[int]:
+    """Return the token ids of a response, as they follow those of its prompt: without tokens that begin or end a text."""
+    ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -105,12 +114,12 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
-    def refuse(self, prompt: str | Sequence[dict[str, str]]) -> None:
+    def refuse(self, prompt: str | Sequence[dict[str, str]], what: str = "a prompt") -> None:
         """Raise InputError if a prompt has a control token in its own text: in a value of one of its messages."""
         for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
             if token := self._find(text):
                 raise InputError(
-                    f"a prompt must not have the special token {token!r} of the tokenizer in its text, got {prompt!r:.200}; "
+                    f"{what} must not have the special token {token!r} of the tokenizer in its text, got {prompt!r:.200}; "
                     "--allow-special-tokens encodes it as that token"
                 )
 

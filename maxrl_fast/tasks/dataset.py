@@ -13,7 +13,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
-from maxrl_fast.tasks.lines import Line, read_hub, read_lines
+from maxrl_fast.tasks.lines import Line, read_demonstrations, read_hub, read_lines
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
@@ -37,13 +37,14 @@ class DatasetTask:
         plain_prompts: do not apply the chat template to prompts that are text.
         max_prompt_tokens: longer prompts are dropped.
         allow_special_tokens: encode control tokens in the text of a prompt as such; otherwise its line is refused.
+        sft_data: a file of demonstrations, whose prompts are asked as those of `data` are.
+        max_new_tokens: demonstrations with longer responses are left out; default: `spec.max_new_tokens`.
 
     Raises:
-        InputError: if a file cannot be read, a line is invalid, or no prompt is short enough.
+        InputError: if a file cannot be read, a line is invalid, or no prompt or no demonstration is short enough.
     """
 
     num_test_prompts: int | None
-    has_demonstrations = False
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class DatasetTask:
         plain_prompts: bool = False,
         max_prompt_tokens: int = 1024,
         allow_special_tokens: bool = False,
+        sft_data: Path | None = None,
+        max_new_tokens: int | None = None,
     ):
         self._seed, self._spec = seed, spec
         self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
@@ -77,8 +80,13 @@ class DatasetTask:
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in (lines, test)]
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
+        self._demonstrations, self._sft_name = list[tuple[list[int], list[int]]](), ""
+        if sft_data is not None:
+            self._read_demonstrations(sft_data, max_new_tokens or spec.max_new_tokens, max_prompt_tokens)
+            encoded += [[tokens for demonstration in self._demonstrations for tokens in demonstration]]
+        self.num_demonstrations, self.has_demonstrations = len(self._demonstrations), bool(self._demonstrations)
         self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
-        self._order = lru_cache(2)(self._shuffle)
+        self._order = lru_cache(4)(self._shuffle)
         limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
         for split, kept in self._lines.items():
             if not kept:
@@ -86,20 +94,40 @@ class DatasetTask:
                     f"{source} must have prompts of at most {limit} tokens for the {split} split, got none in "
                     f"{len(lines)} training lines and {len(test)} test lines"
                 )
-        self.prompt_length = max(len(tokens) for kept in self._lines.values() for tokens, _ in kept)
+        asked = [tokens for kept in self._lines.values() for tokens, _ in kept]
+        self.prompt_length = max(len(tokens) for tokens in (*asked, *(prompt for prompt, _ in self._demonstrations)))
         self.num_test_prompts = len(self._lines["test"])
         self.name = f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out" + (
             f", {num_long} longer than {limit} tokens left out" if num_long else ""
         )
+        self.name += self._sft_name
+
+    def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
+        """Read and encode the demonstrations that are short enough, and say how many are not."""
+        lines = read_demonstrations(path, self._key)
+        places = [place for place, _, _ in lines]
+        prompts = self._text.encode([self._asked(prompt) for _, prompt, _ in lines], places)
+        responses = self._text.encode_responses([response for _, _, response in lines], places, most_tokens)
+        for prompt, response in zip(prompts, responses, strict=True):
+            if prompt is not None and response is not None and len(prompt) + len(response) <= self._text.positions:
+                self._demonstrations.append((prompt, response))
+        limits = f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {self._text.positions} of both"
+        if not self._demonstrations:
+            raise InputError(f"{path.name} must have demonstrations with at most {limits}, got none in {len(lines)} lines")
+        num_long = len(lines) - len(self._demonstrations)
+        self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}" + (
+            f", {num_long} left out with more than {limits}" if num_long else ""
+        )
+
+    def _asked(self, prompt: Any) -> Any:
+        """Return a prompt of a line, text or messages, as it is asked."""
+        if isinstance(prompt, str) and self._spec.is_question:
+            return self._text.prompt(prompt + self._suffix)
+        return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, line: Fields, answer_key: str | None) -> Fields:
         """Return a line with its "prompt" as it is asked and its correct "answer", as the reward function gets it."""
-        prompt = line[self._key]
-        if isinstance(prompt, str) and self._spec.is_question:
-            prompt = self._text.prompt(prompt + self._suffix)
-        elif isinstance(prompt, str):
-            prompt += self._suffix
-        columns = {**line, "prompt": prompt}
+        columns = {**line, "prompt": self._asked(line[self._key])}
         return columns if self._spec.gold is None else columns | {"answer": self._spec.gold(line, answer_key)}
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
@@ -107,22 +135,31 @@ class DatasetTask:
         encoded = self._text.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
         return [(tokens, line) for tokens, (_, line) in zip(encoded, lines, strict=True) if tokens is not None]
 
-    def _shuffle(self, epoch: int) -> list[int]:
+    def _shuffle(self, epoch: int, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {epoch}".encode()))
-        return torch.randperm(len(self._lines["train"]), generator=generator).tolist()
+        return torch.randperm(count, generator=generator).tolist()
+
+    def _shuffled(self, lines: list[Any], i: int) -> Any:
+        """Return line i of the endless stream that has all lines in a new order in each epoch."""
+        return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """Return prompts `start` to `start + count - 1` of `split`, each with its line."""
         lines, indices = self._lines[split], range(start, start + count)
-        if split == "train":
-            chosen = [lines[self._order(i // len(lines))[i % len(lines)]] for i in indices]
-        else:
-            chosen = [lines[i] for i in indices]
+        chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in indices]
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Raise InputError: lines have no solution to learn from."""
-        raise InputError(f"--sft-steps must be 0, as {self.name} has no solutions for a warm start")
+        """Return the demonstrations `start` to `start + count - 1` of --sft-data, in a new order in every epoch.
+
+        Raises:
+            InputError: if there are none: the lines of prompts have no solution to learn from.
+        """
+        if not self._demonstrations:
+            raise InputError(f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a warm start")
+        chosen = [self._shuffled(self._demonstrations, i) for i in range(start, start + count)]
+        prompts = prompts_of([prompt for prompt, _ in chosen], range(start, start + count), [{}] * count)
+        return prompts, Rollouts.given([response for _, response in chosen])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Raise InputError: `reward` or the user's function scores responses in worker processes."""

@@ -38,6 +38,11 @@ class DatasetSpec:
     max_new_tokens: int = 512
 
 
+def keys_of(line: dict[str, Any]) -> str:
+    """Return a few words on the keys that a line has, for error messages."""
+    return f"it has the keys {', '.join(map(repr, line))}"[:300] if line else "it has no keys"
+
+
 def look_up(line: dict[str, Any], key: str) -> Any:
     """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if the line has none."""
     if key in line:
@@ -51,7 +56,7 @@ def look_up(line: dict[str, Any], key: str) -> Any:
 def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise InputError(f"each line must have an answer in {key!r}, got {value!r:.80} in {line!r:.200}")
+        raise InputError(f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); {keys_of(line)}")
     return str(value).strip()
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.files.hub import why_unreachable
 from maxrl_fast.files.untrusted import check_regular, shown
+from maxrl_fast.tasks.dataset_specs import keys_of
 
 LINE_BYTES = 1 << 20  # limit of one line; the longest prompts of mathematics and code have a tenth of it
 # The rows of a Parquet file may unpack to UNPACKED_BYTES plus UNPACKED_RATIO times the size of the file.
@@ -16,6 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
+Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages) and its response
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
@@ -30,10 +33,26 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
         InputError: if the file cannot be read, or a line is longer than LINE_BYTES, is not a JSON object, or has no prompt. The
             message names the file and the line.
     """
+    return [(location, _checked(fields, location, prompt_key)) for location, fields in _read_objects(path, option)]
+
+
+def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
+    """Return the demonstrations in a file of --sft-data, one of each line: a prompt and the response to it.
+
+    A line has the prompt at `prompt_key`, as in `read_lines`, and text at "response"; or it has messages at `prompt_key` or at
+    "messages", of which the last is the assistant's, and is the response.
+
+    Raises:
+        InputError: as `read_lines`, and if a line has no response.
+    """
+    return [_demonstration(fields, location, prompt_key) for location, fields in _read_objects(path, "--sft-data")]
+
+
+def _read_objects(path: Path, option: str) -> list[Line]:
     read = _read_parquet if path.suffix == ".parquet" else _read_json_lines
     try:
         check_regular(path)
-        lines = [(location, _checked(fields, location, prompt_key)) for location, fields in read(path)]
+        lines = [(location, _checked_object(fields, location)) for location, fields in read(path)]
     except OSError as error:
         raise InputError(f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}") from error
     if not lines:
@@ -44,20 +63,28 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
 def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their places. None of its code is run.
 
+    Where the hub cannot be reached, they are those that `datasets` has in its cache.
+
     Raises:
-        InputError: as `read_lines`, and if `datasets` is missing or the hub cannot be reached.
+        InputError: as `read_lines`, and if `datasets` is missing, or the rows are neither on the hub nor in the cache.
     """
     try:
         import datasets
+
+        offline = why_unreachable()
     except ImportError as error:
         raise InputError(
             f"loading {name} needs datasets (pip install 'maxrl_fast[data]') or a local copy with --data FILE: {error}"
         ) from error
     repository, _, config = name.partition(":")
+    # Otherwise it retries for 24 s, and then looks into its cache.
+    datasets.config.HF_HUB_OFFLINE = bool(offline)
     try:
         rows = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # errors of the network, the hub, or the parsers of its files
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if offline:
+            cause = f"it cannot be reached ({offline}), and the cache has no copy"
         raise InputError(f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local copy") from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
     return [(place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)]
@@ -109,6 +136,35 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _checked(fields: Any, location: str, prompt_key: str) -> dict[str, Any]:
+    checked = _checked_object(fields, location)
+    if "response" in checked:
+        raise InputError(f"{location}: the key 'response' is reserved for the response that is scored; rename it")
+    _prompt_of(checked, location, prompt_key)
+    return checked
+
+
+def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> Demonstration:
+    prompt = _prompt_of(fields, location, prompt_key if prompt_key in fields or "messages" not in fields else "messages")
+    response = fields.get("response")
+    if response is None and isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+        *prompt, last = prompt
+        response = last["content"]
+    if not isinstance(response, str) or not response:
+        raise InputError(
+            f"{location}: a demonstration must have text at 'response', or messages of which the last is the assistant's, "
+            f"got {response!r:.80}; {keys_of(fields)}"
+        )
+    return location, prompt, response
+
+
+def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
+    if key not in fields:
+        raise InputError(f"{location}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}")
+    _check_prompt(fields[key], f"{location}: {key}")
+    return fields[key]
+
+
+def _checked_object(fields: Any, location: str) -> dict[str, Any]:
     try:
         size = len(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode())  # fails on half a surrogate pair
     except RecursionError:
@@ -119,9 +175,6 @@ def _checked(fields: Any, location: str, prompt_key: str) -> dict[str, Any]:
         raise InputError(f"{location}: it must have at most {LINE_BYTES:,} bytes, got {size:,}")
     if not isinstance(fields, dict):
         raise InputError(f"{location}: it must be a JSON object, got {fields!r:.80}")
-    if "response" in fields:
-        raise InputError(f"{location}: the key 'response' is reserved for the response that is scored; rename it")
-    _check_prompt(fields.get(prompt_key), f"{location}: {prompt_key}")
     return fields
 
 

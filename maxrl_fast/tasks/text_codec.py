@@ -10,7 +10,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import read_json
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.prompt_process import Message, Prompt, PromptEncoder
-from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
+from maxrl_fast.model.tokenizer import encode_response, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Prompts, pack
 
 
@@ -29,7 +29,8 @@ class TextCodec:
 
     def __init__(self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False):
         self.model = model
-        self.vocab_size = read_sizes(model).vocab_size
+        sizes = read_sizes(model)
+        self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
         self._encoder = PromptEncoder(model, max_prompt_tokens, allow_special)
         self.tokenizer = load_tokenizer(model)  # which the encoder has shown to end; it decodes and encodes responses
         if len(self.tokenizer) > self.vocab_size:
@@ -55,8 +56,21 @@ class TextCodec:
 
     def encode_response(self, response: str) -> list[int]:
         """Return the token ids of a response, followed by its stop token."""
+        return self._stopped(encode_response(self.tokenizer, response))
+
+    def encode_responses(self, responses: Sequence[str], places: Sequence[str], limit: int) -> list[list[int] | None]:
+        """Return the token ids of responses from a file, each followed by its stop token; None for more than `limit`.
+
+        Raises:
+            InputError: as PromptEncoder.encode.
+        """
+        encoded = self._encoder.encode_responses(responses, places, limit - 1)
+        return [None if ids is None else self._stopped(ids) for ids in encoded]
+
+    def _stopped(self, ids: list[int]) -> list[int]:
+        """Return token ids that end with a stop token."""
         end = self.tokenizer.eos_token_id
-        return [*self.tokenizer(response, add_special_tokens=False)["input_ids"], self.stop_ids[0] if end is None else end]
+        return ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0] if end is None else end]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         """Return text, without special tokens unless they are asked for."""

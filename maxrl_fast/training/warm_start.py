@@ -18,6 +18,7 @@ class WarmStart:
     Args:
         learner: with the loss "reinforce": with advantage 1 it is the mean negative log-likelihood of the solutions' tokens.
         batch: prompts per step.
+        takes_prompts: whether the solutions are of the training prompts, so that reinforcement learning begins behind them.
     """
 
     task: Task
@@ -25,6 +26,7 @@ class WarmStart:
     learning_rate: LearningRate
     batch: int
     device: torch.device
+    takes_prompts: bool = True
 
     @property
     def num_steps(self) -> int:
@@ -33,7 +35,7 @@ class WarmStart:
     @property
     def num_prompts(self) -> int:
         """Training prompts that it uses: those from index 0 on."""
-        return self.num_steps * self.batch
+        return self.num_steps * self.batch if self.takes_prompts else 0
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
         """Take every step after the first `done`; give each step's number and loss once it is taken."""

@@ -1,5 +1,6 @@
 """Flags, TOML, defaults; bad input is refused in one sentence."""
 
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.tasks.maze import MazeTask
+from tests.models import TINY
 
 
 def resolved(*flags):
@@ -43,8 +46,52 @@ def test_defaults_are_resolved():
     assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
     assert resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"] == 0
-    assert resolved("--model", "x")["sft_steps"] == 0
-    assert resolved("--model", "x", "--sft-steps", "3")["sft_steps"] == 3
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint with 512 positions, without weights."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(TINY)))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ("", (2e-3, 3e-4)),
+        ("--lora-rank 4", (2e-3, 3e-4)),
+        ("--model CHECKPOINT", (1e-5, 1e-6)),
+        ("--model CHECKPOINT --lora-rank 4", (1e-4, 1e-5)),
+        ("--model CHECKPOINT --lr 2e-5 --sft-lr 3e-5", (3e-5, 2e-5)),
+    ],
+)
+def test_a_checkpoint_changes_the_default_learning_rates(flags, rates, checkpoint):
+    options = resolved(*flags.replace("CHECKPOINT", checkpoint).split())
+    assert (options["sft_lr"], options["lr"]) == rates
+
+
+def test_a_checkpoint_has_no_warm_start_unless_asked(checkpoint):
+    assert resolved("--model", checkpoint)["sft_steps"] == 0
+    assert resolved("--model", checkpoint, "--sft-steps", "3")["sft_steps"] == 3
+
+
+def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(checkpoint):
+    task, said = MazeTask(9), []  # prompts of 94 tokens
+
+    def limit(*flags, most=1000):
+        task.max_new_tokens = most
+        return resolve(parse(["--model", checkpoint, *flags]), task, warn=said.append).rollout.max_new_tokens
+
+    assert (limit(most=418), said) == (418, [])
+    assert limit(most=419) == 418
+    [sentence] = said
+    assert sentence.startswith(f"responses end after 418 tokens instead of the task's 419: {checkpoint} has 512 positions")
+    assert limit("--max-new-tokens", "418") == 418
+    with pytest.raises(InputError, match="--max-new-tokens must be at most 418, got 419"):
+        limit("--max-new-tokens", "419")
+    task.prompt_length = 512
+    with pytest.raises(InputError, match=r"more than the tokens of the longest prompt, got 512 \(--max-prompt-tokens"):
+        limit()
 
 
 def test_a_flag_overrides_the_file(tmp_path):

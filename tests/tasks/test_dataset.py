@@ -140,7 +140,8 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
         (DEEP.encode(), "line 2: it is nested too deeply"),
         (b'{"prompt": "' + b"x" * lines.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
-        (b'{"question": "1"}', "line 2: prompt must be text or a list of messages, got None"),
+        (b'{"question": "1"}', r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest"),
+        (b'{"prompt": null}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
         (b'{"prompt": 7}', "line 2: prompt must be text"),
         (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages with a role and a content"),
@@ -303,15 +304,26 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sft-steps 3", "sft_steps must be 0, as sums.jsonl: "),
+        ("--sft-steps 3", "sft_steps must be 0 without --sft-data, as sums.jsonl: "),
         ("--eval-prompts 100", "eval_prompts must be at most the"),
         ("--data nowhere.jsonl", "--data must be a readable JSON Lines or Parquet file, got nowhere.jsonl"),
-        ("--max-new-tokens 4000", "positions"),
+        ("--max-new-tokens 4000", "--max-new-tokens must be at most 252, got 4000"),
+        ("--max-prompt-tokens 3", "sums.jsonl must have prompts of at most 3 tokens"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(job, tmp_path, capsys, flags, message):
     assert train.main([*job, *flags.split(), "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_directory_without_a_tokenizer_is_named_and_not_the_data(job, tmp_path, policy, capsys):
+    """transformers makes an empty tokenizer of it, which encodes every prompt as no tokens."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"):
+        (bare / name).write_bytes((policy / name).read_bytes())
+    assert train.main([*job, "--model", str(bare), "--out", str(tmp_path / "run")]) == 2
+    assert f"{bare} has no tokenizer: it must have one of tokenizer.json, " in " ".join(capsys.readouterr().err.split())
 
 
 def test_missing_options_are_named(tmp_path, capsys):

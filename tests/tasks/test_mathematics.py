@@ -2,6 +2,8 @@
 
 import json
 
+import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -18,6 +20,7 @@ from maxrl_fast.rewards.mathematics import score
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
+from tests.hub import use_hub
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
 GSM8K = [{"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"} for n in range(40)]
@@ -79,6 +82,8 @@ def test_the_correct_answer_is_found_in_each_line():
     for line in ({}, {"answer": ""}, {"answer": True}, {"answer": [1]}):
         with pytest.raises(InputError, match="each line must have an answer in 'answer'"):
             math_answer(line, None)
+    with pytest.raises(InputError, match=r"\(--answer-key\); it has the keys 'question', 'solution'"):
+        math_answer({"question": "1?", "solution": "1"}, "answer")
     with pytest.raises(InputError, match=r"each line must have an answer in 'a\.b', got None"):
         math_answer({"a": {}}, "a.b")
     with pytest.raises(InputError, match="must have its answer in"):
@@ -257,22 +262,49 @@ def test_invalid_task_options_are_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_an_unreachable_hub_is_reported(policy, monkeypatch):
-    import datasets
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Make a hub of this process's own that does not answer, and an empty cache of data sets, which is returned."""
+    use_hub("http://127.0.0.1:9", tmp_path / "models", monkeypatch)  # nobody listens at this port
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "data")
+    return tmp_path / "data"
 
-    def unreachable(name, config, split):
-        raise ConnectionError(f"cannot reach {name} {config} {split}")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+def test_an_unreachable_hub_is_reported_without_retries(policy, offline, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("it retries"))
     with pytest.raises(
-        InputError, match=r"cannot load train data of openai/gsm8k:main from the hub: ConnectionError: .*; --data "
+        InputError,
+        match=r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
+        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE reads a local copy",
     ):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 
 
-def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
-    import datasets
+def cached(folder, split, records):
+    """Write a data set into its folder in the cache of `datasets`, as if it had been downloaded."""
+    folder = folder / "main" / "0.0.0" / ("a" * 40)
+    folder.mkdir(parents=True)
+    name = folder.parents[2].name.partition("___")[2]
+    features = datasets.Dataset.from_list(records).features
+    writer = datasets.arrow_writer.ArrowWriter(path=str(folder / f"{name}-{split}.arrow"), features=features)
+    for record in records:
+        writer.write(record)
+    count, size = writer.finalize()
+    splits = {split: {"name": split, "num_bytes": size, "num_examples": count, "dataset_name": name}}
+    info = {"builder_name": name, "dataset_name": name, "config_name": "main", "version": "0.0.0", "splits": splits}
+    datasets.DatasetInfo(features=features, **info).write_to_directory(str(folder))
 
+
+def test_data_sets_in_the_cache_need_no_hub(policy, offline):
+    cached(offline / "openai___gsm8k", "train", GSM8K[:30])
+    cached(offline / "madrylab___gsm8k-platinum", "test", GSM8K[30:])
+    assert build_task(TaskOptions(task="gsm8k"), 0, policy).name == "openai/gsm8k:main: 30 prompts and 10 held out"
+
+
+def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
+    monkeypatch.setattr(lines, "why_unreachable", lambda: "")
     asked = []
 
     def given(name, config, split):

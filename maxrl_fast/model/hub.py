@@ -1,0 +1,202 @@
+"""Where --model is: a directory, or a model of the Hugging Face hub, which huggingface_hub downloads into its cache.
+
+Only configurations, safetensors and the files of tokenizers are downloaded: nothing that is pickled, and no code.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.files.hub import why_unreachable
+from maxrl_fast.model.tokenizer import FILES as TOKENIZER_FILES
+
+HUB = "hf://"
+FOLDER = "--model must be the folder of a checkpoint"
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+STALL_SECONDS = 120  # without a byte from the hub
+# Not `python -m`: with this process's sys.path the other imports the same modules.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; "
+    "from maxrl_fast.model.hub import download_process; download_process()"
+)
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"({_PART}(?:/{_PART})?)(?:@([\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def check_model(model: str, wanted: str = FOLDER) -> str | None:
+    """Return hf://ORG/NAME of a model of the hub, or hf://ORG/NAME@REVISION; None for a directory. Uses no network.
+
+    ORG/NAME alone is also of the hub, unless ORG is there: then it is a directory that is missing.
+
+    Args:
+        wanted: what the option must be, for the error message.
+
+    Raises:
+        InputError: if there is no such directory, or the name is none of the hub.
+    """
+    path, of_the_hub = Path(model), "a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION"
+    if model.startswith(HUB):
+        if not _NAME.fullmatch(model.removeprefix(HUB)):
+            raise InputError(f"{wanted}, got {model}; {of_the_hub}")
+        return model
+    if path.is_dir():
+        return None
+    if os.path.lexists(path):
+        raise InputError(f"{wanted}, got {model}, which is no directory")
+    if "/" in model and _NAME.fullmatch(model) and not os.path.lexists(path.parent):
+        return HUB + model
+    raise InputError(f"{wanted}, got {model}, which is not there; {of_the_hub}")
+
+
+def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
+    """Return what a run records of its model: the directory's absolute path, or hf://ORG/NAME@COMMIT.
+
+    Args:
+        warn: is called with a sentence if the hub cannot be reached and the cache has a copy, which is then the model.
+
+    Raises:
+        InputError: as `check_model`; if the hub has no such model or revision, refuses it, or cannot be reached.
+    """
+    name = check_model(model, wanted)
+    if name is None:
+        return str(Path(model).absolute())
+    repository, revision = _parts(name)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return name
+    _import()
+    offline = why_unreachable()
+    try:
+        commit = _snapshot(repository, revision, SMALL_FILES, offline).name
+    except InputError as error:
+        raise InputError(str(error) if model.startswith(HUB) else f"there is no folder {model}, and {error}") from error
+    if offline:
+        warn(f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, of commit {commit}")
+    return f"{HUB}{repository}@{commit}"
+
+
+@lru_cache(8)
+def directory_of(model: str, with_weights: bool = False) -> Path:
+    """Return the directory of a model; of one of the hub the files that are not in the cache yet are downloaded.
+
+    Several processes may do so at a time: the library locks each file.
+
+    Args:
+        with_weights: download the weights too, beside the configuration and the tokenizer.
+
+    Raises:
+        InputError: if a file cannot be downloaded, or the hub's model has no config.json or no safetensors.
+    """
+    if not model.startswith(HUB):
+        return Path(model)
+    repository, revision = _parts(model)
+    _import()
+    directory = _snapshot(repository, revision, SMALL_FILES + WEIGHT_FILES * with_weights, why_unreachable())
+    if not (directory / "config.json").exists():
+        raise InputError(f"{model} has no config.json: it must be a model in the format of transformers")
+    if with_weights and not any(directory.glob("model*.safetensors")):
+        raise InputError(f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read")
+    return directory
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    """Return ORG/NAME and the revision of a name of the hub."""
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    return repository, revision or None
+
+
+def _import() -> None:
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"a model of the hub needs huggingface_hub: pip install 'maxrl_fast[hf]' ({error})") from error
+
+
+def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
+    """Return the directory of a revision in the cache, with these files downloaded unless the hub is offline."""
+    from huggingface_hub import constants
+
+    place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
+    request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
+    if not offline:
+        return _download(request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}"))
+    if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
+        raise answer
+    return answer
+
+
+def _download(request: dict[str, Any], folder: Path) -> Path:
+    """Return the answer to a request, by another process, which is ended once the folder has not grown for STALL_SECONDS.
+
+    The library asks for some things without a time limit, and its threads keep the process that they are in.
+    """
+    command, grown, size = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])], time.monotonic(), -1
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            while child.poll() is None:
+                time.sleep(0.05)
+                if (now := _size(folder)) != size:
+                    grown, size = time.monotonic(), now
+                if time.monotonic() - grown > STALL_SECONDS:
+                    raise InputError(f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s from the hub")
+            said = child.stdout.read().splitlines()
+        finally:
+            child.kill()
+    answer = json.loads(said[-1]) if said else {"error": f"the process that downloads exited with code {child.returncode}"}
+    if "error" in answer:
+        raise InputError(answer["error"])
+    return Path(answer["directory"])
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def download_process() -> None:
+    """Answer the request of `_download`, in its process."""
+    answer = _answer(json.loads(sys.argv[1])[1], "")
+    print(json.dumps({"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}))
+
+
+def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
+    """Return the directory of a snapshot, or the error in a sentence."""
+    from huggingface_hub import errors, get_token, snapshot_download
+
+    repository, revision, name = request["repo_id"], request["revision"], f"{HUB}{request['repo_id']}"
+    state = "is not set" if get_token() is None else "has none"
+    token = f"an access token of an account that may read it must be in the environment variable HF_TOKEN, which {state}"
+    try:
+        return Path(snapshot_download(**request))
+    except errors.LocalEntryNotFoundError as error:
+        cause = offline or _first_line(error.__cause__ or error)
+        return InputError(f"the hub cannot be reached ({cause}), and its cache does not have {name}")
+    except errors.GatedRepoError:
+        return InputError(f"{name} is gated: accept its terms at {request['endpoint']}/{repository}; {token}")
+    except errors.RevisionNotFoundError:
+        return InputError(f"{name} has no revision {revision}")
+    except errors.RepositoryNotFoundError:
+        return InputError(f"the hub has no model {repository}, or it is private; then {token}")
+    except Exception as error:  # of the network, of HTTP, of the disk
+        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403)
+        return InputError(f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

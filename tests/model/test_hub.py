@@ -1,0 +1,188 @@
+"""Models of the Hugging Face hub, against a small hub on this machine: the real one cannot be reached by the tests."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+
+import pytest
+
+from maxrl_fast import evaluate, train
+from maxrl_fast.errors import InputError
+from maxrl_fast.files import hub as reach
+from maxrl_fast.files.hub import why_unreachable
+from maxrl_fast.model import hub as model_hub
+from maxrl_fast.model.hub import directory_of, find_model
+from tests.distributed.test_torchrun import finished, torchrun
+from tests.hub import COMMIT, LATER, Hub, use_hub
+from tests.run.test_resume import assert_same, stop_at
+from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
+
+NAME = f"hf://org/tiny@{COMMIT}"
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model with files beside it that nobody should download."""
+    directory = save_byte_level_policy(tmp_path_factory.mktemp("model"))
+    for name in ("pytorch_model.bin", "modeling_own.py", "training_args.pt", "consolidated.safetensors", "README.md"):
+        (directory / name).write_bytes(b"import os\n")
+    return directory
+
+
+@pytest.fixture
+def hub(tiny, tmp_path, monkeypatch):
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tiny, pickled, ignore=shutil.ignore_patterns("model.safetensors"))
+    with Hub({"org/tiny": tiny, "org/pickled": pickled}).running() as hub:
+        hub.errors = {"org/gated": (403, "GatedRepo"), "org/refused": (401, ""), "org/broken": (500, "")}
+        use_hub(hub.url, tmp_path / "cache", monkeypatch)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub
+
+
+def names_in(directory):
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "hf://org/tiny", "hf://org/tiny@main"])
+def test_the_commit_is_named_and_only_safe_files_are_downloaded(hub, name):
+    assert find_model(name, pytest.fail) == NAME
+    assert names_in(directory_of(NAME)) == SMALL
+    assert names_in(directory_of(NAME, with_weights=True)) == {*SMALL, "model.safetensors"}
+
+
+def test_a_commit_stays_what_it_was(hub):
+    before = directory_of(NAME, with_weights=True)
+    hub.main = LATER
+    hub.asked.clear()
+    assert find_model(NAME, pytest.fail) == NAME
+    assert not hub.asked
+    directory_of.cache_clear()
+    assert directory_of(NAME, with_weights=True) == before
+    assert find_model("org/tiny", pytest.fail) == f"hf://org/tiny@{LATER}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("hf://org/none", "the hub has no model org/none, or it is private; then an access token"),
+        ("org/none", "there is no folder org/none, and the hub has no model org/none"),
+        ("org/gated", "org/gated is gated: accept its terms at http://127.0.0.1:"),
+        ("org/gated", "must be in the environment variable HF_TOKEN, which is not set"),
+        ("org/refused", "cannot download hf://org/refused: HfHubHTTPError: Client error '401 Unauthorized'"),
+        ("org/refused", "must be in the environment variable HF_TOKEN"),
+        ("hf://org/tiny@old", "hf://org/tiny has no revision old"),
+        ("org/broken", "500 Internal Server Error"),
+        ("org/pickled", "org/pickled@0123456789abcdef0123456789abcdef01234567 has no weights in safetensors"),
+    ],
+)
+def test_failures_are_sentences(hub, name, sentence):
+    with pytest.raises(InputError) as error:
+        directory_of(find_model(name, pytest.fail), with_weights=True)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_network_the_copy_in_the_cache_is_taken_and_said(hub, tmp_path, monkeypatch):
+    expected = directory_of(find_model("org/tiny", pytest.fail), with_weights=True)
+    use_hub(NOWHERE, tmp_path / "cache", monkeypatch)
+    found = []
+    assert find_model("org/tiny", found.append) == NAME
+    assert directory_of(NAME, with_weights=True) == expected
+    [sentence] = found
+    assert sentence.startswith(f"the hub cannot be reached ({NOWHERE}: ConnectError")
+    assert sentence.endswith(f"the model is the copy of hf://org/tiny in the cache, of commit {COMMIT}")
+    with pytest.raises(InputError, match=r"the hub cannot be reached \(.*\), and its cache does not have hf://org/other"):
+        find_model("hf://org/other", pytest.fail)
+
+
+def test_missing_folders_are_refused_without_a_network(hub, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "file").touch()
+    wanted = "error: --model must be the folder of a checkpoint, got"
+    for model in ("qwen", "models/qwen", "./org/tiny", str(tmp_path / "none"), "a/b/c", "hf://", "hf://a/b/c"):
+        assert train.main(["--model", model]) == 2
+        assert f"{wanted} {model}" in (error := " ".join(capfd.readouterr().err.split()))
+        assert error.endswith("a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    assert train.main(["--model", "models/file"]) == 2
+    assert f"{wanted} models/file, which is no directory" in capfd.readouterr().err
+    assert not hub.asked
+
+
+def test_a_hub_that_does_not_answer_is_unreachable(hub, tmp_path, monkeypatch):
+    assert why_unreachable() == ""
+    hub.answer = lambda path: (503, {}, b"")
+    assert why_unreachable() == f"{hub.url} answers with status 503"
+    monkeypatch.setattr(reach, "SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        use_hub(url, tmp_path, monkeypatch)
+        assert url in why_unreachable()
+
+
+def test_a_download_that_stands_still_is_ended(hub, monkeypatch):
+    answer, waits = hub.answer, threading.Event()
+    hub.answer = lambda path: answer(path) if "/revision/" not in path else waits.wait(60) and (503, {}, b"")
+    monkeypatch.setattr(model_hub, "STALL_SECONDS", 1)
+    with pytest.raises(InputError, match="nothing of hf://org/tiny has arrived in 1 s from the hub"):
+        find_model("hf://org/tiny", pytest.fail)
+    waits.set()
+
+
+def job(tmp_path):
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
+    data = written(tmp_path / "sums.jsonl", SUMS)
+    return [
+        *("--task", f"{tmp_path / 'reward.py'}:score", "--data", str(data), "--objective", "rloo", "--prompts", "4"),
+        *("--rollouts", "2", "--steps", "3", "--max-new-tokens", "5", "--eval-prompts", "2", "--eval-samples", "2"),
+        *("--threads", "1", "--dtype", "float32", "--reward-workers", "1", "--model", "org/tiny"),
+    ]
+
+
+@pytest.mark.parametrize("machine", [[], ["2x80"]])
+def test_a_dry_run_downloads_no_weights(hub, tmp_path, machine, capfd):
+    assert train.main([*job(tmp_path), "--device", "auto", "--dry-run", *machine]) == 0
+    assert f"model = {NAME}" in capfd.readouterr().out
+    assert any("config.json" in path for path in hub.asked)
+    assert not any("safetensors" in path for path in hub.asked)
+
+
+@pytest.mark.slow
+def test_a_run_records_the_commit_and_resumes_with_it(hub, tmp_path, monkeypatch, capfd):
+    assert train.main([*job(tmp_path), "--out", str(tmp_path / "whole")]) == 0
+    assert f"parameters, from {NAME};" in " ".join(capfd.readouterr().out.split())
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["model"] == NAME
+    stop_at(monkeypatch, "step 2")
+    assert train.main([*job(tmp_path), "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    use_hub(hub.url, tmp_path / "cache", monkeypatch)
+    hub.main = LATER
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_an_evaluation_samples_a_model_of_the_hub(hub, tmp_path, capfd):
+    flags = [*job(tmp_path)[:4], "--prompts", "2", "--samples", "2", "--max-new-tokens", "5", "--threads", "1"]
+    assert evaluate.main(["hf://org/tiny", *flags, "--out", str(tmp_path / "out"), "--baseline", NAME]) == 0
+    results = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert (results["name"], COMMIT in results["checkpoint"]) == ("tiny", True)
+    assert evaluate.main(["hf://org/none", *flags, "--out", str(tmp_path / "none")]) == 2
+    assert "the hub has no model org/none" in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_two_ranks_download_each_file_once(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    command = ["-m", "maxrl_fast.train", *job(tmp_path), "--out", str(tmp_path / "run"), "--dtype", "float32"]
+    process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    assert os.path.exists(tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT / "model.safetensors")
+    assert hub.asked.count(f"GET /org/tiny/resolve/{COMMIT}/model.safetensors") == 1

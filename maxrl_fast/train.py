@@ -25,7 +25,7 @@ from maxrl_fast.build import (
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.parse import parse, places
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, said_by_first
 from maxrl_fast.distributed.watch import Watch
@@ -56,11 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
     129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM."""
     protect_output()
+    arguments = sys.argv[1:] if arguments is None else arguments
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
     try:
         with said_by_first(ranks):
-            config = parse(sys.argv[1:] if arguments is None else arguments)
+            config = parse(arguments)
         check(config)
         if config.run.dry_run:
             screen.say(estimate_elsewhere(config, Machine.named(config.run.dry_run)))
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
         time.sleep(0 if ranks.is_first else LATECOMER)
-        Screen().complain(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
+        sentence = f"{error}{places(str(error), arguments)}"
+        Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         return 2
 
 

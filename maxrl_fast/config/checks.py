@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxrl_fast.config.hints import nearest
 from maxrl_fast.config.options import Config, several
-from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS

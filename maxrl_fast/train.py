@@ -22,6 +22,7 @@ from maxrl_fast.build import (
     compare_policy,
     dtype_of,
 )
+from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
@@ -126,6 +127,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
         described = describe_run(config, task, model, ranks, saved.directory if saved else None)
+        described += [own_options(saved.options, config.flat())] if saved else []
         for line in (*described, *tried, compared, sampled, f"rollout engine: {engine.describe()}", scorer.describe()):
             if line:
                 screen.say(line)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.hints import nearest
@@ -66,7 +67,7 @@ def check(config: Config) -> None:
     check_ranges(options)
     _check_objective(config, options)
     check_tracker(options["log_to"])
-    if options["resume"] is not None and options["out"] not in (None, options["resume"]):
+    if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:

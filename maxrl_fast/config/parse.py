@@ -20,8 +20,9 @@ import tyro
 from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.hints import OTHER_NAMES, flag_hint, key_hint, refuse_unknown_flags
 from maxrl_fast.config.option_file import OptionFile
-from maxrl_fast.config.options import Config, several
+from maxrl_fast.config.options import Config, ObjectiveOptions, several
 from maxrl_fast.config.relevance import Choices, not_taken
+from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 from maxrl_fast.run.resume import checkpoints_of
@@ -39,6 +40,8 @@ ESTIMATOR_OPTIONS = (
     "false_positive_rate",
     "false_negative_rate",
 )
+# Options whose defaults follow from the objective: a run that resumes with another takes that one's.
+OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", "importance_cap")
 SEVERAL = ("reward", "reward_weights")  # options of one value or of several
 CODE = ("objective", "task", "reward", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
@@ -68,6 +71,9 @@ def parse(arguments: Sequence[str]) -> Config:
         overriding = {name: value for name, value in _find(arguments, CODE).items() if value is not None}
         if sentence := foreign_code(Path(run), of_run | overriding):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    objective = _find(arguments, ("objective",))["objective"] or of_file.get("objective")
+    if of_run and objective and absolute_function(str(objective)) != of_run.get("objective"):
+        of_run = {name: value for name, value in of_run.items() if name not in OF_OBJECTIVE}
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)

@@ -15,6 +15,7 @@ from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.output import protect_output
 from maxrl_fast.run.plots import draw_weights
+from maxrl_fast.version import FLAG, version_text
 
 _NOTATION = (
     "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "
@@ -55,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})",
     )
     parser.add_argument("--rollouts", type=int, default=16, metavar="N", help="rollouts per prompt (default: %(default)s)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if FLAG in arguments:
+        print(version_text())
+        return 0
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:

@@ -49,6 +49,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.training.rehearsal import rehearse
 from maxrl_fast.training.sharding import fills_half, is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.version import FLAG, version_text
 
 LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
 
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     ranks = Ranks.of_environment()
     screen = Screen(is_quiet=not ranks.is_first)
+    if FLAG in arguments:
+        screen.say(version_text())
+        return 0
     try:
         with said_by_first(ranks):
             config = parse(arguments)

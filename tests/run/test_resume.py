@@ -198,7 +198,7 @@ def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_i
     assert run(out, *command) == 128 + signal.SIGTERM
     monkeypatch.undo()
     assert run(out, *command) == 0
-    assert f"from {out / 'checkpoints' / 'step-000004'};" in capsys.readouterr().out
+    assert f"from {out / 'checkpoints' / 'step-000004'}\n" in capsys.readouterr().out
     assert_same(whole_runs / "maxpo", out)
     assert run(out, *command) == 0
     assert "the run is finished" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.output import protect_output
 from maxrl_fast.run.plots import draw_weights
+from maxrl_fast.run.screen import wrapped
 from maxrl_fast.version import FLAG, version_text
 
 _NOTATION = (
@@ -33,6 +34,8 @@ _PACS_ROWS = {
         "PACS, eqs. 5, 8",
     ),
 }
+_COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
+_TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
@@ -63,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:
-        console.print(_registry_table())
+        if console.width < _TABLE_WIDTH:
+            _print_registry(console)
+        else:
+            console.print(_registry_table())
         return 0
     try:
         grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
@@ -76,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    table = Table("W_N(p)", *(f"p = {p:g}" for p in _PASS_RATES), title=f"N = {options.rollouts} rollouts")
+    table = Table("p =", title=f"W_N(p), N = {options.rollouts} rollouts")
+    for p in _PASS_RATES:
+        table.add_column(f"{p:g}", justify="right", no_wrap=True)
     for name, weights in numbers.items():
         table.add_row(name, *(f"{weight:.3f}" for weight in weights.tolist()))
     console.print(table)
@@ -101,15 +109,24 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
         raise InputError(str(error)) from error
 
 
+def _registry() -> dict[str, tuple[str, str, str, str]]:
+    """Return the formula, the weight, the needs and the source of every objective."""
+    return {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()} | _PACS_ROWS
+
+
 def _registry_table() -> Table:
-    table = Table(
-        "name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True, caption=_NOTATION, caption_justify="left"
-    )
-    for name, row in ESTIMATORS.items():
-        table.add_row(name, row.formula, row.weight, row.needs, row.source)
-    for name, cells in _PACS_ROWS.items():
+    table = Table(*("name", *_COLUMNS), show_lines=True, caption=_NOTATION, caption_justify="left")
+    for name, cells in _registry().items():
         table.add_row(name, *cells)
     return table
+
+
+def _print_registry(console: Console) -> None:
+    """Print what the table has as lines, for a terminal in which its columns would be too narrow for their words."""
+    for name, cells in _registry().items():
+        lines = [name, *(f"  {column}: {cell}" for column, cell in zip(_COLUMNS, cells, strict=True))]
+        console.print(wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True)
+    console.print(wrapped(f"\n{_NOTATION}", console.width), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups a
 are timed in turn, in one process, after their results were compared. There are two floors: an operator with the same arguments
 that does nothing, and a copy of the rewards. With --device cuda launches are counted too, and the floor is the launch of an
 empty kernel. The last line is one JSON document.
+
+It takes some minutes on two cores, and `make gpu` gives it 15 seconds.
 """
 
 import json

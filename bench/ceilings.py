@@ -3,6 +3,8 @@
 The other figures are compared with these, measured on the same machine in the same hour. A copy moves each byte twice, by one
 read and one write. The matrices are random: zeros would be faster, because a GPU at its power limit then clocks down less. The
 last line is one JSON document.
+
+It takes a few seconds.
 """
 
 import json

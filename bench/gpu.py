@@ -10,7 +10,7 @@ its limit is killed with all its processes, and the next one starts. The output 
 log. One JSON document has the machine, the versions and every figure; it is written again after each step. The last lines are a
 table of figures, aims, floors and peers; the aims are for an H200.
 
-Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default bench/results, as gpu_NAME_PART.json and
+Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as gpu_NAME_PART.json and
 gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not installed is left out, and so is a step that needs a
 missing package. On a machine that can install nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come
 before the installed packages; `make gpu-wheels` fetches them.
@@ -112,7 +112,7 @@ def use_wheels() -> None:
 
 def results_folder(is_dry: bool) -> Path:
     """Create and return the folder of results."""
-    folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "bench/results"))
+    folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

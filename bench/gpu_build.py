@@ -4,6 +4,8 @@
 only the headers are needed, with a digest of its sources. Without these options, on the machine with the GPU, an extension in
 the folder of MAXRL_FAST_WHEELS is used if it was built for this interpreter from the sources that are here. Otherwise the
 extension is built here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA kernels.
+
+A build takes minutes.
 """
 
 import argparse

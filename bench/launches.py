@@ -3,6 +3,8 @@
 It times forward calls of group advantages, PACS's log-ratio rewards and its loss; an empty kernel is the floor. On a GPU it
 counts the kernels that one call starts, and times calls in a CUDA graph too, which leaves out the CPU's part of a launch. The
 last line is one JSON document.
+
+It takes a few seconds.
 """
 
 import json

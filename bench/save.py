@@ -8,6 +8,8 @@ bfloat16. The thread writes a copy of it, so the machine needs twice the memory 
 
 The floor of the foreground is its bytes over the disk's measured bandwidth, write and fsync; that of the copy is its bytes over
 the bandwidth of copies into fresh memory. The last line is one JSON document.
+
+It takes some minutes, by the speed of the disk.
 """
 
 import json

@@ -4,6 +4,8 @@ All run in one process, each timed in turn with ours, after their gradients were
 of the logits at the measured bandwidth of a copy of as many bytes. Peers are eager PyTorch, torch.compile, and, where
 installed, TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. Ours come first, and another one that
 fails is reported. The last line is one JSON document; off a terminal one with all figures so far follows each implementation.
+
+It takes some minutes on two cores, and `make gpu` gives it 85 seconds.
 """
 
 import json

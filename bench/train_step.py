@@ -17,6 +17,8 @@ Cases:
 
 The floor of an update is the FLOPs of its matrix multiplications at the machine's measured GEMM throughput; model FLOPs
 utilisation is floor over time. The last line is one JSON document.
+
+It takes some minutes on two cores; a case has 30 to 60 seconds in `make gpu`.
 """
 
 import argparse

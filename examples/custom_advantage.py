@@ -1,8 +1,10 @@
-"""A group advantage of your own, in the operators and in the trainer:
+"""A group advantage of your own, in the operators (this script, in seconds) and in the trainer:
 
 python examples/custom_advantage.py
 python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_right
 """
+
+import argparse
 
 import torch
 
@@ -24,6 +26,7 @@ def short_and_right(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tenso
 
 def main() -> None:
     """Register both, and print the advantages of two groups of five."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an error here.
     ops.register_estimator("above_median", above_median)
     ops.register_estimator("short_and_right", short_and_right)

@@ -4,7 +4,10 @@ The script makes a tokenizer and a Qwen2 model with 0.7 million parameters, whic
 backward. The rewards come from reasoning-gym's own checker, in worker processes.
 
     pip install 'maxrl_fast[hf,gym]'
-    python examples/gym_tiny.py [OUT]
+    python examples/gym_tiny.py [OUT] [OPTION ...]
+
+OUT is the folder of the policy and the run (default: runs/gym_tiny). The options are those of maxrl_fast.train, and override
+the script's. It takes two minutes on two cores.
 """
 
 import json
@@ -52,8 +55,13 @@ def make_policy(directory: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
-def main(out: Path) -> int:
+def main() -> int:
     """Train by supervised learning until some answers are correct, then by reinforcement learning."""
+    more = sys.argv[1:]
+    if {"-h", "--help"} & {*more}:
+        print(__doc__)
+        return 0
+    out = Path(more.pop(0) if more and not more[0].startswith("-") else "runs/gym_tiny")
     logging.disable_progress_bar()
     model, run = out / "policy", out / "run"
     make_policy(model)
@@ -74,7 +82,7 @@ def main(out: Path) -> int:
         "lr": 1e-3,
         "out": run,
     }
-    code = train.main([f"--{name}={value}" for name, value in flags.items()] + sys.argv[2:])
+    code = train.main([f"--{name}={value}" for name, value in flags.items()] + more)
     if code:
         return code
     for line in (run / "samples.jsonl").read_text().splitlines()[-4:]:
@@ -84,4 +92,4 @@ def main(out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/gym_tiny")))
+    sys.exit(main())

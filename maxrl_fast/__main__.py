@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from maxrl_fast.output import protect_output
+from maxrl_fast.version import FLAG, version_text
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),
@@ -14,7 +15,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "objectives": ("maxrl_fast.objectives", "print the estimators of the group advantage and their weights"),
 }
 USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
-USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options."
+USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the versions."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = arguments[0] if arguments else "none"
     if name in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if name == FLAG:
+        print(version_text())
         return 0
     if name not in COMMANDS:
         print(f"error: the command must be train, sweep, evaluate, report or objectives, got {name}", file=sys.stderr)

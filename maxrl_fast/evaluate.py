@@ -43,6 +43,7 @@ from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.version import FLAG, version_text
 
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
@@ -75,9 +76,12 @@ def stored(path: Path) -> Iterator[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
     protect_output()
-    screen = Screen()
+    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
+    if FLAG in arguments:
+        screen.say(version_text())
+        return 0
     try:
-        config, source = parse(sys.argv[1:] if arguments is None else arguments)
+        config, source = parse(arguments)
         check(config)
         if (size := Ranks.of_environment().size) > 1:
             raise InputError(f"an evaluation runs in one process, got {size}")

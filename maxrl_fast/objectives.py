@@ -17,6 +17,8 @@ from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.output import protect_output
 from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights
+from maxrl_fast.run.screen import wrapped
+from maxrl_fast.version import FLAG, version_text
 
 _NOTATION = (
     "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "
@@ -34,6 +36,8 @@ _PACS_ROWS = {
         "PACS, eqs. 5, 8",
     ),
 }
+_COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
+_TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
@@ -57,10 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})",
     )
     parser.add_argument("--rollouts", type=int, default=16, metavar="N", help="rollouts per prompt (default: %(default)s)")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if FLAG in arguments:
+        print(version_text())
+        return 0
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:
-        console.print(_registry_table())
+        if console.width < _TABLE_WIDTH:
+            _print_registry(console)
+        else:
+            console.print(_registry_table())
         return 0
     try:
         grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
@@ -73,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    table = Table("W_N(p)", *(f"p = {p:g}" for p in _PASS_RATES), title=f"N = {options.rollouts} rollouts")
+    table = Table("p =", title=f"W_N(p), N = {options.rollouts} rollouts")
+    for p in _PASS_RATES:
+        table.add_column(f"{p:g}", justify="right", no_wrap=True)
     for name, weights in numbers.items():
         table.add_row(name, *(f"{weight:.3f}" for weight in weights.tolist()))
     console.print(table)
@@ -98,17 +111,26 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
         raise InputError(str(error)) from error
 
 
+def _registry() -> dict[str, tuple[str, str, str, str]]:
+    """Return the formula, the weight, the needs and the source of every objective."""
+    return {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()} | _PACS_ROWS
+
+
 def _registry_table() -> Table:
-    table = Table(
-        "name", "advantage A_i", "weight W_N(p)", "needs", "source", show_lines=True, caption=_NOTATION, caption_justify="left"
-    )
-    for name, row in ESTIMATORS.items():
-        table.add_row(name, row.formula, row.weight, row.needs, row.source)
-    for name, cells in _PACS_ROWS.items():
+    table = Table(*("name", *_COLUMNS), show_lines=True, caption=_NOTATION, caption_justify="left")
+    for name, cells in _registry().items():
         table.add_row(name, *cells)
     for point in installed("objective"):
         table.add_row(point.name, "a function of the rewards", "-", "-", f"installed: {owner(point)}, {point.value}")
     return table
+
+
+def _print_registry(console: Console) -> None:
+    """Print what the table has as lines, for a terminal in which its columns would be too narrow for their words."""
+    for name, cells in _registry().items():
+        lines = [name, *(f"  {column}: {cell}" for column, cell in zip(_COLUMNS, cells, strict=True))]
+        console.print(wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True)
+    console.print(wrapped(f"\n{_NOTATION}", console.width), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from maxrl_fast.output import protect_output
 from maxrl_fast.report import command as report
 from maxrl_fast.run.control import SIGNALS
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.version import FLAG, version_text
 
 HELP = """Train one run for every combination of values, one after another, and report mean and standard error over seeds. All
 options of maxrl_fast.train are taken: one with several values is a side of the grid, except --reward and --reward-weights,
@@ -32,13 +33,17 @@ Example: python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep. Return 0; 1 if a run failed; 2 on bad input; 128 and the signal's number if it was stopped."""
     protect_output()
+    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
+    if FLAG in arguments:
+        screen.say(version_text())
+        return 0
     parser = argparse.ArgumentParser(prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False)
     parser.add_argument("--seeds", nargs="+", metavar="INT", help="the seeds of every combination, as --seed INT ...")
     parser.add_argument("--config", metavar="FILE", help="TOML file of options that all runs share")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/sweep-NAME of the file)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands of the runs, and stop")
     own, rest = parser.parse_known_args(arguments)
-    out, screen = own.out or Path("runs", f"sweep-{Path(own.config).stem}" if own.config else "sweep"), Screen()
+    out = own.out or Path("runs", f"sweep-{Path(own.config).stem}" if own.config else "sweep")
     rest += [] if own.config is None else ["--config", own.config]
     rest += [] if own.seeds is None else ["--seed", *own.seeds]
     try:

@@ -23,10 +23,11 @@ from maxrl_fast.build import (
     compare_policy,
     dtype_of,
 )
+from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.parse import parse, places
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import LATECOMER, Ranks, leave, said_by_first
 from maxrl_fast.distributed.watch import Watch
@@ -50,6 +51,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.training.rehearsal import rehearse
 from maxrl_fast.training.sharding import fills_half, is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.version import FLAG, version_text
 
 LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
 
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
     129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     protect_output()
+    arguments = sys.argv[1:] if arguments is None else arguments
     ranks = Ranks.of_environment()
     code = run_command(sys.argv[1:] if arguments is None else arguments, ranks)
     return code if ranks.size == 1 else leave(code)
@@ -66,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
     """Parse, build and run. Return the exit code."""
     screen = Screen(is_quiet=not ranks.is_first)
+    if FLAG in arguments:
+        screen.say(version_text())
+        return 0
     try:
         with said_by_first(ranks):
             config = parse(arguments)
@@ -91,7 +97,8 @@ def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
         time.sleep(0 if ranks.is_first else LATECOMER)
-        Screen().complain(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
+        sentence = f"{error}{places(str(error), arguments)}"
+        Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         return 2
 
 
@@ -135,6 +142,7 @@ def run(config: ResolvedConfig, task: Task, ranks: Ranks, screen: Screen, device
         for log in files.missing:
             screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
         described = describe_run(config, task, model, ranks, saved.directory if saved else None)
+        described += [own_options(saved.options, config.flat())] if saved else []
         for line in (*described, *tried, compared, sampled, f"rollout engine: {engine.describe()}", scorer.describe()):
             if line:
                 screen.say(line)

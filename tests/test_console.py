@@ -8,7 +8,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
+import maxrl_fast
+from maxrl_fast import _C
 from maxrl_fast import __main__ as console
 from tests.test_train import SMALL
 
@@ -19,6 +22,22 @@ def test_every_command_prints_its_own_help(name, capsys):
         console.main([name, "--help"])
     assert exit_.value.code == 0
     assert f"maxrl_fast.{name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in console.COMMANDS)])
+def test_every_command_prints_the_versions(command, capsys):
+    assert console.main([*command, "--version"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, ")
+    assert printed.endswith(f"kernels: C++ built, CUDA {'built' if _C.cuda else 'not built'}\n")
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_the_version_is_printed_where_the_kernels_are_not_built(monkeypatch, capsys):
+    monkeypatch.delattr(maxrl_fast, "_C")
+    monkeypatch.setitem(sys.modules, "maxrl_fast._C", None)
+    assert console.main(["--version"]) == 0
+    assert "kernels: not built" in capsys.readouterr().out
 
 
 def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):

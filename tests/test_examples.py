@@ -1,8 +1,10 @@
 """The examples run as printed."""
 
+import ast
 import dataclasses
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,32 @@ from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+BENCHMARKS = [path for path in sorted(EXAMPLES.parent.glob("bench/*.py")) if '__name__ == "__main__"' in path.read_text()]
+NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}  # which scripts import
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *BENCHMARKS], ids=lambda path: path.stem)
+def test_every_script_says_what_it_does_and_how_long_it_takes(path, tmp_path, monkeypatch, capsys):
+    """--help does no work: nothing is written, and a folder whose name is an option is not made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    first = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
+    assert printed.startswith("usage:") or first in printed
+    assert re.search(r"\b(seconds|minutes?|hours)\b", printed)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_example_is_a_script_or_is_imported_by_one():
+    assert {path.name for path in EXAMPLES.rglob("*.py")} - {path.name for path in SCRIPTS} == NO_SCRIPTS
 
 
 def test_advantages():

@@ -1,7 +1,10 @@
 """The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses. Every registry row is complete."""
 
+import re
+
 import pytest
 
+from maxrl_fast import objectives
 from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objective_registry import OBJECTIVES
@@ -11,6 +14,17 @@ def test_the_table_has_every_estimator(capsys):
     assert main([]) == 0
     words = capsys.readouterr().out.split()
     assert {*ESTIMATORS, *OBJECTIVES} <= set(words)
+
+
+@pytest.mark.parametrize("width", [60, 80, 129, 130, 200])
+def test_no_word_is_cut_in_a_terminal(width, capsys, monkeypatch):
+    monkeypatch.setattr(objectives.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([]) == 0
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in printed
+    assert {*ESTIMATORS, *OBJECTIVES} <= set(printed.split())
+    assert max(map(len, printed.splitlines())) <= width
 
 
 def test_every_row_is_complete():

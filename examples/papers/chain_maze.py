@@ -31,7 +31,7 @@ ENTROPY_BONUS = 0.01  # the paper's
 
 @dataclass(frozen=True)
 class ChainMaze(Settings):
-    __doc__ = __doc__
+    __doc__ = f"{__doc__}\nIt takes under 6 minutes on two cores."
 
     length: int = 1000
     """States of the chain, and the largest return."""

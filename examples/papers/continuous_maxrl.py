@@ -36,7 +36,8 @@ GROUPS_LIMIT = 500_000  # largest number of groups to enumerate
 
 @dataclass(frozen=True)
 class ContinuousMaxRL(MazeSettings):
-    """MaxRL of order T on continuous rewards: bandits with closed forms, and mazes with partial credit."""
+    """MaxRL of order T on continuous rewards: bandits with closed forms, and mazes with partial credit. It takes 9
+    minutes on two cores."""
 
     arms: int = 6
     """Arms of the enumerated bandit. Rewards and logits are standard normal; the first two arms have the same reward."""

@@ -30,7 +30,7 @@ POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 4, "heads": 4, 
 @dataclass(frozen=True)
 class ScalingSettings(Settings):
     """MaxRL's Figure 3 and Table 3 at small scale: pass@1 and pass@128 after training with each objective, by rollouts per
-    prompt. --threads is the number of simultaneous runs, each with one thread."""
+    prompt. --threads is the number of simultaneous runs, each with one thread. It takes 20 minutes on two cores."""
 
     objectives: tuple[str, ...] = ("maxrl", "maxpo", "pacs", "grpo", "rloo", "pkpo")
     """Objectives; maxpo and pkpo use k = N/4, at least 2."""

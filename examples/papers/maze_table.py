@@ -57,7 +57,8 @@ DIFFERENCES = """\
 
 @dataclass(frozen=True)
 class TableSettings(Settings):
-    """MaxRL's Table 3: pass@k on held-out mazes after training with each objective from one warm start, in resumable pieces."""
+    """MaxRL's Table 3: pass@k on held-out mazes after training with each objective from one warm start, in resumable pieces. It
+    needs a GPU, and as many hours as it is given."""
 
     out: Path = Path("runs/maze_table")
     """Folder of the runs and the results."""

@@ -29,7 +29,8 @@ REQUIRED = {"false_positive_rate": 0.1, "false_negative_rate": 0.1}  # options w
 
 @dataclass(frozen=True)
 class WeightSettings(Settings):
-    """The weight of a prompt's gradient by its pass rate: MaxRL's Figure 1 and Table 2, and every estimator at finite N."""
+    """The weight of a prompt's gradient by its pass rate: MaxRL's Figure 1 and Table 2, and every estimator at finite N. It
+    takes a few seconds."""
 
     rollouts: tuple[int, ...] = (8, 16, 128)
     """Group sizes N."""

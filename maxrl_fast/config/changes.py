@@ -47,9 +47,22 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
     if now["lr_schedule"] == "constant" and "steps" in differing:
         differing.remove("steps")  # otherwise the learning rate depends on the number of steps
-    said = {name: f"{name}: {before[name]} before, {now[name]} now" for name in differing}
+    said = {name: _said(name, before, now) for name in differing}
+    if "steps" in said:
+        said["steps"] += f", on which the learning rate of --lr-schedule {now['lr_schedule']} depends"
     return Changes(
         policy=tuple(text for name, text in said.items() if name in POLICY),
         mathematics=tuple(text for name, text in said.items() if name not in (*POLICY, *ROUNDING)),
         rounding=tuple(text for name, text in said.items() if name in ROUNDING),
     )
+
+
+def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a line on the options that a resumed run takes from its start, and on those that now have other values."""
+    differing = [name for name in now if name in before and before[name] != now[name] and name not in OF_ONE_START]
+    others = "; ".join(_said(name, before, now) for name in differing)
+    return "options: the run's own, from its config.json" + (f", but for {others}" if others else "")
+
+
+def _said(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name}: {before[name]} before, {now[name]} now"

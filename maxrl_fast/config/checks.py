@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from maxrl_fast.config.hints import nearest
 from maxrl_fast.config.options import Config, several
-from maxrl_fast.config.parse import nearest
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS
@@ -68,7 +69,7 @@ def check(config: Config) -> None:
     check_ranges(options)
     _check_objective(config, options)
     check_tracker(options["log_to"])
-    if options["resume"] is not None and options["out"] not in (None, options["resume"]):
+    if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:

@@ -44,8 +44,8 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {task.name}, "
         f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}; {how}",
-        f"policy: {policy}{adapters}, {start}; {config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; "
-        f"results in {config.run.out}",
+        f"policy: {policy}{adapters}, {start}",
+        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
         _describe_rates(config),
     ]
 

@@ -74,8 +74,12 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     """Return what flags and the run's folder give. A flag that is wrong in itself exits with code 2.
 
     Raises:
-        InputError: where CHECKPOINT is missing or is none, and on an option that the task does not take.
+        InputError: where CHECKPOINT is missing or is none, on a flag that does not exist, and on an option that the task does
+            not take.
     """
+    if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):
+        raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
+    training.refuse_unknown(EvaluationConfig(), arguments)
     arguments = _checkpoint_first(arguments)
     asks_for_help = bool({"-h", "--help"} & {*arguments})
     hidden = training.hidden_options({}, arguments) if asks_for_help else {}

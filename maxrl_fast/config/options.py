@@ -348,6 +348,8 @@ class Config:
     Examples: python -m maxrl_fast.train --objective maxpo --k 4
 
     torchrun --nproc-per-node 8 -m maxrl_fast.train --objective maxrl --model DIR
+
+    --version prints the versions instead.
     """
 
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)

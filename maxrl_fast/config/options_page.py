@@ -21,7 +21,9 @@ that task, and `--objective pacs --help` the options of that objective; other ta
 
 Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`
 is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand at the top of the file, without tables. A flag
-overrides the file, and an unknown key is an error.
+overrides the file. A table, an unknown key or a wrong value is refused with the file and the line. For the names that TRL,
+verl, OpenRLHF and others give an option, as for a misspelled one, the message has the name here: `--num-generations 8` is
+answered by "did you mean --rollouts?".
 """
 _NOT_IN_A_FILE = ("config", "resume")
 _METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}

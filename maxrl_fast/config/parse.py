@@ -3,32 +3,31 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import inspect
+import io
 import json
 import os
 import pwd
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
 
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config, several
+from maxrl_fast.config.hints import OTHER_NAMES, flag_hint, key_hint, refuse_unknown_flags
+from maxrl_fast.config.option_file import OptionFile
+from maxrl_fast.config.options import Config, ObjectiveOptions, several
 from maxrl_fast.config.relevance import Choices, not_taken
+from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 from maxrl_fast.plugins import describe_installed, is_file, is_installed
 from maxrl_fast.run.resume import checkpoints_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # the same code, before it came with Python
 
 Options = dict[str, Any]  # by name
 AUTO = "auto"  # the value of --resume
@@ -42,6 +41,8 @@ ESTIMATOR_OPTIONS = (
     "false_positive_rate",
     "false_negative_rate",
 )
+# Options whose defaults follow from the objective: a run that resumes with another takes that one's.
+OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", "importance_cap")
 SEVERAL = ("reward", "reward_weights")  # options of one value or of several
 CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
@@ -55,10 +56,13 @@ def parse(arguments: Sequence[str]) -> Config:
     `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
 
     Raises:
-        InputError: on a file that cannot be read or has an unknown key, and on an option that the run does not take.
+        InputError: on a file that cannot be read or has an unknown key or a value of the wrong type, on a flag that does not
+            exist, and on an option that the run does not take.
     """
+    refuse_unknown(Config(), arguments)
     flags = _find(arguments, ("config", "resume", "out"))
-    of_file = {} if flags.get("config") is None else _options_of_toml(Path(flags["config"]))
+    file = _file_of(arguments)
+    of_file = file.options
     run, is_auto = flags.get("resume"), flags.get("resume") == AUTO
     if is_auto:
         run = _run_in(flags.get("out") or of_file.get("out"))
@@ -68,15 +72,49 @@ def parse(arguments: Sequence[str]) -> Config:
         overriding = {name: value for name, value in _find(arguments, CODE).items() if value is not None}
         if sentence := foreign_code(Path(run), of_run | overriding):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    objective = _find(arguments, ("objective",))["objective"] or of_file.get("objective")
+    if of_run and objective and absolute_function(str(objective)) != of_run.get("objective"):
+        of_run = {name: value for name, value in of_run.items() if name not in OF_OBJECTIVE}
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)
+    _check_types(file, hidden)
     given = [*_as_flags(of_run), *_as_flags(of_file)]
     # The last of two equal flags wins, so a flag overrides a file, and all go through the same checks.
     config = parse_shown(Config, [*given, *arguments], hidden, "python -m maxrl_fast.train")
     if not is_auto:
         return config
     return config.replace(resume=None if run is None else Path(run), allow_changes=config.run.allow_changes and run is not None)
+
+
+def places(sentence: str, arguments: Sequence[str]) -> str:
+    """Return " (lr: FILE, line 3)" where a message refuses a value that the file of --config gives, or nothing."""
+    try:
+        file = _file_of(arguments)
+    except InputError:  # which is the message
+        return ""
+    given = _find(arguments, list(file.options))
+    return file.places(sentence, {name: value for name, value in given.items() if value is not None})
+
+
+def _file_of(arguments: Sequence[str]) -> OptionFile:
+    path = _find(arguments, ("config",))["config"]
+    if path is None:
+        return OptionFile(Path())
+    file = OptionFile.read(Path(path))
+    _check(file.place, file.options)
+    return file
+
+
+def refuse_unknown(defaults: Any, arguments: Sequence[str]) -> None:
+    """Raise InputError naming the first flag that is none of these options (Config or EvaluationConfig)."""
+    names = defaults.flat()
+    refuse({name.removeprefix("no_"): None for name in _names_of_flags(arguments)}, {})
+    refuse_unknown_flags(arguments, names, [name for name, value in names.items() if isinstance(value, bool)])
+
+
+def _names_of_flags(arguments: Sequence[str]) -> list[str]:
+    return [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
 
 
 def _run_in(out: str | None) -> str | None:
@@ -130,8 +168,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
         if choices.get(name) is not None:
             choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))
-    flags = {argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")}
-    refuse({name.removeprefix("no_"): None for name in flags}, hidden)
+    refuse({name.removeprefix("no_"): None for name in _names_of_flags(arguments)}, hidden)
     return hidden
 
 
@@ -142,7 +179,9 @@ def refuse(given: Iterable[str], hidden: Mapping[str, str]) -> None:
             own = ", ".join(f"--{option.replace('_', '-')}" for option in ESTIMATOR_OPTIONS)
             raise InputError(f"--estimator-options is gone: what it held are options of their own, {own}")
         if name in hidden:
-            raise InputError(f"{hidden[name]} takes no {name}")
+            # Where another library means something else by the name, as by beta, PACS's, the weight of the divergence.
+            hint = flag_hint(name, Config().flat().keys() - hidden) if name in OTHER_NAMES else ""
+            raise InputError(f"{hidden[name]} takes no {name}{hint}")
 
 
 def _find(arguments: Sequence[str], names: Sequence[str]) -> Options:
@@ -206,14 +245,32 @@ def _converted(options: Any, kind: type[AnyOptions]) -> AnyOptions:
     return kind(**values)
 
 
-def _options_of_toml(file: Path) -> Options:
+def _check_types(file: OptionFile, hidden: Mapping[str, str]) -> None:
+    """Raise InputError naming the first value of a file that its option cannot have, as a word for a number."""
+    if not file.options or _fits(file.options, hidden):
+        return
+    for key, value in file.options.items():
+        if not _fits({key: value}, hidden):
+            raise InputError(f"{file.place(key)}: {key} must be {_wanted(key)}, got {value!r:.80}")
+
+
+def _wanted(name: str) -> str:
+    """Return what the value of an option must be, in words."""
+    hint = next(hints[name] for group in vars(Config()).values() for hints in [get_type_hints(type(group))] if name in hints)
+    kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if kind is not NoneType]
+    if get_origin(kinds[0]) is Literal:
+        return f"one of {', '.join(get_args(kinds[0]))}"
+    return {int: "an integer", float: "a number"}.get(kinds[0], f"a value of --{name.replace('_', '-')}")
+
+
+def _fits(options: Options, hidden: Iterable[str]) -> bool:
+    shown = _without(Config, frozenset(hidden))
     try:
-        check_regular(file, JSON_BYTES)
-        options = tomllib.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of too many digits
-        raise InputError(f"--config must be a readable TOML file, got {file}: {error}") from error
-    _check(file, options)
-    return options
+        with contextlib.redirect_stderr(io.StringIO()):
+            tyro.cli(shown, args=_as_flags(options), config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit:
+        return False
+    return True
 
 
 def _options_of_run(out: Path) -> Options:
@@ -232,24 +289,24 @@ def _options_of_run(out: Path) -> Options:
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
     own = {"versions", "command", *OF_ONE_START}
     options = {key: value for key, value in options.items() if key not in own and value is not None}
-    _check(file, options)
+    _check(lambda key: str(file), options)
     return options
 
 
-def _check(file: Path, options: Options) -> None:
-    """Raise InputError naming the first key that is no option, or a value of another type."""
+def _check(place: Callable[[str], str], options: Options) -> None:
+    """Raise InputError naming the first key that is no option, or a value of another type, with its place."""
     refuse(options, {})
     known = {key: value for key, value in Config().flat().items() if key not in ("config", "resume")}
     for key, value in options.items():
         if key not in known:
-            raise InputError(f"{file} has the unknown key {key!r}{nearest(key, known)}")
+            raise InputError(f"{place(key)}: unknown key {key!r:.80}{key_hint(key, known)}")
         if key == "dry_run" and isinstance(value, bool):  # the flag without a value, or no flag
             continue
         if isinstance(known[key], bool):
             if not isinstance(value, bool):
-                raise InputError(f"{file}: {key} must be true or false, got {value!r}")
+                raise InputError(f"{place(key)}: {key} must be true or false, got {value!r}")
         elif not all(isinstance(x, (int, float, str)) and not isinstance(x, bool) for x in _values(key, value)):
-            raise InputError(f"{file}: {key} must be a number or a string, got {value!r}")
+            raise InputError(f"{place(key)}: {key} must be a number or a string, got {value!r}")
 
 
 def _as_flags(options: Options) -> list[str]:
@@ -266,9 +323,3 @@ def _as_flags(options: Options) -> list[str]:
 def _values(key: str, value: Any) -> list[Any]:
     """Return the values that a file gives an option; a list stands for several only where the option takes them."""
     return several(value) if key in SEVERAL else [value]
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the word that is most like this one, or nothing."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -232,12 +232,12 @@ def _absolute(config: Config) -> dict[str, Any]:
     resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
     if config.model.model is not None and not config.model.model.startswith(HUB):
         resolved["model"] = str(Path(config.model.model).absolute())
-    resolved["reward"] = tuple(map(_absolute_function, config.reward.reward))
+    resolved["reward"] = tuple(map(absolute_function, config.reward.reward))
     functions = {"task": config.task.task, "objective": config.objective.objective, "rollout": config.rollout.rollout}
-    return resolved | {name: _absolute_function(value) for name, value in functions.items()}
+    return resolved | {name: absolute_function(value) for name, value in functions.items()}
 
 
-def _absolute_function(name: str) -> str:
+def absolute_function(name: str) -> str:
     """Return the name of a function by the absolute path of its file, if it has one."""
     if name.startswith(CLASSIFIER):
         return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"

@@ -1,5 +1,6 @@
 """The command `python -m maxrl_fast.report`."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from maxrl_fast.output import protect_output
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.version import FLAG, version_text
 
 MOST_RUNS = 24
 
@@ -41,8 +43,11 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page. Return 0, 1 if writing fails, or 2 on bad input."""
     protect_output()
+    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
+    if FLAG in arguments:
+        screen.say(version_text())
+        return 0
     options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
-    screen = Screen()
     try:
         _check(options)
         folders = [read_folder(path, name) for path, name in zip(options.runs, _names(options.runs), strict=True)]

@@ -1,16 +1,59 @@
 """The output of a run: a live progress line on a terminal, plain lines elsewhere, and tables at the end."""
 
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    RenderableColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from maxrl_fast.evaluation.evaluator import Evaluation
 from maxrl_fast.evaluation.tables import new_table
+
+_BAR_WIDTH = 24
+
+
+class FittedProgress(Progress):
+    """A line of progress of one task, in the width of the terminal: the step, the total and the time left always have a place.
+
+    The numbers of the task's note come next, then the time since the start, then the bar.
+    """
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        """Choose the columns anew for each drawing, because the terminal may have been resized."""
+        tasks = list(tasks)
+        if tasks:  # none yet at the first call
+            self.columns = self._fitting(tasks[0])
+        return super().make_tasks_table(tasks)
+
+    def _fitting(self, task: Task) -> tuple[ProgressColumn, ...]:
+        name, count, elapsed = TextColumn("{task.description:<10}"), MofNCompleteColumn(), TimeElapsedColumn()
+        left: tuple[ProgressColumn, ...] = (TextColumn("left"), TimeRemainingColumn())
+        room = self.console.width - sum(len(str(column(task))) + 1 for column in (name, count, *left)) + 1
+        numbers = [number for number in task.fields["note"].split("  ") if number]
+        note = numbers.copy()
+        while note and len("  ".join(note)) + 1 > room:
+            note.pop()
+        room -= len("  ".join(note)) + 1 if note else 0
+        has_elapsed = note == numbers and room > len(str(elapsed(task)))
+        room -= len(str(elapsed(task))) + 1
+        has_bar = has_elapsed and room > _BAR_WIDTH
+        columns = (name, *[BarColumn(bar_width=_BAR_WIDTH)] * has_bar, count, *[elapsed] * has_elapsed, *left)
+        return (*columns, *[RenderableColumn(Text("  ".join(note), no_wrap=True))] * bool(note))
 
 
 class Stage:
@@ -20,16 +63,7 @@ class Stage:
         self._name, self._total, self._console = name, total, console
         self._every = max(1, total // lines)
         self._start, self._before = time.monotonic(), done
-        self._bar = Progress(
-            TextColumn(f"{name:<10}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=console,
-        )
+        self._bar = FittedProgress(console=console)
         self._task = self._bar.add_task(name, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
@@ -39,7 +73,7 @@ class Stage:
         elif done % self._every == 0 or done == self._total:
             left = (time.monotonic() - self._start) / max(done - self._before, 1) * (self._total - done)
             line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def running(self) -> Iterator["Stage"]:
@@ -57,8 +91,9 @@ class Screen:
         self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
 
     def say(self, text: str) -> None:
-        """Print a plain line."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print plain lines. On a terminal, long ones are wrapped between words; in a file each stays one line."""
+        shown = wrapped(text, self.console.width) if self.console.is_terminal else text
+        self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
         """Return a context manager that gives a Stage; off a terminal it prints about `lines` lines, default one per step."""
@@ -66,13 +101,15 @@ class Screen:
 
     def complain(self, sentence: str) -> None:
         """Print an error as a line on standard error."""
-        if not self._is_quiet:
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self._report(f"error: {sentence}")
 
     def warn(self, sentence: str) -> None:
         """Print a warning as a line on standard error."""
+        self._report(f"warning: {sentence}")
+
+    def _report(self, line: str) -> None:
         if not self._is_quiet:
-            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            print(wrapped(line, self.console.width) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
     def closing_tables(
         self,
@@ -93,6 +130,21 @@ class Screen:
         self.console.print(table)
         for name, path in files.items():
             self.say(f"{name:<12}{path}")
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return the text with its long lines broken between words, to at most `width` characters; what continues is indented.
+
+    A word that is longer, such as a path, stays whole for copying.
+    """
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        wrapper = textwrap.TextWrapper(
+            width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        )
+        lines += wrapper.wrap(line) or [""]
+    return "\n".join(lines)
 
 
 def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:

@@ -64,7 +64,7 @@ def outcome(flags):
 
 
 def assert_explained(reason):
-    words = r"must|needs|takes no|unknown key|cannot read|was asked for"  # our own messages, and then tyro's
+    words = r"must|needs|takes no|unknown key|unknown option|cannot read|was asked for"  # our own messages, and then tyro's
     words += r"|[Uu]nrecognized|[Ii]nvalid|[Ee]xpected|[Mm]issing|Error parsing"
     assert re.search(rf"\b({words})", reason), reason
 

@@ -144,12 +144,41 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
     assert (tmp_path / "run" / "latest").resolve() == newest
 
 
-def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path):
-    flags = ("--objective", "maxpo", "--k", "2", "--lr-schedule", "constant", "--eval-every", "3")
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path, capsys, every):
+    flags = ("--objective", "maxpo", "--k", "2", "--lr-schedule", "constant", "--eval-every", str(every))
     assert run(tmp_path / "whole", *flags) == 0
     assert run(tmp_path / "twice", *flags, "--steps", "3") == 0
+    capsys.readouterr()
     assert train.main(["--resume", str(tmp_path / "twice"), "--steps", "6"]) == 0
+    printed = capsys.readouterr()
+    assert "options: the run's own, from its config.json, but for steps: 3 before, 6 now\n" in printed.out
+    assert not printed.err  # neither a switch nor a warning
+    if every == 0:  # its first end was evaluated too, which draws none of the random numbers of training
+        evaluations = [
+            line for line in (tmp_path / "twice" / "eval.jsonl").read_text().splitlines() if '"step": 3,' not in line
+        ]
+        (tmp_path / "twice" / "eval.jsonl").write_text("\n".join(evaluations) + "\n")
     assert_same(tmp_path / "whole", tmp_path / "twice")
+
+
+def test_only_what_is_given_is_compared_and_a_file_counts_as_given(whole_runs, tmp_path, monkeypatch, capsys):
+    out, file = copied(whole_runs / "maxrl", tmp_path), tmp_path / "run.toml"
+    file.write_text("objective = 'maxrl'\nkl_coef = 0.1\neval_every = 3\nsteps = 6\n")
+    monkeypatch.chdir(tmp_path)
+    # Not the other options of JOB; the folder by another name, a task by its default.
+    assert train.main(["--resume", "run", "--out", str(out), "--config", str(file), "--device", "auto", "--task", "maze"]) == 0
+    assert "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n" in capsys.readouterr().out
+    file.write_text("kl_coef = 0.2\n")
+    assert train.main(["--resume", "run", "--config", str(file)]) == 2
+    assert "(kl_coef: 0.1 before, 0.2 now)" in capsys.readouterr().err
+
+
+def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_path, capsys):
+    out = copied(whole_runs / "maxpo", tmp_path)
+    changed = ["--objective", "pacs", "--steps", "7", "--allow-changes"]
+    assert train.main(["--resume", str(out), *changed]) == 0
+    assert "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now" in capsys.readouterr().err
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):
@@ -169,7 +198,7 @@ def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_i
     assert run(out, *command) == 128 + signal.SIGTERM
     monkeypatch.undo()
     assert run(out, *command) == 0
-    assert f"from {out / 'checkpoints' / 'step-000004'};" in capsys.readouterr().out
+    assert f"from {out / 'checkpoints' / 'step-000004'}\n" in capsys.readouterr().out
     assert_same(whole_runs / "maxpo", out)
     assert run(out, *command) == 0
     assert "the run is finished" in capsys.readouterr().out
@@ -424,8 +453,12 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path,
     [
         ("--lr 0.5", 2, "trained with other options or files (lr: 0.0003 before, 0.5 now); --allow-changes"),
         ("--seed 1 --beta2 0.5", 2, "(beta2: 0.99 before, 0.5 now; seed: 0 before, 1 now)"),
-        ("--steps 8", 2, "steps: 6 before, 8 now"),  # the cosine schedule depends on it
-        ("--steps 8 --allow-changes", 0, "resumes with other options or files (steps: 6 before, 8 now)"),
+        (
+            "--steps 8",
+            2,
+            "(steps: 6 before, 8 now, on which the learning rate of --lr-schedule cosine depends); --allow-changes",
+        ),
+        ("--steps 8 --allow-changes", 0, "resumes with other options or files (steps: 6 before, 8 now, on which"),
         ("--steps 3 --allow-changes", 2, "--steps must be at least 6, the number of steps done, got 3"),
         ("--token-budget 100", 0, "will not be bitwise identical (token_budget: 4096 before, 100 now)"),
         ("--eval-every 3", 0, ""),

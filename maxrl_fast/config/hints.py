@@ -1,0 +1,143 @@
+"""The option that a user probably meant: by the names that other libraries give it, else by its spelling."""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from maxrl_fast.errors import InputError
+
+# For our options, what TRL and the Trainer of transformers, verl, OpenRLHF and slime call them, without their prefixes
+# (actor_rollout_ref.rollout.n is n). A value behind our name is a part of the hint.
+_OTHER_NAMES = {
+    "objective": "advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage scale_rewards",
+    "data": "train_file train_files prompt_data train_data dataset_path",
+    "test_data": "val_files val_file eval_dataset eval_data eval_prompt_data validation_file test_file",
+    "hub": "dataset_name dataset dataset_config",
+    "prompt_key": "input_key prompt_column prompt_field",
+    "answer_key": "label_key answer_column",
+    "max_prompt_tokens": "max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len",
+    "reward": "reward_funcs reward_function custom_reward_function reward_fn remote_rm_url reward_pretrain custom_rm_path "
+    "reward_model_path rm_type reward_model_name_or_path",
+    "rollout vllm": "use_vllm vllm vllm_mode vllm_num_engines",
+    "vllm_tensor_parallel": "vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size",
+    "vllm_url": "vllm_server_base_url vllm_server_host",
+    "prompts": "per_device_train_batch_size train_batch_size batch_size rollout_batch_size global_batch_size prompts_per_step "
+    "num_prompts generation_batch_size",
+    "rollouts": "num_generations n rollout_n n_samples_per_prompt num_rollouts group_size samples_per_prompt n_rollouts "
+    "num_samples num_return_sequences rollouts_per_prompt samples rollouts_per_example",
+    "dynamic_sampling": "dynamic_filtering filter_groups",
+    "max_new_tokens": "max_completion_length max_response_length generate_max_len max_tokens max_length response_length "
+    "rollout_max_response_len max_gen_len max_completion_tokens",
+    "temperature": "rollout_temperature sampling_temperature",
+    "kv_cache_gb": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "importance_cap": "vllm_importance_sampling_cap tis_imp_ratio_cap importance_sampling_cap rollout_is_threshold",
+    "steps": "max_steps num_train_epochs total_training_steps total_epochs num_episodes epochs num_epochs num_steps "
+    "num_rollout iterations train_steps",
+    "lr": "learning_rate actor_learning_rate optim_lr",
+    "lr_schedule": "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
+    "warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps",
+    "updates_per_step": "num_iterations ppo_epochs ppo_mini_batch_size max_epochs mini_batch_size num_ppo_epochs "
+    "steps_per_generation",
+    "weight_decay": "l2 adam_weight_decay",
+    "beta2": "adam_beta2 adam_betas",
+    "clip_grad": "max_grad_norm grad_clip max_norm gradient_clipping grad_norm",
+    "token_budget": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu max_tokens_per_gpu "
+    "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
+    "checkpoint_activations": "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing",
+    "loss": "policy_loss_type loss_fn policy_loss loss_mode",
+    "loss gspo": "importance_sampling_level",
+    "clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low clip_eps clip_range",
+    "clip_high": "epsilon_high clip_ratio_high eps_clip_high delta",
+    "aggregation": "loss_type loss_agg_mode loss_reduction",
+    "entropy_coef": "entropy_coeff entropy_loss_coef entropy_bonus ent_coef",
+    "kl_coef": "beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef",
+    "kl": "kl_loss_type kl_estimator kl_penalty",
+    "model": "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model base_model model_id tokenizer",
+    "lora_rank": "lora_r use_peft r peft",
+    "lora_targets": "lora_target_modules target_modules",
+    "eval_every": "eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq",
+    "eval_samples": "n_samples_per_eval_prompt eval_num_samples num_generations_eval",
+    "eval_prompts": "limit num_eval_prompts max_eval_samples",
+    "log_to": "report_to logger",
+    "log_to wandb": "use_wandb wandb wandb_project",
+    "out": "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save logging_dir out_dir log_dir",
+    "resume": "resume_from_checkpoint resume_from_path load_checkpoint resume_mode resume_from load",
+    "seed": "data_seed random_seed",
+    "device": "use_cpu no_cuda",
+    "dtype": "torch_dtype precision mixed_precision",
+    "dtype bfloat16": "bf16",
+    "compile": "torch_compile use_torch_compile",
+    "sharding full": "fsdp deepspeed zero_stage fsdp_config",
+    "threads": "num_threads n_threads cpu_threads",
+    "reward_workers": "num_workers reward_num_workers",
+    "save_every": "save_steps save_freq save_interval save_strategy",
+    "keep_checkpoints": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "dry_run": "dryrun",
+}
+OTHER_NAMES = {name: meant for meant, names in _OTHER_NAMES.items() for name in names.split()}
+# What `maxrl_fast.evaluate` calls what the trainer calls so.
+_OF_EVALUATION = {"rollouts": "samples", "eval_samples": "samples", "eval_prompts": "prompts"}
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the word that is most like this one, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def meant_by(name: str, known: Collection[str]) -> str | None:
+    """Return the option among `known` that is probably meant by a flag or key of this name, perhaps with a value, or None.
+
+    The name may have the prefixes that other libraries give it (trainer.total_epochs).
+    """
+    parts = name.lower().replace("-", "_").split(".")
+    for word in ("_".join(parts), "_".join(parts[-2:]), parts[-1]):
+        meant = word if word in known else OTHER_NAMES.get(word, "")
+        for option in (meant, _OF_EVALUATION.get(meant, "")):
+            if option.partition(" ")[0] in known:
+                return option
+    close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def as_flag(option: str) -> str:
+    """Return an option, perhaps with a value behind it, as it stands in a command."""
+    name, _, value = option.partition(" ")
+    return f"--{name.replace('_', '-')} {value}".strip()
+
+
+def flag_hint(name: str, known: Collection[str]) -> str:
+    """Return "; did you mean --...?" for a flag that does not exist or is not taken, or nothing."""
+    meant = meant_by(name, known)
+    return f"; did you mean {as_flag(meant)}?" if meant else ""
+
+
+def key_hint(key: str, known: Collection[str]) -> str:
+    """Return "; did you mean '...'?" for a key of a file that is no option, or nothing."""
+    meant = meant_by(key, known)
+    return f"; did you mean {meant.partition(' ')[0]!r}?" if meant else ""
+
+
+def refuse_unknown_flags(arguments: Sequence[str], known: Collection[str], switches: Collection[str]) -> None:
+    """Refuse flags that do not exist, with the one that was probably meant.
+
+    Args:
+        known: the options.
+        switches: those of them that are on or off, which have a --no-... too.
+
+    Raises:
+        InputError: naming the flag. Options without two dashes, as in trainer.lr=1e-3 of other libraries, are named too.
+    """
+    flags = {*known, *(f"no_{name}" for name in switches), "help", ""}
+    is_value = False  # whether the word before is a flag that may take this one as its value
+    for argument in arguments:
+        given = argument.partition("=")[0][:80]
+        name = given.lstrip("-+").replace("-", "_")
+        if argument.startswith("--"):
+            if name not in flags and not name.startswith("tyro_"):  # tyro's own print completions for shells
+                raise InputError(f"unknown option {given}{flag_hint(name, known) or '; --help lists the options'}")
+            is_value = "=" not in argument
+            continue
+        if not is_value and re.match(r"-[a-zA-Z_]{2}|\+{0,2}[a-zA-Z_][\w.]*=", argument) and meant_by(name, known):
+            raise InputError(f"unknown option {given}: options begin with two dashes{flag_hint(name, known)}")
+        is_value = False

@@ -1,0 +1,24 @@
+"""What --version prints."""
+
+import platform
+
+import maxrl_fast
+
+FLAG = "--version"
+
+
+def version_text() -> str:
+    """Return the versions of maxrl_fast, torch and Python, and which kernels are built, in two lines."""
+    import torch  # after the commands that need no torch
+
+    try:
+        from maxrl_fast import _C
+    except ImportError as error:
+        kernels = f"not built ({error})"
+    else:
+        kernels = f"C++ built, CUDA {'built' if _C.cuda else 'not built'}"
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return (
+        f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python {platform.python_version()})\n"
+        f"kernels: {kernels}"
+    )

@@ -90,6 +90,7 @@ class RunLoop:
         """Log what a step did, and count it as done."""
         if record.diagnostics is not None:
             self.files.write("diagnostics", record.diagnostics)
+        self.files.write_rollouts(record.rollouts)
         self.files.write("metrics", record.metrics)
         if record.complaint:
             self.screen.warn(record.complaint)

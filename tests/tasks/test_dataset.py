@@ -221,7 +221,7 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     samples = Samples(task.prompts("test", 0, 1), Rollouts.given([[*two, stop], [*two, start, *two], two, [*two, *two, stop]]))
     lines = []
     tally = SampleTally(task, NGramDiversity(), lines.append)
-    tally(samples, torch.ones(4))
+    tally(samples, torch.ones(4), [{}] * 4)
     records = [json.loads(line) for line in lines]
     assert [record["response"] for record in records] == ["2<|im_end|>", "2<|im_start|>2", "2", "22<|im_end|>"]
     assert {record["prompt"] for record in records} == {"<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"}

@@ -22,13 +22,13 @@ from maxrl_fast.files.durable import atomic_file
 from maxrl_fast.files.untrusted import check_regular
 
 OPEN_PART = "rollouts.jsonl"
-PART_BYTES = 1 << 24  # a part is closed after the step in which it reaches this size
+PART_BYTES = 1 << 24  # a part of this size is closed
 LINE_BYTES = 1 << 22  # longest line that is read
 MOST_BYTES = 1 << 32  # of all parts, unpacked
 _NAME = re.compile(r"rollouts-(\d{5,9})\.jsonl(\.zst)?")
 
 
-def read_rollouts(out: Path, warn: Callable[[str], object] = lambda message: None) -> Iterator[dict[str, Any]]:
+def read_rollouts(out: Path | str, warn: Callable[[str], object] = lambda message: None) -> Iterator[dict[str, Any]]:
     """Yield the kept rollouts of a run in the order of the steps, whether compressed or not.
 
     The files may be unfinished, damaged or malicious. What cannot be read is skipped: lines that are no JSON object, incomplete
@@ -42,22 +42,21 @@ def read_rollouts(out: Path, warn: Callable[[str], object] = lambda message: Non
         InputError: if something else than a regular file has the name of a part.
         OSError: if a file cannot be read.
     """
-    out, num_left = Path(out), MOST_BYTES
-    for part in [*closed_parts(out).values(), *([out / OPEN_PART] if (out / OPEN_PART).exists() else [])]:
+    num_left, last = MOST_BYTES, Path(out, OPEN_PART)
+    for part in (*closed_parts(Path(out)).values(), *([last] if last.exists() else [])):
         num_damaged, is_begun = 0, False  # a line longer than the limit comes in pieces
         try:
-            with _opened(part) as file:
-                while piece := file.readline(LINE_BYTES):
-                    num_left -= len(piece)
-                    if num_left < 0:
-                        warn(f"the kept rollouts have more than {MOST_BYTES:,} bytes; those behind were skipped")
-                        return
-                    is_line, is_begun = not is_begun, not piece.endswith(b"\n")
-                    record = _parsed(piece) if is_line and not is_begun else None
-                    if record is not None:
-                        yield record
-                    elif is_line and piece.strip():
-                        num_damaged += 1
+            for piece in _pieces(part, LINE_BYTES):
+                num_left -= len(piece)
+                if num_left < 0:
+                    warn(f"the kept rollouts have more than {MOST_BYTES:,} bytes; those behind were skipped")
+                    return
+                is_line, is_begun = not is_begun, not piece.endswith(b"\n")
+                record = _parsed(piece) if is_line and not is_begun else None
+                if record is not None:
+                    yield record
+                elif is_line and piece.strip():
+                    num_damaged += 1
         except zstandard.ZstdError as error:
             warn(f"{part.name} is damaged ({error}); its other rollouts were skipped")
         if num_damaged:
@@ -73,14 +72,26 @@ def closed_parts(out: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _opened(part: Path) -> IO[bytes]:
-    """Open a part for reading, whether compressed or not."""
+def _pieces(part: Path, limit: int = -1) -> Iterator[bytes]:
+    """Yield the lines of a part, unpacked, in pieces of at most `limit` bytes if there is one.
+
+    Raises:
+        ZstdError: where a compressed part is damaged, cut off, or needs more than 128 MiB to unpack.
+    """
     check_regular(part)
-    file = open(part, "rb")  # noqa: SIM115
-    if part.suffix != ".zst":
-        return file
-    # zstandard refuses frames that need more than 128 MiB to unpack.
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
+    with open(part, "rb") as file:
+        if part.suffix != ".zst":
+            while piece := file.readline(limit):
+                yield piece
+            return
+        size, num_read = zstandard.frame_content_size(file.read(18)), 0  # the longest header
+        file.seek(0)
+        with io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file)) as unpacked:
+            while piece := unpacked.readline(limit):
+                num_read += len(piece)
+                yield piece
+        if num_read < size:
+            raise zstandard.ZstdError(f"it is cut off after {num_read:,} of {size:,} bytes")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -114,17 +125,18 @@ class RolloutLog:
                 _compress(part)
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append the rollouts of one step, and close the part once it is large enough."""
+        """Append the rollouts of one step, to a new part if the last is large enough."""
         if self._file is None:
             self._file = open(self._path, "ab")  # noqa: SIM115
-        self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-        self._file.flush()
         if self._file.tell() >= PART_BYTES:
             self.sync()
             self.close()
             part = self._out / f"rollouts-{max(closed_parts(self._out), default=0) + 1:05d}.jsonl"
             self._path.rename(part)
             _compress(part)
+            self._file = open(self._path, "ab")  # noqa: SIM115
+        self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        self._file.flush()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -168,12 +180,11 @@ def _until(part: Path, last_step: int) -> tuple[bytes, bool]:
     """Return the lines of a part up to the first of a later step or without an end, and whether these are all."""
     kept = list[bytes]()
     try:
-        with _opened(part) as file:
-            for line in file:
-                step = (_parsed(line) or {}).get("step")
-                if not line.endswith(b"\n") or (isinstance(step, int) and step > last_step):
-                    return b"".join(kept), False
-                kept.append(line)
+        for line in _pieces(part):
+            step = (_parsed(line) or {}).get("step")
+            if not line.endswith(b"\n") or (isinstance(step, int) and step > last_step):
+                return b"".join(kept), False
+            kept.append(line)
     except zstandard.ZstdError as error:
         raise InputError(f"{part} must be readable, and is damaged ({error}); move it away to resume without it") from error
     return b"".join(kept), True

@@ -286,7 +286,7 @@ class EvaluationOptions:
     backward pass; 0: none."""
     keep_rollouts: int = 8
     """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages: whole groups as far as this
-    number goes, and of a data set the same prompts again in each epoch; 0: none."""
+    number goes, and many of the same prompts in each epoch of a data set; 0: none."""
     log_to: Annotated[Literal["wandb", "trackio"] | None, unset("STR", "none")] = None
     """Send metrics to wandb or trackio too, beside TensorBoard's files."""
 

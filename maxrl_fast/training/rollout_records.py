@@ -47,8 +47,8 @@ def rollout_records(task: Task, collected: Collected, advantages: Tensor, count:
 def first_groups(prompts: Prompts, count: int) -> Tensor:
     """Return the indices of `count` of the prompts, int64 on the host: those with the smallest checksums of their tokens.
 
-    The choice depends on nothing else, so that the prompts of a data set that are chosen in one epoch are mostly those that
-    are chosen in the next, however it is shuffled, and in runs with other seeds and objectives.
+    The choice depends on nothing else. So of the prompts of a data set that are chosen in one epoch, about half are chosen in
+    the next, however it is shuffled; by chance it would be one in as many as a step has.
     """
     tokens = prompts.tokens.cpu().split(prompts.lengths.tolist())
     checksums = [zlib.crc32(part.numpy().tobytes()) for part in tokens]

@@ -17,6 +17,7 @@ from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
@@ -229,9 +230,10 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
 
 
 REWARD = """
-def right(prompt, response, answer):
+def right(prompt, response, answer, kind):
     assert prompt.endswith("=")
-    return sum(letter in answer for letter in response) / max(len(response), 1)
+    share = sum(letter in answer for letter in response) / max(len(response), 1)
+    return {"reward": share, "letters": len(response), "empty": None if response else 1}
 """
 
 
@@ -239,7 +241,7 @@ def right(prompt, response, answer):
 def job(tmp_path, policy):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    data = written(tmp_path / "sums.jsonl", SUMS)
+    data = written(tmp_path / "sums.jsonl", [line | {"kind": "sum"} for line in SUMS])
     return [
         *("--task", "dataset", "--data", os.path.relpath(data), "--reward", f"{os.path.relpath(reward)}:right"),
         *("--model", os.path.relpath(policy)),
@@ -253,6 +255,14 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out
     assert any(record["reward_mean"] > 0 for record in read(tmp_path / "whole" / "metrics.jsonl"))
+    rollouts = list(read_rollouts(tmp_path / "whole"))
+    assert len(rollouts) == 9 * 8
+    answers = {line["prompt"]: line["answer"] for line in SUMS}
+    for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):
+        assert record["answer"] == answers[record["prompt"]]
+        assert record["columns"] == {"kind": "sum"}
+        text = record["response"].replace("<|im_end|>", "").replace("<|im_start|>", "").replace("<|endoftext|>", "")
+        assert record["components"] == {"letters": len(text), **({} if text else {"empty": 1})}
     stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()

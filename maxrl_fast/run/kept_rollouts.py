@@ -60,7 +60,8 @@ def read_rollouts(out: Path | str, warn: Callable[[str], object] = lambda messag
         except zstandard.ZstdError as error:
             warn(f"{part.name} is damaged ({error}); its other rollouts were skipped")
         if num_damaged:
-            warn(f"{num_damaged:,} lines of {part.name} are damaged, incomplete or too long, and were skipped")
+            lines = "1 line" if num_damaged == 1 else f"{num_damaged:,} lines"
+            warn(f"{part.name}: skipped {lines}, damaged, incomplete or too long")
 
 
 def closed_parts(out: Path) -> dict[int, Path]:

@@ -150,7 +150,7 @@ def test_a_line_that_a_kill_cut_off_is_skipped_and_removed_on_resume(ten_steps):
     with open(path, "ab") as file:
         file.write(b'{"step": 10, "id": 2')
     assert list(read_rollouts(ten_steps, warnings.append)) == steps_of(1, 10)
-    assert warnings == ["1 lines of rollouts.jsonl are damaged, incomplete or too long, and were skipped"]
+    assert warnings == ["rollouts.jsonl: skipped 1 line, damaged, incomplete or too long"]
     RolloutLog(ten_steps, 10)
     assert files(ten_steps) == before
 
@@ -163,7 +163,7 @@ def test_damaged_lines_are_skipped_and_counted(ten_steps, monkeypatch):
     warnings = []
     found = list(read_rollouts(ten_steps, warnings.append))
     assert found[-2:] == [{"step": 11}, {"step": 12}]
-    assert warnings == ["5 lines of rollouts.jsonl are damaged, incomplete or too long, and were skipped"]
+    assert warnings == ["rollouts.jsonl: skipped 5 lines, damaged, incomplete or too long"]
 
 
 def test_damaged_parts_are_skipped_from_the_damage_on(ten_steps):

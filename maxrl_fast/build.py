@@ -497,6 +497,7 @@ def build_trainer(
         options.updates_per_step,
         config.rollout.importance_cap,
         clock,
+        config.evaluation.keep_rollouts,
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
 

@@ -32,4 +32,7 @@ def collected(
     unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
     num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
     fields = (step, rewards, valid, greedy_rewards, unknown, num_tokens)
-    return Collected(samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, numbers={}, complaint="")
+    parts = tuple({} for _ in range(rewards.numel()))
+    return Collected(
+        samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, numbers={}, complaint="", components=parts
+    )

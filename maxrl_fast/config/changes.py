@@ -11,7 +11,7 @@ FREE = (
     *("save_every", "keep_checkpoints", "eval_every", "stall_limit"),
     *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env", "max_reward_error_rate"),
     *("reward_concurrency", "judge_rate"),
-    *("diagnose_every", "log_to", "vllm_url"),
+    *("diagnose_every", "keep_rollouts", "log_to", "vllm_url"),
 )
 # options that fix the shape of the policy,
 POLICY = (

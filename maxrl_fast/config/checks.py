@@ -26,7 +26,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
-        "ref_reset_interval",
+        "ref_reset_interval keep_rollouts",
         "at least 0",
         lambda x: x >= 0,
     ),

@@ -298,6 +298,9 @@ class EvaluationOptions:
     diagnose_every: int = 0
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own gradient, which cost a second
     backward pass; 0: none."""
+    keep_rollouts: int = 8
+    """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages: whole groups as far as this
+    number goes, and many of the same prompts in each epoch of a data set; 0: none."""
     log_to: Annotated[Literal["wandb", "trackio"] | None, unset("STR", "none")] = None
     """Send metrics to wandb or trackio too, beside TensorBoard's files."""
 

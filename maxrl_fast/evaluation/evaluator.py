@@ -1,6 +1,6 @@
 """Evaluation on held-out prompts: unbiased pass@k."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,13 +67,14 @@ class Evaluator:
     def evaluate(
         self,
         progress: Callable[[int], None] = lambda done: None,
-        keep: Callable[[Samples, Tensor], None] | None = None,
+        keep: Callable[[Samples, Tensor, Sequence[dict[str, float]]], None] | None = None,
     ) -> Evaluation:
         """Return pass@k for k = 1, 2, 4, ... up to `num_samples`.
 
         Args:
             progress: is called with the number of prompts done, and may raise.
-            keep: is called with every chunk of this rank's samples and their rewards [S], NaN where scoring failed.
+            keep: is called with every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
+                components [S] of these.
         """
         ranks, num_samples = self.ranks, self.num_samples
         correct, lengths, truncated, failed = [], [], [], []
@@ -85,7 +86,7 @@ class Evaluator:
                 rollouts = self.engine.generate(prompts, num_samples, self.sampling, seed=self.seed, step=0)
                 rewards = self.scorer.score(prompts, rollouts)
                 if keep:
-                    keep(Samples(prompts, rollouts), rewards)
+                    keep(Samples(prompts, rollouts), rewards, self.scorer.components)
                 correct.append(is_correct(rewards).view(-1, num_samples).sum(1))
                 failed.append(rewards.isnan())
                 lengths.append(rollouts.lengths)

@@ -1,7 +1,8 @@
-"""Samples of an evaluation as records of samples.jsonl, and the few that an evaluation during training keeps."""
+"""Samples as records of samples.jsonl and rollouts.jsonl, and the few that an evaluation during training keeps."""
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,25 +13,37 @@ from maxrl_fast.tasks import Task
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
+# The data set's columns are repeated with every response, and a line of a data set may have a megabyte.
+MOST_COLUMNS, COLUMN_LENGTH = 32, 1000  # columns, and characters of each as JSON
 
 
-def sample_records(task: Task, samples: Samples, rewards: Tensor) -> Iterator[dict[str, Any]]:
+def sample_records(
+    task: Task, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
+) -> Iterator[dict[str, Any]]:
     """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN becomes null.
 
-    The texts show special tokens, so that a wrong chat template and stray control tokens can be seen.
+    The texts show special tokens, so that a wrong chat template and stray control tokens can be seen. `answer` and `columns`
+    are those of the prompt's line of the data set, cut where they are long.
+
+    Args:
+        components: of each reward [S], by name; {} where there are none.
     """
     prompts, rollouts = samples.prompts, samples.rollouts
     texts = [task.decode(tokens.tolist(), with_special=True) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+    ids, lines = prompts.ids.tolist(), [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
     responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
-    outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), strict=True)
-    for s, (tokens, length, reward, is_truncated) in enumerate(outcomes):
+    outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True)
+    for s, (tokens, length, reward, is_truncated, parts) in enumerate(outcomes):
+        g = s // samples.num_rollouts
         yield {
-            "id": int(prompts.ids[s // samples.num_rollouts]),
-            "prompt": texts[s // samples.num_rollouts],
+            "id": ids[g],
+            "prompt": texts[g],
             "response": task.decode(tokens.tolist(), with_special=True),
-            "reward": reward if math.isfinite(reward) else None,  # JSON has no NaN
+            "reward": finite(reward),
             "truncated": is_truncated,
             "tokens": length,
+            "components": {name: finite(value) for name, value in parts.items()},
+            **lines[g],
         }
 
 
@@ -39,6 +52,26 @@ def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[st
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
     for i, tokens in zip(prompts.ids.tolist(), prompts.tokens.cpu().split(prompts.lengths.tolist()), strict=True):
         yield {"id": i, "prompt": task.decode(tokens.tolist(), with_special=True)[:PROMPT_LENGTH]}
+
+
+def finite(number: float) -> float | None:
+    """Return the number, or None if it is infinite or NaN, which JSON does not have."""
+    return number if math.isfinite(number) else None
+
+
+def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the correct answer in a prompt's line, None if it has none, and its other columns but for the prompt."""
+    others = [name for name in line if name not in ("prompt", "answer")]
+    return {
+        "answer": _cut(line.get("answer")),
+        "columns": {name[:COLUMN_LENGTH]: _cut(line[name]) for name in others[:MOST_COLUMNS]},
+    }
+
+
+def _cut(value: Any) -> Any:
+    """Return a JSON value, or the beginning of its text if it is long."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if len(text) <= COLUMN_LENGTH else f"{text[:COLUMN_LENGTH]}..."
 
 
 class KeptSamples:
@@ -52,7 +85,7 @@ class KeptSamples:
         self._task, self._step = task, step
         self.records: list[dict[str, Any]] = []
 
-    def take(self, samples: Samples, rewards: Tensor) -> None:
+    def take(self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]) -> None:
         """Keep samples until there are 32."""
         prompts, num_rollouts = samples.prompts, samples.num_rollouts
         per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)
@@ -63,5 +96,7 @@ class KeptSamples:
         firsts = torch.arange(len(prompts), device=rewards.device)[:, None] * num_rollouts
         chosen = (firsts + torch.arange(per_prompt, device=rewards.device)).flatten()
         kept = Samples(prompts, samples.rollouts.select(chosen))
-        self.records += [{"step": self._step, **record} for record in sample_records(self._task, kept, rewards[chosen])]
+        parts = [components[s] for s in chosen.tolist()]
+        records = sample_records(self._task, kept, rewards[chosen], parts)
+        self.records += [{"step": self._step, **record} for record in records]
         del self.records[MOST_SAMPLES:]

@@ -1,7 +1,7 @@
 """Collects the numbers that `python -m maxrl_fast.evaluate` estimates from a policy's samples."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ class SampleTally:
         self.ids: list[int] = []
         self.diversities: list[float | None] = []
 
-    def __call__(self, samples: Samples, rewards: Tensor) -> None:
-        """Add a chunk of samples and their rewards [S]; this is the `keep` of Evaluator.evaluate."""
+    def __call__(self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]) -> None:
+        """Add a chunk of samples, their rewards [S] and the components [S]; this is the `keep` of Evaluator.evaluate."""
         prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
         self.ids += prompts.ids.tolist()
         if self._write:
-            for record in sample_records(self._task, samples, rewards):
+            for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
         tokens = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
         responses, right = [self._task.decode(part) for part in tokens], is_correct(rewards).tolist()

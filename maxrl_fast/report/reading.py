@@ -237,7 +237,7 @@ def _read_samples(path: Path, folder: Folder) -> None:
     """Read the samples of evaluations, and the rollouts of training that the run kept."""
     sources = {"samples": _lines(path / "samples.jsonl", folder)}
     if folder.kind == "run":
-        sources["rollouts"] = read_rollouts(path)
+        sources["rollouts"] = read_rollouts(path, folder.notes.append)
     for name, records in sources.items():
         try:
             thinned = read_samples(records)

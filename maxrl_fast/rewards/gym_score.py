@@ -38,7 +38,7 @@ def answer(response: str) -> str:
     return tagged if tagged is not None else boxed(response) or response.strip()
 
 
-def score(prompt: Any, response: str, question: str, name: str, config: str, seed: int, index: int) -> float:
+def score(prompt: Any, response: str, question: str, name: str, config: str, seed: int, index: int, **columns: Any) -> float:
     """Return the data set's own score, in [0, 1], of the response to question `index` of a data set."""
     expected = entry(name, config, seed, index)
     if expected["question"] != question:

@@ -67,6 +67,7 @@ class Scorer:
 
     Attributes:
         beat: called while responses are scored, for a watchdog.
+        components: the components of each reward [S] of the last `score`, by name; {} where there are none.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scorer:
         self._task, self._source, self._max_error_rate, self._threshold = task, source, max_error_rate, threshold
         self._answer_limit = answer_limit
         self.beat: Callable[[], None] = lambda: None
+        self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._source_error, self._gave_up = "", False
         self._answers = Counter[str]()  # since the last call of `take_answers`
@@ -96,6 +98,7 @@ class Scorer:
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
+        self.components = [{} for _ in range(len(rollouts))]
         rewards = self._task.score(prompts, rollouts) if self._source is None else self._ask(self._source, prompts, rollouts)
         if self._threshold is None:
             return rewards
@@ -123,6 +126,7 @@ class Scorer:
                 failed = {failure.index for failure in scores.failures}
                 scored[[*failed]] = float("nan")
                 for i, components in enumerate(scores.components):
+                    self.components[indices[i]] = components
                     for name, value in components.items() if i not in failed else ():
                         self._components.add(name, value)
         rewards[indices] = scored

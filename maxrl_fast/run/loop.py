@@ -1,5 +1,6 @@
 """The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -94,6 +95,7 @@ class RunLoop:
         """Log what a step did, and count it as done."""
         if record.diagnostics is not None:
             self.files.write("diagnostics", record.diagnostics)
+        self.files.write_rollouts(record.rollouts)
         self.files.write("metrics", record.metrics)
         if record.complaint:
             self.screen.warn(record.complaint)
@@ -122,8 +124,8 @@ class RunLoop:
             scorer.take_components()
             kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
 
-            def keep(samples: Samples, rewards: Tensor) -> None:
-                kept.take(samples, rewards)
+            def keep(samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]) -> None:
+                kept.take(samples, rewards, components)
                 counts.take(samples, rewards)
 
             def after_chunk(done: int) -> None:

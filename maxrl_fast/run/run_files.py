@@ -1,5 +1,5 @@
-"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard events, curves.png and
-timings.json. The same numbers go to wandb or trackio."""
+"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), kept rollouts, TensorBoard events,
+curves.png and timings.json. The same numbers go to wandb or trackio."""
 
 import contextlib
 import hashlib
@@ -14,6 +14,7 @@ from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.files.durable import atomic_file, refused, write_json
 from maxrl_fast.hardware import versions
 from maxrl_fast.run.events import EventFile
+from maxrl_fast.run.kept_rollouts import RolloutLog
 from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
@@ -72,6 +73,7 @@ class RunFiles:
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
             self._board = EventFile(self.out / "tensorboard", next_step if is_resumed else None)
+            self._rollouts = RolloutLog(self.out, max(next_step - 1, 0))
         except OSError as error:
             raise refused(self.out, error) from error
 
@@ -123,6 +125,19 @@ class RunFiles:
         except OSError as error:
             raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
 
+    def write_rollouts(self, records: list[dict[str, Any]]) -> None:
+        """Append the rollouts of a step to rollouts.jsonl.
+
+        Raises:
+            StorageError: if writing fails.
+        """
+        if not self._is_writer or not records:
+            return
+        try:
+            self._rollouts.write(records)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.out / 'rollouts.jsonl'}: {error}") from error
+
     def _draw(self, log: str, record: dict[str, Any]) -> None:
         numbers: dict[str, Any] = {}
         for name, value in record.items():
@@ -137,6 +152,7 @@ class RunFiles:
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush every log to the disk, and return the size in bytes and the SHA-256 of each."""
         self._board.sync()
+        self._rollouts.sync()
         marks = {}
         for log, file in self._logs.items():
             os.fsync(file.fileno())
@@ -167,6 +183,7 @@ class RunFiles:
                 if self._tracker:
                     last.callback(self._tracker.finish)
                 last.callback(self._board.close)
+                last.callback(self._rollouts.close)
                 write_json(self.out / "timings.json", seconds)
                 with atomic_file(self.out / "curves.png") as path:
                     draw_curves(self.history["metrics"], self.history["eval"], path)

@@ -95,14 +95,16 @@ class GymTask:
         """Return the token ids of question i of a split, and its arguments for the reward function."""
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
-            question = self._gym.entry(self._dataset, self._config, seed, i % self._size)["question"]
+            entry = self._gym.entry(self._dataset, self._config, seed, i % self._size)
+            question, answer = entry["question"], entry["answer"]
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
             if is_test == (split == "test"):
                 prompt = self._text.prompt(question + self._suffix)
                 [tokens] = self._text.encode([prompt], [f"{self.name}, question {i}"])
                 if tokens is not None:
                     origin = {"name": self._dataset, "config": self._config, "seed": seed, "index": i % self._size}
-                    return tokens, {"prompt": prompt, "question": question, **origin}
+                    known = {"answer": answer} if isinstance(answer, str) else {}  # some data sets have none
+                    return tokens, {"prompt": prompt, "question": question, **known, **origin}
         raise InputError(
             f"{self.name} must have questions of at most {self.prompt_length} tokens for the {split} split, got none in "
             f"{TRIES} draws: its questions are longer (raise --max-prompt-tokens) or too few of them are distinct"

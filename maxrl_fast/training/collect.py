@@ -32,6 +32,7 @@ class Collected(Samples):
     rollout_seconds: float
     numbers: dict[str, float]  # metrics of sampling and scoring
     complaint: str  # about failed rewards; empty where none failed
+    components: tuple[dict[str, float], ...]  # [S], of the rewards that this rank gave; {} for those of others, or without any
 
     @property
     def num_sampled(self) -> int:
@@ -123,6 +124,8 @@ class RolloutCollector:
         scorer.take_components()
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
+        own_parts, before, after = scorer.components, first * self.num_rollouts, (first + own) * self.num_rollouts
+        parts = [*({} for _ in range(before)), *own_parts, *({} for _ in range(after, len(rollouts)))]
         answers.update(scorer.take_answers())
         components.update(scorer.take_components())
         greedy_rewards = None
@@ -132,7 +135,7 @@ class RolloutCollector:
             with clock("reward"):
                 greedy_rewards = ranks.concatenate(scorer.score(part, greedy))
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
-        return self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
+        return replace(self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds), components=tuple(parts))
 
     def _checked(
         self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
@@ -156,6 +159,7 @@ class RolloutCollector:
             rollout_seconds=seconds,
             numbers={f"reward_{kind}": count for kind, count in failed.items()},
             complaint=complaint,
+            components=(),
         )
 
 
@@ -193,6 +197,7 @@ def _joined(batches: list[Collected]) -> Collected:
         rollout_seconds=sum(batch.rollout_seconds for batch in batches),
         numbers={},
         complaint="",
+        components=tuple(parts for batch in batches for parts in batch.components),
     )
 
 
@@ -206,4 +211,5 @@ def _chosen(whole: Collected, groups: Tensor, num_rollouts: int) -> Collected:
         rewards=whole.rewards[groups],
         valid=None if whole.valid is None else whole.valid[groups],
         greedy_rewards=None if whole.greedy_rewards is None else whole.greedy_rewards[groups],
+        components=tuple(whole.components[s] for s in sequences.tolist()),
     )

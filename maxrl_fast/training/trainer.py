@@ -16,6 +16,7 @@ from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.stopwatch import Stopwatch
 
 
@@ -28,6 +29,7 @@ class StepRecord:
     num_prompts: int  # sampled, those that dynamic sampling replaced included
     tokens: dict[str, int]  # sampled ("rollout"), and computed by the learner ("update")
     complaint: str  # about failed rewards; empty where none failed
+    rollouts: list[dict[str, Any]]  # lines of rollouts.jsonl, on the first rank
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Trainer:
     Args:
         updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
         importance_cap: cap of the importance weights that correct for the rollout engine's log-probs; 0: no correction.
+        keep_rollouts: rollouts of each step that its record keeps.
     """
 
     collector: RolloutCollector
@@ -47,6 +50,7 @@ class Trainer:
     updates_per_step: int = 1
     importance_cap: float = 0.0
     clock: Stopwatch = field(default_factory=Stopwatch)
+    keep_rollouts: int = 0
 
     def step(self, n: int, first_prompt: int, diagnose: bool = False) -> StepRecord:
         """Take step n, from 1, on the prompts from index `first_prompt` on.
@@ -84,6 +88,10 @@ class Trainer:
         with self.clock("weights to rollout"):
             self.engine.load_weights(self.learner.model)
 
+        rollouts = list[dict[str, Any]]()
+        if self.keep_rollouts:
+            task, ranks = self.collector.task, self.collector.ranks
+            rollouts = rollout_records(task, sampled, advantages, self.keep_rollouts, ranks)
         metrics = step_metrics(sampled, advantages.view(sampled.rewards.shape), updates, lr, train_seconds)
         return StepRecord(
             metrics=metrics | corrections | own_metrics | collected.numbers,
@@ -91,6 +99,7 @@ class Trainer:
             num_prompts=collected.num_sampled,
             tokens={"rollout": collected.num_tokens, "update": sum(update.num_tokens for update in updates)},
             complaint=collected.complaint,
+            rollouts=rollouts,
         )
 
     def _diagnose(self, collected: Collected) -> dict[str, Any]:

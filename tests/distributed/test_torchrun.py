@@ -111,21 +111,32 @@ def alone_run(tmp_path_factory):
 TIMES = {"rollout_seconds", "train_seconds", "tokens_per_second"}
 
 
-def test_components_of_rewards_are_means_over_all_ranks(tmp_path):
+def test_components_of_rewards_are_means_over_all_ranks_and_rollouts_of_all_are_kept(tmp_path):
     (tmp_path / "rewards.py").write_text(
         "def length(prompt, response):\n    return len(response.split())\n"
         "def parts(completions, **columns):\n"
         "    return [{'reward': len(c) / 99, 'odd': 1.0 if len(c) % 2 else None} for c in completions]\n"
     )
     flags = ["--steps", "1", "--reward", f"{tmp_path}/rewards.py:length", f"{tmp_path}/rewards.py:parts"]
-    records = []
+    flags += ["--keep-rollouts", "100"]
+    records, kept = [], []
     for num_ranks in (1, 3):
         run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--reward-weights", "1", "2")
         records.append([read(tmp_path / str(num_ranks), log)[0] for log in ("metrics", "eval")])
+        kept.append(read(tmp_path / str(num_ranks), "rollouts"))
     for alone, together in zip(*records, strict=True):
         parts = {key: value for key, value in alone.items() if key.startswith("reward/")}
         assert parts.keys() == {"reward/length", "reward/parts", "reward/parts.odd"}
         assert {key: together[key] for key in parts} == pytest.approx(parts)
+    assert len(kept[0]) == len(kept[1]) == 100
+    assert len({rollout["id"] // 11 for rollout in kept[1]}) >= 3  # 32 prompts in three shares
+    for alone, together in zip(*kept, strict=True):
+        assert together.pop("advantage") == pytest.approx(alone.pop("advantage"), rel=1e-5, abs=1e-6)
+        assert together == alone
+        parts = alone["components"]
+        assert parts["length"] == alone["tokens"]
+        assert alone["reward"] == pytest.approx(parts["length"] + 2 * parts["parts"], rel=1e-6)
+        assert ("parts.odd" in parts) == (len(alone["response"]) % 2 == 1)
 
 
 @pytest.mark.parametrize(("num_ranks", "flags"), [(2, []), (4, []), (2, ["--sharding", "full"])])

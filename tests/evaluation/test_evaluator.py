@@ -1,5 +1,6 @@
 """Evaluation of an engine whose success rate is known, and the records of its samples."""
 
+import dataclasses
 import math
 
 import pytest
@@ -51,9 +52,9 @@ def test_keep_gets_every_chunk_once():
     task, kept, done = MazeTask(7), [], []
     result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
     assert done == [16, 32, 40]
-    assert torch.cat([samples.prompts.ids for samples, _ in kept]).tolist() == list(range(40))
-    assert torch.cat([rewards for _, rewards in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
-    assert sum(len(samples.rollouts.tokens) for samples, _ in kept) == result.num_tokens
+    assert torch.cat([samples.prompts.ids for samples, _, _ in kept]).tolist() == list(range(40))
+    assert torch.cat([rewards for _, rewards, _ in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
+    assert sum(len(samples.rollouts.tokens) for samples, _, _ in kept) == result.num_tokens
     assert evaluated(Oracle(task, 3), task) == result
 
 
@@ -80,13 +81,29 @@ def test_sample_records():
     path = [*shortest_path(task.maze("test", 3)), DONE]
     rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
     rollouts.truncated[1] = True
-    records = list(sample_records(task, Samples(prompts, rollouts), torch.tensor([1.0, math.nan, -0.5, 0.0])))
+    rewards, parts = torch.tensor([1.0, math.nan, -0.5, 0.0]), [{"form": 0.5}, {}, {"form": math.nan}, {}]
+    records = list(sample_records(task, Samples(prompts, rollouts), rewards, parts))
     assert [record["id"] for record in records] == [3, 3, 4, 4]
     assert [record["prompt"] for record in records[::2]] == [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
     assert [record["response"] for record in records] == [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
     assert [record["reward"] for record in records] == [1.0, None, -0.5, 0.0]
     assert [record["truncated"] for record in records] == [False, True, False, False]
     assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
+    assert [record["components"] for record in records] == [{"form": 0.5}, {}, {"form": None}, {}]
+    assert [(record["answer"], record["columns"]) for record in records] == [(None, {})] * 4  # mazes have none
+
+
+def test_records_have_the_answer_and_columns_of_their_line_cut_where_they_are_long():
+    task = MazeTask(5)
+    line = {"prompt": "1 + 1", "answer": [2], "level": 3, "tests": ["x" * 2000], "note": "é" * 2000}
+    many = {"prompt": "2 + 2", **{f"column {i}": i for i in range(40)}}
+    prompts = dataclasses.replace(task.prompts("test", 0, 2), columns=(line, many))
+    samples = Samples(prompts, Rollouts.given([[UP]] * 4))
+    one, _, other, _ = sample_records(task, samples, torch.zeros(4), [{}] * 4)
+    assert one["answer"] == [2]
+    assert one["columns"] == {"level": 3, "tests": '["' + "x" * 998 + "...", "note": "é" * 1000 + "..."}
+    assert other["answer"] is None
+    assert other["columns"] == {f"column {i}": i for i in range(32)}
 
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():
@@ -102,7 +119,7 @@ def test_the_tally_numbers_answers_and_measures_correct_responses():
     down, left, right = 14, 15, 16
     responses = [[down, DONE], [left, DONE], [right, DONE], [UP, DONE], [left, DONE], [left, DONE], [UP, DONE], [down, DONE]]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
-    tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards)
+    tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
     assert tally.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
     assert tally.rewards.shape == (2, 4)
     assert len(lines) == 8
@@ -117,4 +134,4 @@ def test_log_probs_that_are_not_finite_are_refused():
     rollouts = Rollouts.given([[UP], [UP, DONE]])
     rollouts.logprobs[1] = math.inf
     with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
-        SampleTally(task, NGramDiversity())(Samples(task.prompts("test", 4, 2), rollouts), torch.zeros(2))
+        SampleTally(task, NGramDiversity())(Samples(task.prompts("test", 4, 2), rollouts), torch.zeros(2), [{}] * 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
@@ -17,6 +18,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -35,6 +37,7 @@ PACS_ADVANTAGES = 24
 UPDATE = 600  # of the maze's policy, in one micro-batch
 STEP = 720  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
+KEEPING = 16  # of the rollouts that a step keeps
 # The waits of an update: for the lengths and the advantages; for loss and gradient norm, before the weights change; and for
 # Adam's moments after that. A micro-batch has none.
 WAITS = 3
@@ -234,6 +237,8 @@ OBJECTIVES = {
 class Collector:
     """What a step has sampled; sampling itself waits for the device."""
 
+    task, ranks = MazeTask(17), Ranks()
+
     def __init__(self, batch):
         self.batch = batch
 
@@ -268,6 +273,23 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
     with gpu.watch():
         trainer.step(1, 0)
     assert len(gpu.waits) <= WAITS + 1 + 2, f"two more for the log-probs and their metrics: {gpu}"
+
+
+def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu):
+    with gpu:
+        learning = learner(gpu)
+        engine = NativeEngine(learning.model, torch.bfloat16, cache_bytes=10**9)
+        batch = collected(samples(gpu), rewards(gpu))
+    counts = []
+    for number in (0, 0, 8):  # the first step allocates gradients and moments
+        trainer = Trainer(
+            Collector(batch), OBJECTIVES["maxrl"], learning, engine, LearningRate(1e-3, 10, 0), keep_rollouts=number
+        )
+        with gpu.watch():
+            assert len(trainer.step(1, 0).rollouts) == number
+        counts.append((len(gpu.waits), gpu.num_launches))
+    assert counts[2][0] == counts[1][0] + 2, str(gpu)
+    assert counts[2][1] <= counts[1][1] + KEEPING, f"{counts}: {gpu}"
 
 
 # What a change might add, behind which function, and the budget that must find it.

@@ -24,6 +24,7 @@ from maxrl_fast import train
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.files.durable import locked, write_checksums
 from maxrl_fast.run import state
+from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.training.learner import Learner
@@ -46,9 +47,10 @@ def run(out, *flags):
 
 
 def assert_same(one, two):
-    """Compare the logs without their times, and the weights, moments and reference in the newest checkpoints."""
+    """Compare the logs without times, the kept rollouts, and the weights, moments and reference of the newest checkpoints."""
     for log in ("metrics.jsonl", "eval.jsonl", "eval_prompts.jsonl", "pass_rates.jsonl", "warnings.jsonl"):
         assert without_timings(one / log) == without_timings(two / log), log
+    assert [*read_rollouts(one)] == [*read_rollouts(two)] != []
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
         expected, tensors = load_file(one / "latest" / name), load_file(two / "latest" / name)
         assert expected.keys() == tensors.keys()

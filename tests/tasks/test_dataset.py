@@ -17,6 +17,7 @@ from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
@@ -222,7 +223,7 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     samples = Samples(task.prompts("test", 0, 1), Rollouts.given([[*two, stop], [*two, start, *two], two, [*two, *two, stop]]))
     lines = []
     tally = SampleTally(task, NGramDiversity(), lines.append)
-    tally(samples, torch.ones(4))
+    tally(samples, torch.ones(4), [{}] * 4)
     records = [json.loads(line) for line in lines]
     assert [record["response"] for record in records] == ["2<|im_end|>", "2<|im_start|>2", "2", "22<|im_end|>"]
     assert {record["prompt"] for record in records} == {"<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"}
@@ -230,9 +231,10 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
 
 
 REWARD = """
-def right(prompt, response, answer):
+def right(prompt, response, answer, kind):
     assert prompt.endswith("=")
-    return sum(letter in answer for letter in response) / max(len(response), 1)
+    share = sum(letter in answer for letter in response) / max(len(response), 1)
+    return {"reward": share, "letters": len(response), "empty": None if response else 1}
 """
 
 
@@ -240,7 +242,7 @@ def right(prompt, response, answer):
 def job(tmp_path, policy):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    data = written(tmp_path / "sums.jsonl", SUMS)
+    data = written(tmp_path / "sums.jsonl", [line | {"kind": "sum"} for line in SUMS])
     return [
         *("--task", "dataset", "--data", os.path.relpath(data), "--reward", f"{os.path.relpath(reward)}:right"),
         *("--model", os.path.relpath(policy)),
@@ -254,6 +256,14 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out
     assert any(record["reward_mean"] > 0 for record in read(tmp_path / "whole" / "metrics.jsonl"))
+    rollouts = list(read_rollouts(tmp_path / "whole"))
+    assert len(rollouts) == 9 * 8
+    answers = {line["prompt"]: line["answer"] for line in SUMS}
+    for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):
+        assert record["answer"] == answers[record["prompt"]]
+        assert record["columns"] == {"kind": "sum"}
+        text = record["response"].replace("<|im_end|>", "").replace("<|im_start|>", "").replace("<|endoftext|>", "")
+        assert record["components"] == {"letters": len(text), **({} if text else {"empty": 1})}
     stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()

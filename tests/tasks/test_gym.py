@@ -18,6 +18,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import gym_score as gym
+from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.tasks.gym import HASHED
 from tests.run.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy
@@ -188,3 +189,7 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     assert entry["question"][:20] in samples[0]["prompt"]
     assert all(sample["reward"] in (0, 1) or 0 <= sample["reward"] <= 1 for sample in samples)
     assert torch.tensor([sample["tokens"] for sample in samples]).max() <= 4
+    for record in (*samples, *read_rollouts(tmp_path / "whole")):
+        columns = record["columns"]
+        made = gym.entry(columns["name"], columns["config"], columns["seed"], columns["index"])
+        assert (record["answer"], columns["question"]) == (made["answer"], made["question"])

@@ -5,7 +5,9 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.rewards.pool import Scores
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.weighted import RewardSource
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.training.collect import RolloutCollector, is_mixed
@@ -96,6 +98,35 @@ def test_greedy_rewards_are_selected_with_their_groups():
     step = collected([ALL_WRONG, [0.0, 1.0], ALL_RIGHT, [1.0, 0.0]], 3, needs_greedy=True)
     assert step.prompts.ids.tolist() == [1, 3]
     assert step.greedy_rewards.tolist() == [0.0, 1.0]
+
+
+class CountingSource(RewardSource):
+    """Gives each prompt's rewards of the table, with the prompt's index and the sample's as components."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
+        cells = [(len(row["response"].split()) - 1, i % group) for i, row in enumerate(rows)]
+        rewards = [self.table[prompt][n] for prompt, n in cells]
+        return Scores(rewards, [], 0, [{"prompt": float(prompt), "sample": float(n)} for prompt, n in cells])
+
+
+def test_components_stay_with_their_rollouts_when_groups_are_replaced():
+    table = [ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED]
+    task = NumberedTask(5)
+    step = RolloutCollector(
+        task,
+        NumberedEngine(),
+        Scorer(task, CountingSource(table)),
+        Sampling(1.0, 32, task.stop_ids),
+        num_prompts=2,
+        num_rollouts=2,
+        max_batches=5,
+        needs_greedy=True,  # whose components are not those of the rollouts
+    ).collect(3, 0)
+    assert step.prompts.ids.tolist() == [1, 3]
+    assert step.components == tuple({"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0))
 
 
 def test_prompts_and_rollouts_are_selected_and_joined():

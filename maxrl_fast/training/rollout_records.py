@@ -1,0 +1,59 @@
+"""The rollouts of a step that a run keeps, as records of rollouts.jsonl."""
+
+import json
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.evaluation.kept_samples import finite, sample_records
+from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
+from maxrl_fast.tasks import Task
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.transfers import to_device, to_host
+
+
+def rollout_records(task: Task, collected: Collected, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
+    """Return `count` rollouts of a step as JSON objects, all of one group before the next; all ranks must call this.
+
+    Args:
+        count: at least 1.
+        advantages: [S], with which the rollouts have been learned from.
+
+    Returns:
+        The records on the first rank, none on the others.
+    """
+    valid = torch.ones_like(collected.rewards, dtype=torch.bool) if collected.valid is None else collected.valid
+    prompts, rollouts, num_rollouts = collected.prompts, collected.rollouts, collected.num_rollouts
+    tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
+        *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
+        *(collected.rewards.flatten(), valid.flatten(), advantages.detach()),
+    )
+    prompts, per_prompt = Prompts(tokens, prompt_cu, ids, prompts.columns), min(count, num_rollouts)
+    groups = first_groups(prompts, -(-count // per_prompt))
+    sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
+    own = {s: parts for s in sequences.tolist() if (parts := collected.components[s])}
+    components = {s: parts for line in ranks.texts(json.dumps([*own.items()])) for s, parts in json.loads(line)}
+    if not ranks.is_first:
+        return []
+    positions, kept_cu = gather_sequences(cu_seqlens, sequences)
+    (kept,) = to_host(rollouts.tokens[to_device(rollouts.tokens.device, positions)[0]])
+    samples = Samples(prompts.select(groups), Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences]))
+    values = rewards.masked_fill(~valid, torch.nan)[sequences]
+    records = sample_records(task, samples, values, [components.get(s, {}) for s in sequences.tolist()])
+    return [
+        {"step": collected.step, **record, "advantage": None if record["reward"] is None else finite(advantage)}
+        for record, advantage in zip(records, advantages[sequences].tolist(), strict=True)
+    ][:count]
+
+
+def first_groups(prompts: Prompts, count: int) -> Tensor:
+    """Return the indices of `count` of the prompts, int64 on the host: those with the smallest checksums of their tokens.
+
+    The prompts are on the host. The choice depends on nothing else: of the prompts of a data set that are chosen in one epoch,
+    about half are chosen in the next, however it is shuffled; by chance it would be one in as many as a step has.
+    """
+    checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in prompts.tokens.split(prompts.lengths.tolist())]
+    return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

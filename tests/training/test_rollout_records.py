@@ -1,0 +1,93 @@
+"""Which rollouts of a step are kept, and that each has its own reward, advantage and components."""
+
+import itertools
+import random
+import struct
+import zlib
+
+import pytest
+import torch
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.run.kept_rollouts import read_rollouts
+from maxrl_fast.tasks.maze import DONE, MazeTask
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.rollout_records import first_groups, rollout_records
+from tests.batches import collected, make_prompts
+from tests.run.test_resume import run
+
+
+def checksum(tokens):
+    return zlib.crc32(struct.pack(f"<{len(tokens)}q", *tokens))
+
+
+def test_the_same_prompts_come_again_in_the_next_epochs():
+    """Of those that are kept in one epoch, 10 / 19 are expected in the next; with a choice at random it would be 1 / 10."""
+    generator = random.Random(3)
+    data = [[generator.randrange(11) for _ in range(1 + i % 5)] + [i] for i in range(200)]
+    epochs = []
+    for _ in range(6):
+        generator.shuffle(data)
+        steps = [data[i : i + 10] for i in range(0, 200, 10)]
+        for step in steps:
+            ranked = sorted(range(10), key=lambda i, step=step: checksum(step[i]))
+            assert first_groups(make_prompts(step), 2).tolist() == ranked[:2]
+        epochs.append({tuple(step[int(first_groups(make_prompts(step), 1))]) for step in steps})
+    again = sum(len(epoch & following) for epoch, following in itertools.pairwise(epochs)) / 5 / 20
+    assert 0.4 < again < 0.65
+    assert tuple(min(data, key=checksum)) in set.intersection(*epochs)
+
+
+def test_a_record_has_the_numbers_of_its_own_rollout():
+    """Three groups of four, of which one is kept whole and two of the next."""
+    task, num = MazeTask(5), 4
+    prompts = task.prompts("train", 10, 3)
+    responses = [[8 + s, DONE] for s in range(12)]
+    rewards = torch.arange(12.0).view(3, num)
+    valid = torch.ones(3, num, dtype=torch.bool)
+    order = first_groups(prompts, 3).tolist()
+    failed = num * order[0] + 1
+    valid.view(-1)[failed] = False
+    step = collected(Samples(prompts, Rollouts.given(responses)), rewards * valid, valid, step=7)
+    parts = tuple({"form": float(s)} if s % 2 else {} for s in range(12))
+    object.__setattr__(step, "components", parts)
+    records = rollout_records(task, step, -torch.arange(12.0), 6, Ranks())
+    sequences = [num * order[0] + i for i in range(4)] + [num * order[1] + i for i in range(2)]
+    assert [record["id"] for record in records] == [10 + s // num for s in sequences]
+    assert [record["response"] for record in records] == [task.decode(responses[s]) for s in sequences]
+    assert [record["reward"] for record in records] == [None if s == failed else float(s) for s in sequences]
+    assert [record["advantage"] for record in records] == [None if s == failed else -float(s) for s in sequences]
+    assert [record["components"] for record in records] == [parts[s] for s in sequences]
+    assert {record["step"] for record in records} == {7}
+    assert set(records[0]) == {
+        *("step", "id", "prompt", "response", "reward", "truncated", "tokens"),
+        *("advantage", "components", "answer", "columns"),
+    }
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (3, 3), (4, 4), (100, 12)])
+def test_no_more_rollouts_are_kept_than_asked_for_and_there_are(count, kept):
+    task = MazeTask(5)
+    step = collected(Samples(task.prompts("train", 0, 3), Rollouts.given([[DONE]] * 12)), torch.zeros(3, 4))
+    assert len(rollout_records(task, step, torch.zeros(12), count, Ranks())) == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--objective pacs_paper", "--objective maxpo --k 2"])
+def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monkeypatch, flags):
+    update, used = Learner.update, []
+
+    def spy(self, samples, advantages, sequences, *, when, lr):
+        if when == "step 2":
+            ids = samples.prompts.ids.tolist()
+            used.extend((ids[s // 4], float(advantages[s])) for s in sequences.tolist())
+        return update(self, samples, advantages, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float())
+    more = "--updates-per-step 2 --prompts 4 --rollouts 4 --keep-rollouts 16 --steps 2"
+    assert run(tmp_path / "run", *flags.split(), *more.split()) == 0
+    kept = [(record["id"], record["advantage"]) for record in read_rollouts(tmp_path / "run") if record["step"] == 2]
+    assert sorted(kept) == sorted(used)
+    assert any(advantage for _, advantage in kept[:4] + kept[-4:])

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import os
 import pwd
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -17,7 +19,7 @@ import docstring_parser
 import tyro
 
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config, several
+from maxrl_fast.config.options import Config, as_json, several
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
@@ -76,6 +78,40 @@ def parse(arguments: Sequence[str]) -> Config:
     if not is_auto:
         return config
     return config.replace(resume=None if run is None else Path(run), allow_changes=config.run.allow_changes and run is not None)
+
+
+def parse_options(options: Mapping[str, Any]) -> Config:
+    """Return the configuration of options by name, as `parse` does of their flags; None is an option that is not given.
+
+    Raises:
+        InputError: as `parse`, and where a flag would exit with code 2, with the sentence that it would print.
+    """
+    given = {name: as_json(value) for name, value in options.items() if value is not None}
+    known = Config().flat()
+    unknown = [name for name in given if name not in known]
+    for name, value in given.items() if not unknown else ():
+        if isinstance(known[name], bool) != isinstance(value, bool) and name != "dry_run":
+            wanted = "True or False" if isinstance(known[name], bool) else "a number or a string"
+            raise InputError(f"{name} must be {wanted}, got {value!r}")
+        if isinstance(value, list) and name not in SEVERAL:
+            raise InputError(f"{name} must be one value, got {value!r}")
+    said, unseen = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # which tells tyro how to draw its boxes
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(unseen):
+            config = parse(_as_flags(dict.fromkeys(unknown[:1], True) or given))
+    except SystemExit:
+        sentence = _sentence_of(said.getvalue())  # --help says nothing there
+        raise InputError(sentence or f"Unrecognized options: --{unknown[0]}") from None
+    sys.stderr.write(said.getvalue())  # a warning
+    return config
+
+
+def _sentence_of(boxed: str) -> str:
+    """Return what is in the box that tyro prints before it exits: its first part, and the flag that it proposes."""
+    lines = [line.strip(" │") for line in boxed.splitlines() if line[:1] not in "╭╰"]
+    error, *others = ("\n".join(lines)).split("─" * 5)
+    close = [flag for part in others if "Perhaps you meant" in part for flag in re.findall(r"--[a-z][\w-]*", part)]
+    return " ".join(error.split()).rstrip(".") + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _run_in(out: str | None) -> str | None:
@@ -250,11 +286,13 @@ def _check(file: Path, options: Options) -> None:
 def _as_flags(options: Options) -> list[str]:
     flags = []
     for key, value in options.items():
-        flag = "--" + key.replace("_", "-")
+        name = key.replace("_", "-")
         if isinstance(value, list):
-            flags += [flag, *map(str, value)]
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):  # --no-NAME overrides a file; a dry run is no switch, and off where it is not given
+            flags += [f"--{name}"] if value else [f"--no-{name}"] if key != "dry_run" else []
         else:
-            flags += ([flag] if value else []) if isinstance(value, bool) else [f"{flag}={value}"]
+            flags.append(f"--{name}={value}")
     return flags
 
 

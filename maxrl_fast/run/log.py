@@ -57,8 +57,9 @@ class Log:
         values = [row.get(key) for row in self._rows]
         if all(value is None or isinstance(value, (int, float)) for value in values):
             return np.array([np.nan if value is None else value for value in values])
-        column = np.empty(len(values), dtype=object)  # filled below, so that lists stay one entry each
-        column[:] = values
+        column = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):  # one by one, so that lists stay one entry each
+            column[i] = value
         return column
 
     def to_pandas(self) -> Any:

@@ -20,6 +20,7 @@ from maxrl_fast.evaluate import main as evaluate
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main
 from maxrl_fast.training.learner import Learner
+from tests.distributed.test_torchrun import finished, torchrun
 from tests.test_train import SMALL, assert_same_run, read
 
 QUICK = [*SMALL, "--sft-steps", "4"]
@@ -234,6 +235,17 @@ def test_it_trains_outside_of_the_main_thread(tmp_path):
     thread.start()
     thread.join(120)
     assert len(runs[0].metrics) == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
+    options = {**OPTIONS, "out": str(tmp_path / "run")}
+    (tmp_path / "script.py").write_text(
+        f"import maxrl_fast, os\nrun = maxrl_fast.train({options!r})\n"
+        "print('rank', os.environ['RANK'], run.exit, len(run.metrics), sep=':', flush=True)\n"
+    )
+    said = finished(torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT), 120)
+    assert {line for line in said.splitlines() if line.startswith("rank:")} == {"rank:0:0:3", "rank:1:0:3"}, said
 
 
 @pytest.mark.slow

@@ -138,8 +138,10 @@ def train(
         InputError: where an option is unknown or wrong; the sentence is that of the command line.
         NonFiniteError, RewardError, StorageError, ServerError: the run failed. The sentence names the last checkpoint.
     """
-    given = dict(config) if isinstance(config, Mapping) else {} if config is None else {"config": Path(config)}
+    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {} if config is None else {"config": Path(config)}
     given |= {name: value for name, value in options.items() if value is not None}
+    of_config = {name: given.pop(name, None) for name in ("task", "reward")}
+    task, reward = of_config["task"] if task is None else task, of_config["reward"] if reward is None else reward
     objects = {name: value for name, value in (("task", task), ("reward", reward)) if value is not None}
     names, functions, own_task = _named(task, reward)
     parsed = parse_options({**given, **names})
@@ -149,7 +151,9 @@ def train(
     ranks = Ranks.of_environment()
     device = resolve_device(parsed.run.device)
     with ranks.connected(device) as watch:
-        found = own_task or build_task(parsed.task, parsed.run.seed, parsed.model.model, parsed.reward.reward)
+        found = own_task
+        if found is None:
+            found = build_task(parsed.task, parsed.run.seed, parsed.model.model, parsed.reward.reward)
         resolved = resolve(parsed, found, ranks)
         job = Job(resolved, found, ranks, _screen(ranks), device, watch, functions, ends_process=ranks.size > 1)
         ending, trained = job.run()

@@ -264,7 +264,7 @@ def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch,
 
 def test_a_reward_that_always_fails_raises_before_anything_is_written(tmp_path):
     with pytest.raises(RewardError, match=r"4 of 4 rewards failed \(exception 4\), for example: ZeroDivisionError.*line \d+"):
-        maxrl_fast.train(OPTIONS, reward=lambda prompt, response: 1 / 0, out=tmp_path / "run")
+        maxrl_fast.train({**OPTIONS, "reward": lambda prompt, response: 1 / 0}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

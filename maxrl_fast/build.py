@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.plugins import build_plugin, place_of
 from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
+from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
@@ -38,7 +39,7 @@ from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, dataset_spec, is_plugin, is_reward, needs_data, unknown_task
+from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward, lost_object, needs_data, unknown_task
 from maxrl_fast.tasks.own import json_object, own_task
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.exactness import check_engine, check_exact
@@ -88,6 +89,8 @@ def build_task(
         InputError: where there is none of this name, its options do not fit it, or its files cannot be read.
     """
     name, spec = options.task, dataset_spec(options.task)
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("task", name))
     if name == "maze":
         return MazeTask(options.maze_size, seed)
     if name == "chain":
@@ -131,11 +134,18 @@ def build_task(
     )
 
 
-def build_scorer(options: RewardOptions, task: Task, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Scorer:
+def build_scorer(
+    options: RewardOptions,
+    task: Task,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> Scorer:
     """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
 
     Args:
         device, dtype: of a reward model.
+        functions: Python functions of this process, by their names among the rewards.
 
     Raises:
         InputError: where one of them cannot be loaded.
@@ -144,9 +154,13 @@ def build_scorer(options: RewardOptions, task: Task, device: torch.device = CPU,
     if not names:
         return Scorer(task, None, threshold=options.reward_threshold)
     with contextlib.ExitStack() as on_error:
-        sources = []
+        sources: list[RewardSource] = []
         for name in names:
-            sources.append(_build_source(options, name, len(names) > 1, device, dtype))
+            is_optional = len(names) > 1
+            if functions and name in functions:
+                sources.append(InProcessReward(functions[name], name, options.reward_seconds, is_optional))
+            else:
+                sources.append(_build_source(options, name, is_optional, device, dtype))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
@@ -164,6 +178,8 @@ def _build_source(
     options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
 ) -> RewardSource:
     environment = [variable.strip() for variable in options.reward_env.split(",") if variable.strip()]
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
         return Classifier(name, device, dtype)
     if name.startswith(JUDGE):
@@ -306,6 +322,8 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     for i, name in enumerate(reward_names(config.reward, task)):
         is_model = name.startswith(CLASSIFIER)
         path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)
+        if name.startswith(OBJECT):  # has no file
+            path = None
         files[f"reward {i + 1}" if i else "reward"] = path
     return fingerprints(task, files)
 

@@ -21,7 +21,7 @@ import tyro
 from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.hints import OTHER_NAMES, flag_hint, key_hint, refuse_unknown_flags
 from maxrl_fast.config.option_file import OptionFile
-from maxrl_fast.config.options import Config, ObjectiveOptions, several
+from maxrl_fast.config.options import Config, ObjectiveOptions, as_json, several
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.errors import InputError
@@ -115,6 +115,37 @@ def refuse_unknown(defaults: Any, arguments: Sequence[str]) -> None:
 
 def _names_of_flags(arguments: Sequence[str]) -> list[str]:
     return [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+
+
+def parse_options(options: Mapping[str, Any]) -> Config:
+    """Return the configuration of options by name, as `parse` does of their flags; None is an option that is not given.
+
+    Raises:
+        InputError: as `parse`, and where a flag would exit with code 2, with the sentence that it would print.
+    """
+    given = {name: as_json(value) for name, value in options.items() if value is not None}
+    known = Config().flat()
+    unknown = [name for name in given if name not in known]
+    for name, value in given.items() if not unknown else ():
+        if isinstance(known[name], bool) != isinstance(value, bool) and name != "dry_run":
+            wanted = "True or False" if isinstance(known[name], bool) else "a number or a string"
+            raise InputError(f"{name} must be {wanted}, got {value!r}")
+        if isinstance(value, list) and name not in SEVERAL:
+            raise InputError(f"{name} must be one value, got {value!r}")
+    said, unseen = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # which tells tyro how to draw its boxes
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(unseen):
+            config = parse(_as_flags(dict.fromkeys(unknown[:1], True) or given))
+    except SystemExit:
+        raise InputError(_sentence_of(said.getvalue()) or f"unknown option {unknown[0]}") from None  # help, which says nothing
+    sys.stderr.write(said.getvalue())  # a warning
+    return config
+
+
+def _sentence_of(boxed: str) -> str:
+    """Return what is in the first part of the box that tyro prints before it exits."""
+    lines = [line.strip(" │") for line in boxed.splitlines() if line[:1] not in "╭╰"]
+    return " ".join("\n".join(lines).split("─" * 5)[0].split()).rstrip(".")
 
 
 def _run_in(out: str | None) -> str | None:
@@ -312,11 +343,13 @@ def _check(place: Callable[[str], str], options: Options) -> None:
 def _as_flags(options: Options) -> list[str]:
     flags = []
     for key, value in options.items():
-        flag = "--" + key.replace("_", "-")
+        name = key.replace("_", "-")
         if isinstance(value, list):
-            flags += [flag, *map(str, value)]
+            flags += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):  # --no-NAME overrides a file; a dry run is no switch, and off where it is not given
+            flags += [f"--{name}"] if value else [f"--no-{name}"] if key != "dry_run" else []
         else:
-            flags += ([flag] if value else []) if isinstance(value, bool) else [f"{flag}={value}"]
+            flags.append(f"--{name}={value}")
     return flags
 
 

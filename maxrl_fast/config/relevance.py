@@ -8,7 +8,7 @@ from typing import Any
 from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.judge import JUDGE
-from maxrl_fast.tasks.names import GYM, dataset_spec, is_plugin, is_reward
+from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, objective_options
 
 
@@ -65,6 +65,9 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
     spec, is_gym, is_own = dataset_spec(task), task.startswith(GYM), is_plugin(task)
     rewards = several(choices.reward)
     reads_text, has_function = spec is not None or is_gym, bool(rewards)
+    # Functions given as Python objects run in this process.
+    has_own = is_own or task.startswith(OBJECT)  # which may score by a function
+    has_workers = any(not str(x).startswith(OBJECT) for x in rewards) if rewards else reads_text or has_own
     taken = {
         "maze_size": task == "maze",
         "chain_length": task == "chain",
@@ -78,12 +81,9 @@ def _of_task(choices: Choices) -> Iterator[tuple[str, str]]:
         **dict.fromkeys(("judge_template", "judge_score", "judge_rate"), any(str(x).startswith(JUDGE) for x in rewards)),
         "reward_threshold": task != "maze" or has_function,
         **dict.fromkeys(
-            (
-                *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env"),
-                *("reward_concurrency", "max_reward_error_rate"),
-            ),
-            reads_text or has_function or is_own,
+            ("reward_workers", "reward_memory_gb", "reward_isolation", "reward_env", "reward_concurrency"), has_workers
         ),
+        **dict.fromkeys(("reward_seconds", "max_reward_error_rate"), has_workers or has_function),
     }
     assert taken.keys() == {*_names(TaskOptions), *_names(RewardOptions)} - {"task"}
     return ((name, who) for name, is_taken in taken.items() if not is_taken)

@@ -1,6 +1,7 @@
 """From a checked configuration and its task to the resolved one, in which every default is worked out."""
 
 import dataclasses
+import itertools
 import math
 import time
 import warnings
@@ -197,7 +198,7 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> ResolvedRun:
     options = config.run
-    out = options.resume or options.out or Path("runs") / f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = options.resume or options.out or _new_folder(f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
     if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
         _refuse_used(out)
     if has_gpus and options.device == "cpu":
@@ -206,6 +207,12 @@ def _run(config: Config, ranks: Ranks, has_gpus: bool) -> ResolvedRun:
     device, dtype = of_gpus if has_gpus else resolve_place(options.device, options.dtype)
     threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
     return ResolvedRun(**{**vars(options), "out": out, "device": device, "dtype": dtype, "threads": threads})
+
+
+def _new_folder(name: str) -> Path:
+    """Return runs/NAME, with a number behind it where a run of the same second has that folder."""
+    names = (name if i == 1 else f"{name}-{i}" for i in itertools.count(1))
+    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
 def _short(config: Config) -> str:

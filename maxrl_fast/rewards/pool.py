@@ -17,7 +17,7 @@ from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards.contain import ControlGroup
 from maxrl_fast.rewards.keeper import INTERVAL
 from maxrl_fast.rewards.process import CallError, StartError, UnreadError, Worker, printable
-from maxrl_fast.rewards.signature import BATCH, ROWS, STYLES, batch_arguments, mismatch
+from maxrl_fast.rewards.signature import BATCH, ROWS, STYLES, Signature, batch_arguments, mismatch
 
 PROGRESS_INTERVAL = 1.0  # seconds
 MAX_FAILED_STARTS = 3  # after this many `score` raises RewardError
@@ -65,6 +65,17 @@ class Call:
 
     rows: range
     arguments: Any  # keyword arguments; a list of them for async functions
+
+
+def calls_of(signature: Signature, rows: Sequence[dict[str, Any]], group: int, concurrency: int) -> list[Call]:
+    """Return the calls for these rows: one for each row, or each group, or as many rows as run side by side."""
+    if signature["style"] not in (ROWS, BATCH):
+        return [Call(range(i, i + 1), row) for i, row in enumerate(rows)]
+    size = group if signature["style"] == BATCH else concurrency
+    parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    if signature["style"] == ROWS:
+        return [Call(part, rows[part.start : part.stop]) for part in parts]
+    return [Call(part, batch_arguments(rows[part.start : part.stop], signature)) for part in parts]
 
 
 class RewardPool:
@@ -167,7 +178,7 @@ class RewardPool:
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
-        calls = self._calls(rows, group)
+        calls = calls_of(self._workers[0].signature, rows, group, self._concurrency)
         batch = Batch(calls, max_unread=len(self._workers))
         threads = [Thread(target=batch.make_calls, args=(worker,), daemon=True) for worker in self._workers]
         results, failures, num_left, num_failed_starts = [dict[str, Any]()] * len(rows), list[Failure](), len(rows), 0
@@ -205,17 +216,6 @@ class RewardPool:
             num_left,
             [result.get("components", {}) for result in results],
         )
-
-    def _calls(self, rows: Sequence[dict[str, Any]], group: int) -> list[Call]:
-        """Return the calls for these rows: one for each row, or each group, or as many rows as run side by side."""
-        signature = self._workers[0].signature
-        if signature["style"] not in (ROWS, BATCH):
-            return [Call(range(i, i + 1), row) for i, row in enumerate(rows)]
-        size = group if signature["style"] == BATCH else self._concurrency
-        parts = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        if signature["style"] == ROWS:
-            return [Call(part, rows[part.start : part.stop]) for part in parts]
-        return [Call(part, batch_arguments(rows[part.start : part.stop], signature)) for part in parts]
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise InputError naming the nearest fix if the function's parameters do not fit a row."""

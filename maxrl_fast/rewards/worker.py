@@ -175,6 +175,10 @@ class Lists:
         except BaseException as error:
             return failure_of(error, file)
 
+    def close(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
+
     async def _each(
         self, function: Callable[..., Any], rows: list[dict[str, Any]], file: str, is_optional: bool
     ) -> list[dict[str, Any]]:

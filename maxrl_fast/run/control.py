@@ -30,7 +30,8 @@ class Interrupted(Exception):
 
 class StopSignal:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on all ranks; a second one
-    stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored."""
+    stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored. Outside of the main thread, where
+    Python takes no handlers, signals keep theirs."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since = 0, 0.0
@@ -38,6 +39,8 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        if threading.current_thread() is not threading.main_thread():
+            handled = []
         self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
@@ -55,7 +58,7 @@ class StopSignal:
                 message = f"{name}: saving and stopping after this step; repeat to stop immediately, without saving"
                 write_directly(f"\n{message}\n")
         elif now - self._since > ECHO:
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     @property
     def number(self) -> int:
@@ -64,21 +67,28 @@ class StopSignal:
 
 
 class Watchdog(threading.Thread):
-    """Ends a process whose current stage makes no progress, after all processes have written their stacks.
+    """Tells that the current stage makes no progress, once all processes have written their stacks, and ends this process.
 
     Args:
         clock: the stopwatch of the run, which knows the current stage.
         limit: seconds that a stage may take without progress.
         tell: sends the message to the other ranks, and waits until they have written their stacks.
         dump_workers: makes worker processes write their stacks.
+        ends_process: false where the process is not the run's own, such as the kernel of a notebook: it goes on.
     """
 
     def __init__(
-        self, clock: Stopwatch, limit: float, ranks: Ranks, tell: Callable[[str], object], dump_workers: Callable[[], None]
+        self,
+        clock: Stopwatch,
+        limit: float,
+        ranks: Ranks,
+        tell: Callable[[str], object],
+        dump_workers: Callable[[], None],
+        ends_process: bool = True,
     ):
         super().__init__(name="watchdog", daemon=True)
         self._clock, self._limit, self._ranks = clock, limit, ranks
-        self._tell, self._dump_workers = tell, dump_workers
+        self._tell, self._dump_workers, self._ends_process = tell, dump_workers, ends_process
         self._stopped = threading.Event()
 
     def __enter__(self) -> "Watchdog":
@@ -101,4 +111,6 @@ class Watchdog(threading.Thread):
                 telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # it may be stuck too
                 telling.start()
                 telling.join(TELL_LIMIT)
+                if not self._ends_process:
+                    return
                 os._exit(1)  # no exception may reach the main thread

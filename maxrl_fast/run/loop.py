@@ -144,5 +144,6 @@ class RunLoop:
         self.files.write("pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)})
         for sample in kept.records:
             self.files.write("samples", sample)
+        self.files.show_samples(kept.records, step)
         self.screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
         self.checkpoints.mark_best(self.progress, learner)

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.config.changes import OF_ONE_START
+from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.files.durable import atomic_file, refused, write_json
 from maxrl_fast.hardware import versions
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.run.kept_rollouts import RolloutLog
+from maxrl_fast.run.log import flat
 from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
@@ -74,6 +77,7 @@ class RunFiles:
             next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
             self._board = EventFile(self.out / "tensorboard", next_step if is_resumed else None)
             self._rollouts = RolloutLog(self.out, max(next_step - 1, 0))
+            self._board.write_start(_hyperparameters(options), str(out))
         except OSError as error:
             raise refused(self.out, error) from error
 
@@ -139,15 +143,22 @@ class RunFiles:
             raise StorageError(f"cannot write {self.out / 'rollouts.jsonl'}: {error}") from error
 
     def _draw(self, log: str, record: dict[str, Any]) -> None:
-        numbers: dict[str, Any] = {}
-        for name, value in record.items():
-            if isinstance(value, dict):  # pass_at_k
-                numbers |= {f"{log}/{name.removesuffix('_k')}_{k}": number for k, number in value.items()}
-            else:
-                numbers[f"{log}/{name}"] = value
+        numbers = {f"{log}/{name}": value for name, value in flat(record).items()}
         self._board.write(numbers, record["step"])
         if self._tracker:
             self._tracker.log(numbers, record["step"])
+
+    def show_samples(self, records: list[dict[str, Any]], step: int) -> None:
+        """Show the samples of an evaluation in TensorBoard.
+
+        Raises:
+            StorageError: if writing fails.
+        """
+        if self._is_writer:
+            try:
+                self._board.write_samples(records, step)
+            except OSError as error:
+                raise StorageError(f"cannot write TensorBoard's events in {self.out}: {error}") from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush every log to the disk, and return the size in bytes and the SHA-256 of each."""
@@ -172,8 +183,12 @@ class RunFiles:
             "TensorBoard": f"tensorboard --logdir {self.out}",
         }
 
-    def close(self, seconds: dict[str, float]) -> None:
-        """Plot the curves, write the seconds of each stage, and close the files."""
+    def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
+        """Plot the curves, write the seconds of each stage, and close the files.
+
+        Args:
+            is_done: whether the run has done all its steps.
+        """
         if not self._is_writer:
             return
         try:
@@ -184,8 +199,17 @@ class RunFiles:
                     last.callback(self._tracker.finish)
                 last.callback(self._board.close)
                 last.callback(self._rollouts.close)
+                if is_done:
+                    self._board.write_success()
                 write_json(self.out / "timings.json", seconds)
                 with atomic_file(self.out / "curves.png") as path:
                     draw_curves(self.history["metrics"], self.history["eval"], path)
         except OSError as error:
             raise StorageError(f"cannot write timings.json, curves.png or the logs in {self.out}: {error}") from error
+
+
+def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the run takes and that have a value, without those of a single start."""
+    left_out = {*not_taken(Choices.of(options)), *OF_ONE_START}
+    taken = {name: value for name, value in options.items() if value is not None and name not in left_out}
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in taken.items()}

@@ -85,10 +85,15 @@ class Stage:
 
 
 class Screen:
-    """Prints to standard output and standard error; with `is_quiet` it prints nothing, because another rank prints."""
+    """Prints to standard output and standard error; with `is_quiet` it prints nothing, because another rank prints.
 
-    def __init__(self, console: Console | None = None, is_quiet: bool = False):
+    Args:
+        most_lines: of a stage's progress off a terminal; None: no limit.
+    """
+
+    def __init__(self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None):
         self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
+        self._most_lines = most_lines
 
     def say(self, text: str) -> None:
         """Print plain lines. On a terminal, long ones are wrapped between words; in a file each stays one line."""
@@ -97,7 +102,8 @@ class Screen:
 
     def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
         """Return a context manager that gives a Stage; off a terminal it prints about `lines` lines, default one per step."""
-        return Stage(self.console, name, total, lines or max(total, 1), done).running()
+        lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
+        return Stage(self.console, name, total, lines, done).running()
 
     def complain(self, sentence: str) -> None:
         """Print an error as a line on standard error."""

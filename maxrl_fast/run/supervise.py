@@ -1,6 +1,7 @@
-"""A run under the watchdog: signals, and errors that have a sentence, become an exit code."""
+"""A run under the watchdog: how it ended, by a signal, or by an error that has a sentence."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from maxrl_fast.errors import NonFiniteError, RewardError, ServerError, StorageError
 from maxrl_fast.run.checkpoints import Checkpoints
@@ -11,11 +12,18 @@ from maxrl_fast.run.screen import Screen
 from maxrl_fast.training.stopwatch import Stopwatch
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    code: int = 0  # 1: by `error`; 128 + the number of the signal that stopped it
+    error: RuntimeError | None = None  # non-finite values, failing rewards, a full disk or a failing server; nobody has said it
+
+
 def supervise(
     run: Callable[[], None], checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
-) -> int:
-    """Run to the end and return the exit code: 0; 1 on non-finite values, failing rewards, a full disk or a failing server;
-    128 + the signal's number when stopped.
+) -> Ending:
+    """Run to the end, and return how it ended.
 
     Args:
         is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
@@ -25,22 +33,21 @@ def supervise(
         run()
     except Interrupted as error:
         screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
-        return 128 + error.signal
+        return Ending(128 + error.signal)
     except (NonFiniteError, RewardError, StorageError, ServerError) as error:
         _finish_saving(checkpoints, screen)
         kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
         sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError | ServerError) and not is_alone:
             raise type(error)(sentence) from error
-        screen.complain(sentence)
-        return 1
+        return Ending(1, type(error)(sentence))
     except (KeyboardInterrupt, SystemExit):  # the second signal
         screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
         raise
     except BaseException:
         _finish_saving(checkpoints, screen)
         raise
-    return 0
+    return Ending()
 
 
 def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
@@ -51,12 +58,14 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
         screen.complain(str(error))
 
 
-def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, code: int) -> int:
-    """Finish the files of a run that has ended with this exit code, and show its closing tables; return the exit code."""
+def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: Ending) -> Ending:
+    """Finish the files of a run that has ended, and show its closing tables; return how it ended, their errors included."""
     try:
-        files.close(clock.seconds)
+        files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:
-        screen.complain(f"{error}. {error.advice}")
-        code = 1
+        if ending.error:  # which comes first; the caller says it
+            screen.complain(f"{error}. {error.advice}")
+        else:
+            ending = Ending(1, StorageError(f"{error}. {error.advice}"))
     screen.closing_tables(list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing())
-    return code
+    return ending

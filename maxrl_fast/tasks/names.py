@@ -9,6 +9,7 @@ from maxrl_fast.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
+OBJECT = "python:"  # of a task or a reward that was given to maxrl_fast.train as a Python object, and has no other name
 TASKS = ("maze", "chain", *DATASETS)
 
 
@@ -19,7 +20,7 @@ def is_built_in(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Return whether a task has this name."""
-    return is_built_in(name) or is_file(name) or is_installed("task", name)
+    return is_built_in(name) or name.startswith(OBJECT) or is_file(name) or is_installed("task", name)
 
 
 def is_plugin(name: str) -> bool:
@@ -65,6 +66,12 @@ def needs_data(name: str) -> str:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{file} cannot be read: {error}"
     return f"--task {name} needs --data FILE or --hub NAME, or to be a class with prompts of its own: {why}"
+
+
+def lost_object(option: str, name: str) -> str:
+    """Return the error message for a Python object that another process has given to maxrl_fast.train."""
+    what = f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its caller has"
+    return f"{what}; give it there again, as {option}=..."
 
 
 def unknown_task(name: str) -> str:

@@ -11,7 +11,7 @@ from maxrl_fast.config import evaluation_parse, options
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.hints import OTHER_NAMES
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
@@ -305,6 +305,27 @@ def test_vllm_engines_divide_the_processes():
         check(parse(["--rollout", "vllm", "--vllm-tensor-parallel", "0"]))
     with pytest.raises(InputError, match="a run without --rollout vllm takes no vllm_tensor_parallel"):
         check(parse(["--vllm-tensor-parallel", "2"]))
+
+
+def test_false_overrides_a_file(tmp_path):
+    (tmp_path / "run.toml").write_text("compile = true\ncheckpoint_activations = true\n")
+    config = parse_options({"config": tmp_path / "run.toml", "compile": False, "k": None})
+    assert (config.run.compile, config.optimizer.checkpoint_activations, config.objective.k) == (False, True, None)
+
+
+def test_a_file_overrides_a_switch_of_the_run_that_it_resumes(tmp_path):
+    (tmp_path / "config.json").write_text('{"compile": true, "steps": 5}')
+    (tmp_path / "run.toml").write_text("compile = false\n")
+    assert not parse(["--resume", str(tmp_path), "--config", str(tmp_path / "run.toml")]).run.compile
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("maxrl_fast.config.resolve.time.strftime", lambda form: "now")
+    for name in ("maxpo-now", "maxpo-now-2", "maxpo-now-3"):
+        out = resolved("--steps", "1")["out"]
+        assert out == f"runs/{name}"
+        Path(out).mkdir(parents=True)
 
 
 def test_an_impossible_output_folder_is_refused():

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch, Watchdog
 from tests.test_train import SMALL, read
 
 ROOT = Path(__file__).parents[2]
@@ -56,10 +57,22 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
         assert "saving and stopping after this step" in capfd.readouterr().err
         signal.raise_signal(signal.SIGTERM)  # torchrun forwards the terminal's signal, so this one is ignored
         now[0] += 2 * ECHO
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as stopped:
             signal.raise_signal(number)
-    assert stopped.value.code == 128 + number
+    assert number == signal.SIGINT or stopped.value.code == 128 + number
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_the_watchdog_of_a_process_that_is_not_the_runs_own_does_not_end_it(capfd):
+    told, clock = [], Stopwatch()
+    with clock("rollout"):
+        watchdog = Watchdog(clock, 0.05, Ranks(), told.append, lambda: told.append("stacks"), ends_process=False)
+        watchdog.start()
+        watchdog.join(60)
+    assert not watchdog.is_alive()
+    assert told[0] == "stacks"
+    assert told[1].startswith("the run is stuck in rollout: no progress for 0 s")
+    assert "error: the run is stuck in rollout" in capfd.readouterr().err
 
 
 def test_under_nohup_a_hangup_stays_ignored():

@@ -1,0 +1,209 @@
+"""Training from Python: `maxrl_fast.train(objective="maxpo", k=4)` does what the command does, and returns its results."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from maxrl_fast.build import build_run_task, build_sampling
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.kept_samples import sample_records
+from maxrl_fast.hardware import resolve_device
+from maxrl_fast.launch import Job, Trained, find_policy
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.plugins import check_protocol
+from maxrl_fast.records import Samples
+from maxrl_fast.run.kept_rollouts import read_rollouts
+from maxrl_fast.run.log import Log
+from maxrl_fast.run.screen import Screen
+from maxrl_fast.run.state import random_states, set_random_states
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.names import OBJECT
+
+Reward = str | Callable[..., Any]
+NOTEBOOK_LINES = 20  # of a stage's progress; a terminal has one that moves
+
+
+@dataclass(repr=False)
+class Run:
+    """The results of a run: its folder, and the trained policy.
+
+    Attributes:
+        out: the folder, with config.json, the logs, curves.png and the checkpoints.
+        exit: 0; or, where a signal ended the run early, 128 + its number: 130 by Ctrl-C or by interrupting a notebook's kernel.
+        task: what made the prompts; `run.task.decode(tokens)` is their text.
+    """
+
+    out: Path
+    exit: int
+    task: Task
+    _trained: Trained
+    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `train` that no folder can keep
+
+    @property
+    def policy(self) -> PolicyModel:
+        """The model as it was after the last step, a torch.nn.Module in evaluation mode with float32 weights.
+
+        `out / "latest"` is its Hugging Face checkpoint.
+        """
+        return self._trained.model
+
+    @cached_property
+    def metrics(self) -> Log:
+        """A row for each step: metrics.jsonl."""
+        return Log.of_numbers(self.out / "metrics.jsonl")
+
+    @cached_property
+    def evaluations(self) -> Log:
+        """A row for each evaluation on held-out prompts, with pass_at_1, pass_at_2, ...: eval.jsonl."""
+        return Log.of_numbers(self.out / "eval.jsonl")
+
+    @cached_property
+    def samples(self) -> Log:
+        """Responses from the evaluations with their rewards: samples.jsonl."""
+        return Log.read(self.out / "samples.jsonl")
+
+    @cached_property
+    def rollouts(self) -> Log:
+        """The training rollouts that --keep-rollouts keeps, with rewards and advantages: rollouts.jsonl."""
+        return Log(read_rollouts(self.out))
+
+    def sample(
+        self, prompts: int = 4, samples: int = 4, *, start: int = 0, temperature: float | None = None, seed: int = 0
+    ) -> Log:
+        """Sample new responses of the policy to held-out prompts. They are not scored.
+
+        Args:
+            prompts, samples: numbers of prompts, from index `start` on, and of responses to each.
+            temperature: 0 is greedy decoding; None: that of the run.
+
+        Returns:
+            A row for each response: id of its prompt, prompt, response, truncated, tokens.
+        """
+        config, engine = self._trained.config, self._trained.engine
+        sampling = build_sampling(config, self.task)
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        batch = self.task.prompts("test", start, prompts).to(self.policy.lm_head.weight.device)
+        engine.load_weights(self.policy)
+        rollouts = engine.generate(batch, samples, sampling, seed=seed, step=0)
+        none = torch.full((len(rollouts),), torch.nan)
+        rows = [*sample_records(self.task, Samples(batch, rollouts), none, [{}] * len(rollouts))]
+        return Log([{name: value for name, value in row.items() if name != "reward"} for row in rows])
+
+    def resume(self, **options: Any) -> "Run":
+        """Resume the run from its newest checkpoint, as `--resume` does: with its own options unless others are given."""
+        return train(resume=self.out, **{**self._objects, **options})
+
+    def __repr__(self) -> str:
+        ended = "" if self.exit == 0 else f", ended early with exit {self.exit}"
+        return f"Run({str(self.out)!r}: {len(self.metrics)} steps{ended})"
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+    """Restore the random states that the block changes; parsing options changes them too."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+@_process_kept()
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    task: str | Task | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    **options: Any,
+) -> Run:
+    """Train as `python -m maxrl_fast.train` does, bitwise the same, and return the results.
+
+    Ctrl-C, or interrupting the kernel of a notebook, stops the run after its step with a checkpoint and returns; a second time
+    raises KeyboardInterrupt at once. The process is left as it was: signal handlers, random states, number of CPU threads.
+
+    Args:
+        config: options by name, or the path of a TOML file of them; keyword options override them.
+        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
+        reward: what --reward takes, or a Python function (prompt, response, **columns) -> float, such as a lambda. It runs in a
+            thread of this process: nothing contains it.
+        options: as on the command line, with underscores: `maze_size=11`. None: not given.
+
+    Raises:
+        InputError: where an option is unknown or wrong; the sentence is that of the command line.
+        NonFiniteError, RewardError, StorageError, ServerError: the run failed. The sentence names the last checkpoint.
+    """
+    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {} if config is None else {"config": Path(config)}
+    given |= {name: value for name, value in options.items() if value is not None}
+    of_config = {name: given.pop(name, None) for name in ("task", "reward")}
+    task, reward = of_config["task"] if task is None else task, of_config["reward"] if reward is None else reward
+    objects = {name: value for name, value in (("task", task), ("reward", reward)) if value is not None}
+    names, functions, own_task = _named(task, reward)
+    parsed = parse_options({**given, **names})
+    check(parsed)
+    if parsed.run.dry_run is not None:
+        raise InputError("dry_run is of the command alone: python -m maxrl_fast.train --dry-run")
+    ranks = Ranks.of_environment()
+    device, screen = resolve_device(parsed.run.device), _screen(ranks)
+    with ranks.connected(device) as watch:
+        parsed = find_policy(parsed, ranks, screen.warn)
+        found = build_run_task(parsed) if own_task is None else own_task
+        resolved = resolve(parsed, found, ranks, warn=screen.warn)
+        job = Job(resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1)
+        ending, trained = job.run()
+    if ending.error is not None:
+        raise ending.error
+    if ending.code not in (0, 128 + signal.SIGINT):  # SIGTERM and SIGHUP, now that it is saved: as this process handles them
+        signal.raise_signal(ending.code - 128)
+    assert trained is not None  # only a dry run and an error leave nothing
+    trained.model.eval()
+    return Run(trained.config.run.out, ending.code, found, trained, objects)
+
+
+def _named(
+    task: str | Task | None, reward: Reward | Sequence[Reward] | None
+) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
+    """Return the options that name a task and rewards, the functions behind their names, and the task if it is an object.
+
+    Raises:
+        InputError: where one is neither a name nor such an object.
+    """
+    names: dict[str, Any] = {}
+    own_task = None if task is None or isinstance(task, str) else task
+    if task is not None:
+        names["task"] = task if own_task is None else OBJECT + type(own_task).__name__
+    if own_task is not None:
+        check_protocol(f"task {type(own_task).__name__}", own_task, Task)
+    functions: dict[str, Callable[..., Any]] = {}
+    if reward is not None:
+        rewards = reward if isinstance(reward, list | tuple) else [reward]
+        for given in rewards:
+            if not isinstance(given, str) and not callable(given):
+                raise InputError(f"reward must be a name or a function, got {given!r:.80}")
+            name = given if isinstance(given, str) else OBJECT + getattr(given, "__name__", type(given).__name__)
+            if functions.get(name, given) is not given:  # all lambdas have one name
+                name += f"-{len(functions) + 1}"
+            names["reward"] = [*names.get("reward", []), name]
+            if not isinstance(given, str):
+                functions[name] = given
+    return names, functions, own_task
+
+
+def _screen(ranks: Ranks) -> Screen:
+    """Return what prints: plain lines in a notebook, where rich would need widgets for a bar that moves."""
+    if not Console().is_jupyter:
+        return Screen(is_quiet=not ranks.is_first)
+    plain = Console(force_jupyter=False, force_terminal=False, quiet=not ranks.is_first)
+    return Screen(plain, is_quiet=not ranks.is_first, most_lines=NOTEBOOK_LINES)

@@ -1,0 +1,206 @@
+"""Build what a resolved configuration asks for, and train: for the command (train.py) and for Python (api.py)."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.build import (
+    build_collector,
+    build_evaluator,
+    build_fingerprints,
+    build_policy,
+    build_policy_files,
+    build_run_engine,
+    build_scorer,
+    build_trainer,
+    compare_engine,
+    compare_policy,
+    dtype_of,
+)
+from maxrl_fast.config.changes import own_options
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.estimates import describe_run, estimate
+from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.distributed.watch import Watch
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.files.durable import locked
+from maxrl_fast.hardware import Machine
+from maxrl_fast.model.flash_choice import choose
+from maxrl_fast.model.hub import HUB, find_model
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine
+from maxrl_fast.run.checkpoints import Checkpoints
+from maxrl_fast.run.control import StopSignal, Watchdog
+from maxrl_fast.run.loop import RunLoop
+from maxrl_fast.run.progress import Progress
+from maxrl_fast.run.resume import Saved, check_same, find_saved
+from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.run.screen import Screen
+from maxrl_fast.run.supervise import Ending, close, supervise
+from maxrl_fast.tasks import Task
+from maxrl_fast.training.rehearsal import rehearse
+from maxrl_fast.training.sharding import is_sharded
+from maxrl_fast.training.stopwatch import Stopwatch
+
+LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves in memory."""
+
+    config: ResolvedConfig
+    model: PolicyModel
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Job:
+    """A resolved configuration, its task, and where it runs.
+
+    Args:
+        watch: tells the other ranks of a failure; None with one process.
+        functions: the Python functions that --reward names as objects, by these names.
+        ends_process: whether a run that makes no progress for --stall-limit seconds ends its process.
+    """
+
+    config: ResolvedConfig
+    task: Task
+    ranks: Ranks
+    screen: Screen
+    device: torch.device
+    watch: Watch | None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    ends_process: bool = True
+
+    def run(self) -> tuple[Ending, Trained | None]:
+        """Build and train. Return how the run ended, and what it leaves; None if it ended before its first step.
+
+        The number of CPU threads is set for the run, and restored.
+
+        Raises:
+            InputError: where building shows the configuration to be wrong.
+        """
+        config, task, ranks, screen, device = self.config, self.task, self.ranks, self.screen, self.device
+        out = Path(ranks.text_from_first(str(config.run.out)))  # its name may hold the time
+        config, is_resumed = config.replace(out=out), config.run.resume is not None
+        if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
+            raise InputError(f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}")
+        with contextlib.ExitStack() as held:
+            held.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.run.threads)
+            if is_resumed:
+                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
+            saved = find_saved(out, ranks, screen.warn) if is_resumed else None
+            is_dry = config.run.dry_run is not None
+            model = build_policy(config, task, saved, is_empty=is_dry)
+            config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
+            fingerprints = build_fingerprints(config, task)
+            if saved:
+                check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
+            if is_dry:
+                screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
+                return Ending(), None
+            model = model.to(device)
+            # Before the policy is compared, so that the attention that will run is compared.
+            tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
+            compared = compare_policy(model)
+            engine = build_run_engine(config, model, task, ranks)
+            has_weights = saved is None or saved.decoder is None  # else the checkpoint's are loaded later
+            sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
+            scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions)
+            held.enter_context(contextlib.closing(scorer))
+            if not saved and (error := self._rehearse(config, engine, scorer)):
+                return Ending(1, error), None
+            if not is_resumed:
+                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
+            files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
+            for log in files.missing:
+                screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
+            described = describe_run(config, task, model, ranks, saved.directory if saved else None)
+            described += [own_options(saved.options, config.flat())] if saved else []
+            for line in (*described, *tried, compared, sampled, f"rollout engine: {engine.describe()}", scorer.describe()):
+                if line:
+                    screen.say(line)
+            trained = Trained(config, model, engine)
+            return self._train(trained, scorer, files, saved, fingerprints), trained
+
+    def _rehearse(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
+        """Try the rewards before anything is written. Return an error if all fail.
+
+        Raises:
+            InputError: if they are not what the objective needs, or their parameters do not fit.
+        """
+        try:
+            if complaint := rehearse(
+                build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
+            ):
+                self.screen.warn(complaint)
+        except RewardError as error:
+            return RewardError(f"{error}. Fix the reward; the same command then starts the run.")
+        return None
+
+    def _train(
+        self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
+    ) -> Ending:
+        """Train under the watchdog and the handlers of signals; return how the run ended."""
+        config, model, engine = trained.config, trained.model, trained.engine
+        task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
+        progress = saved.progress if saved else Progress()
+        clock = Stopwatch(progress.seconds)
+        scorer.beat = clock.beat
+        if watch:
+            watch.dump_workers = scorer.dump_stacks
+        tell = watch.say_stuck if watch else lambda message: None
+        with (
+            StopSignal(ranks, self.device) as stop,
+            Watchdog(clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process),
+        ):
+            checkpoints = Checkpoints(
+                files,
+                build_policy_files(task, model, saved.directory if saved else config.model.directory),
+                fingerprints,
+                options.save_every,
+                options.keep_checkpoints,
+                ranks,
+                stop,
+                clock,
+                saved,
+            )
+            trainer, warm_start = build_trainer(config, task, engine, scorer, model, clock, ranks)
+            loop = RunLoop(
+                trainer,
+                warm_start,
+                build_evaluator(config, task, engine, scorer, ranks),
+                checkpoints,
+                files,
+                progress,
+                screen,
+                clock,
+                ranks,
+                config.evaluation.eval_every,
+                config.evaluation.diagnose_every,
+            )
+            ending = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
+        return close(files, progress, clock, screen, ending)
+
+
+def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
+    """Return the configuration with --model as the run records it, on all ranks the same: a folder, or a commit of the hub.
+
+    Raises:
+        InputError: where there is no such model.
+    """
+    model = config.model.model
+    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # which has checkpoints of its own
+        return config
+    if not ranks.is_first:  # which shows the progress of a download
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return config.replace(model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else ""))

@@ -1,0 +1,294 @@
+"""Training from Python: the same numbers as the command, objects as task and reward, and a process left as it was."""
+
+import inspect
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import maxrl_fast
+from maxrl_fast import api
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.errors import InputError, NonFiniteError, RewardError
+from maxrl_fast.evaluate import main as evaluate
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.train import main
+from maxrl_fast.training.learner import Learner
+from tests.distributed.test_torchrun import finished, torchrun
+from tests.test_train import SMALL, assert_same_run, read
+
+QUICK = [*SMALL, "--sft-steps", "4"]
+OPTIONS = {flag[2:].replace("-", "_"): value for flag, value in zip(QUICK[::2], QUICK[1::2], strict=True)}
+
+
+def run_python(code, *flags):
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; assert not hasattr(maxrl_fast, 'trane')"
+    run_python(code + "; assert callable(maxrl_fast.train) and maxrl_fast.Run.__name__ == 'Run'")
+
+
+@pytest.mark.parametrize("before", ["import maxrl_fast", "import maxrl_fast.train", "from maxrl_fast import train"])
+def test_train_is_called_and_has_main_whatever_was_imported_before(before):
+    code = f"{before}\nimport maxrl_fast\ntry: maxrl_fast.train(stepz=3)\nexcept ValueError as error: print(error)"
+    assert run_python(f"{code}\nprint(maxrl_fast.train.main.__name__)") == (
+        "unknown option --stepz; did you mean --steps?\nmain\n"
+    )
+
+
+def test_the_command_is_started_without_a_warning():
+    command = [sys.executable, "-W", "error", "-m", "maxrl_fast.train", "--prompts", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "error: prompts must be at least 1, got 0\n")
+
+
+def test_help_shows_the_arguments():
+    assert list(inspect.signature(maxrl_fast.train).parameters) == ["config", "task", "reward", "options"]
+    assert "bitwise" in inspect.getdoc(type(maxrl_fast.train).__call__)
+
+
+@pytest.mark.slow
+def test_it_trains_as_the_command_does_twice_in_one_process_and_leaves_the_process_as_it_was(tmp_path):
+    assert main([*SMALL, "--out", str(tmp_path / "command")]) == 0
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    torch.set_num_threads(2)
+
+    def state():
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        generators = [random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+        torch_modes = [torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()]
+        return [handlers, generators, torch_modes, os.getcwd(), sys.stdout, sys.stderr, threading.active_count()]
+
+    before = state()
+    for name in ("once", "twice"):
+        run = maxrl_fast.train(OPTIONS, sft_steps=40, out=tmp_path / name)
+        assert state() == before
+        assert (run.exit, run.out, len(run.metrics)) == (0, tmp_path / name, 3)
+        assert_same_run(tmp_path / "command", tmp_path / name)
+        weights = run.policy.state_dict()
+        assert not run.policy.training
+    reward = [record["reward_mean"] for record in read(tmp_path / "command" / "metrics.jsonl")]
+    assert max(reward) > 0
+    assert run.metrics["reward_mean"].tolist() == reward
+    records = read(tmp_path / "command" / "eval.jsonl")
+    assert run.evaluations["pass_at_2"].tolist() == [record["pass_at_k"]["2"] for record in records]
+    assert [*run.samples] == read(tmp_path / "command" / "samples.jsonl")
+    assert [*run.rollouts] == read(tmp_path / "command" / "rollouts.jsonl") != []
+    assert set(weights) >= {"model.norm.weight"}
+    assert repr(run) == f"Run({str(tmp_path / 'twice')!r}: 3 steps)"
+
+
+@pytest.mark.slow
+def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items()))
+    run = maxrl_fast.train(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
+    assert len(run.metrics) == 1
+    assert run.evaluations.columns[0] == "step"
+    shown = [sample["response"] for sample in run.sample(2, 3, temperature=0)]
+    assert len(shown) == 6
+    assert shown[0] == shown[1] == shown[2]  # greedy
+    drawn = run.sample(2, 3, start=1, seed=5)
+    assert [sample["id"] for sample in drawn] == [1, 1, 1, 2, 2, 2]
+    assert [*drawn] == [*run.sample(2, 3, start=1, seed=5)]
+    assert drawn[0]["prompt"] == run.task.decode(run.task.prompts("test", 1, 1).tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"stepz": 3}, "unknown option --stepz; did you mean --steps?"),
+        ({"help": True}, "unknown option help"),
+        ({"steps": "many"}, "Error parsing --steps: invalid literal for int"),
+        ({"steps": 1.5}, "Error parsing --steps: invalid literal for int"),
+        ({"steps": [1, 2]}, "steps must be one value, got [1, 2]"),
+        ({"steps": True}, "steps must be a number or a string, got True"),
+        ({"compile": 1}, "compile must be True or False, got 1"),
+        ({"loss": "pppo"}, "invalid choice 'pppo' for argument '--loss'"),
+        ({"prompts": 0}, "prompts must be at least 1, got 0"),
+        ({"maze_size": 8}, "odd number from 5 to 31, got 8"),
+        ({"chain_length": 8}, "task maze takes no chain_length"),
+        ({"config": "/nowhere.toml"}, "--config must be a readable TOML file, got /nowhere.toml"),
+        ({"config": {"stepz": 3}}, "unknown option --stepz; did you mean --steps?"),
+        ({"resume": "/nowhere"}, "--resume must be the folder of a run, got /nowhere, which does not exist"),
+        ({"dry_run": True}, "dry_run is of the command alone"),
+        ({"reward": 3}, "reward must be a name or a function, got 3"),
+        ({"task": object()}, "task object must have the method"),
+        ({"task": "maize"}, "did you mean 'maze'?"),
+        ({"reward": len, "reward_workers": 2}, "task maze takes no reward_workers"),
+        ({"reward": [len, len]}, "--reward must name each function once, got python:len twice"),
+    ],
+)
+def test_wrong_options_raise_an_input_error_with_the_commands_sentence(tmp_path, capsys, options, sentence):
+    with pytest.raises(InputError) as raised:
+        maxrl_fast.train(**options, out=tmp_path / "run")
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_task_object_trains_as_its_name_does(tmp_path, capsys):
+    named = maxrl_fast.train(OPTIONS, out=tmp_path / "named")
+    options = {name: value for name, value in OPTIONS.items() if name != "maze_size"}
+    given = maxrl_fast.train(options, task=MazeTask(5, seed=0), out=tmp_path / "given")
+    for name in ("reward_mean", "loss", "entropy"):
+        assert given.metrics[name].tolist() == named.metrics[name].tolist()
+    assert given.task is not named.task
+    capsys.readouterr()
+    assert main(["--resume", str(tmp_path / "given")]) == 2  # another process does not have the object
+    assert "--task python:MazeTask is a Python object that was given to maxrl_fast.train" in capsys.readouterr().err
+    assert evaluate([str(tmp_path / "given"), "--prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluated")]) == 2
+    assert "--task python:MazeTask is a Python object" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
+    seen = []
+
+    def score(prompt, response):
+        seen.append(response)
+        return len(response.split()) / 8
+
+    run = maxrl_fast.train(OPTIONS, reward=score, out=tmp_path / "run")
+    assert run.metrics["reward_mean"] == pytest.approx(run.metrics["response_length_mean"] / 8, rel=1e-6)
+    assert len(seen) == 4 + 3 * 16 + 2 * 24  # the rehearsal, three steps, two evaluations
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "reward python:score: called with each response, in a thread of this process; nothing contains it" in said
+    assert main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 2
+    assert "--reward python:score is a Python object that was given to maxrl_fast.train" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_lambdas_are_two_rewards(tmp_path):
+    rewards = [lambda prompt, response: 0.5, lambda prompt, response: 0.25]
+    run = maxrl_fast.train(OPTIONS, reward=rewards, reward_weights=[1, 2], out=tmp_path / "run")
+    assert run.metrics["reward_mean"].tolist() == [1.0, 1.0, 1.0]
+    assert [name for name in run.metrics.columns if name.startswith("reward/")] == ["reward/<lambda>", "reward/<lambda>-2"]
+
+
+@pytest.mark.slow
+def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tmp_path, capfd):
+    def score(prompt, response):
+        return len(response) % 3 == 0
+
+    calls = []
+
+    def interrupting(prompt, response):
+        calls.append(response)
+        if len(calls) == 4 + 24 + 16 + 5:  # within the second step
+            os.kill(os.getpid(), signal.SIGINT)
+        return score(prompt, response)
+
+    whole = maxrl_fast.train(OPTIONS, reward=score, out=tmp_path / "whole")
+    interrupting.__name__ = "score"  # the same option
+    before = signal.getsignal(signal.SIGINT)
+    stopped = maxrl_fast.train(OPTIONS, reward=interrupting, out=tmp_path / "stopped")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (stopped.exit, len(stopped.metrics)) == (130, 2)
+    assert "ended early with exit 130" in repr(stopped)
+    assert (tmp_path / "stopped" / "latest").resolve().name == "step-000002"
+    assert "Ctrl-C: saving and stopping after this step" in capfd.readouterr().err
+    resumed = stopped.resume(reward=score)
+    assert (resumed.exit, len(resumed.metrics)) == (0, 3)
+    assert_same_run(whole.out, resumed.out)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_raises_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("maxrl_fast.run.control.ECHO", -1.0)  # else one within a second is an echo
+
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(self, *args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second interrupt has not been raised")
+
+    monkeypatch.setattr(Learner, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        maxrl_fast.train(OPTIONS, out=tmp_path / "run")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_sigterm_reaches_the_handler_of_the_process_once_the_run_is_saved(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append((tmp_path / "run" / "latest").resolve().name))
+
+    def score(prompt, response):
+        if not heard and (tmp_path / "run" / "metrics.jsonl").exists() and read(tmp_path / "run" / "metrics.jsonl"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return len(response)
+
+    try:
+        run = maxrl_fast.train(OPTIONS, reward=score, out=tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["step-000002"]
+    assert run.exit == 143
+
+
+@pytest.mark.slow
+def test_it_trains_outside_of_the_main_thread(tmp_path):
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(maxrl_fast.train(OPTIONS, steps=1, out=tmp_path / "run")))
+    thread.start()
+    thread.join(120)
+    assert len(runs[0].metrics) == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
+    options = {**OPTIONS, "out": str(tmp_path / "run")}
+    (tmp_path / "script.py").write_text(
+        f"import maxrl_fast, os\nrun = maxrl_fast.train({options!r})\n"
+        "print('rank', os.environ['RANK'], run.exit, len(run.metrics), sep=':', flush=True)\n"
+    )
+    said = finished(torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT), 120)
+    assert {line for line in said.splitlines() if line.startswith("rank:")} == {"rank:0:0:3", "rank:1:0:3"}, said
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    update = Learner.update
+
+    def poisoned(self, samples, advantages, sequences, *, when, lr):
+        poison = float("nan") if when == "step 2" else 0.0
+        return update(self, samples, advantages + poison, sequences, when=when, lr=lr)
+
+    monkeypatch.setattr(Learner, "update", poisoned)
+    with pytest.raises(NonFiniteError, match=r"step 2: .* the last good checkpoint is .*step-000001\. A lower --lr"):
+        maxrl_fast.train(OPTIONS, save_every=1, out=tmp_path / "run")
+    assert capsys.readouterr().err == ""  # what is raised is not printed too
+
+
+def test_a_reward_that_always_fails_raises_before_anything_is_written(tmp_path):
+    with pytest.raises(RewardError, match=r"4 of 4 rewards failed \(exception 4\), for example: ZeroDivisionError.*line \d+"):
+        maxrl_fast.train({**OPTIONS, "reward": lambda prompt, response: 1 / 0}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_whose_arguments_do_not_fit_names_the_nearest_fix(tmp_path):
+    with pytest.raises(InputError, match=r"the reward python:<lambda>: your function asks for `completion`: rename it to"):
+        maxrl_fast.train(OPTIONS, reward=lambda prompt, completion: 1.0, out=tmp_path / "run")
+
+
+def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
+    with api._screen(Ranks()).stage("train", 100) as stage:
+        for step in range(1, 101):
+            stage.advance(step, "reward 0.5")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20
+    assert lines[0].startswith("train 5/100  ")
+    assert lines[0].isprintable()  # no escape sequences

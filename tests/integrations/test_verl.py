@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,12 +57,12 @@ def data_of(batch):
 
 
 def configuration(*overrides):
-    """Return `algorithm` of verl's own configuration, as its command line makes it."""
+    """Return verl's own configuration, as its command line makes it."""
     import verl.trainer
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(config_dir=os.path.join(os.path.dirname(verl.trainer.__file__), "config"), version_base=None):
-        return compose("ppo_trainer", list(overrides)).algorithm
+        return compose("ppo_trainer", list(overrides))
 
 
 def compute(batch, estimator, config):
@@ -93,20 +94,20 @@ def test_verl_computes_every_estimator(name, through):
 
 @pytest.mark.parametrize(("ours", "theirs"), [("grpo_verl", "grpo"), ("rloo", "rloo"), ("opo", "opo")])
 def test_the_same_estimators_of_verl_agree_in_groups_of_two_and_more(ours, theirs):
-    batch, config = uneven.rollouts(binary=False), configuration()
+    batch, config = uneven.rollouts(binary=False), configuration().algorithm
     sizes = torch.tensor([batch.prompts.count(key) for key in batch.prompts])
     a, b = (compute(batch, name, config)["advantages"][sizes > 1] for name in (f"maxrl_fast/{ours}", theirs))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_options_come_from_verls_command_line():
-    config = configuration("algorithm.adv_estimator=maxrl_fast/maxpo", "+algorithm.maxrl_fast.k=4")
+    config = configuration("algorithm.adv_estimator=maxrl_fast/maxpo", "+algorithm.maxrl_fast.k=4").algorithm
     batch = uneven.rollouts(binary=False)
     got = compute(batch, config.adv_estimator, config)["advantages"]
     expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=4)
     torch.testing.assert_close(got, expected[:, None] * batch.mask)
     with pytest.raises(ValueError, match="maxpo needs k"):
-        compute(batch, "maxrl_fast/maxpo", configuration())
+        compute(batch, "maxrl_fast/maxpo", configuration().algorithm)
     with pytest.raises(ValueError, match="rloo takes no k"):
         compute(batch, "maxrl_fast/rloo", config)
 
@@ -115,11 +116,42 @@ def test_a_nan_reward_is_left_out_of_its_group():
     batch = uneven.rollouts()
     batch.token_level_rewards[5, 0] = torch.nan
     with pytest.warns(RuntimeWarning, match="1 of 27 rewards are NaN"):
-        got = compute(batch, "maxrl_fast/maxrl", configuration())["advantages"]
+        got = compute(batch, "maxrl_fast/maxrl", configuration().algorithm)["advantages"]
     kept = [i for i in range(27) if i != 5]
     expected = uneven.one_group_at_a_time("maxrl", batch.rewards[kept], [batch.prompts[i] for i in kept], None)
     torch.testing.assert_close(got[kept], expected[:, None] * batch.mask[kept])
     assert not got[5].any()
+
+
+def test_verls_trainer_computes_the_advantages_of_the_batch_in_its_queue():
+    """Run this stage of verl's training step; its whole step needs GPUs (docs/integrations.md)."""
+    import ray
+    import transfer_queue
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+    one_store = "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"
+    config = configuration("algorithm.adv_estimator=maxrl_fast/maxpo", "+algorithm.maxrl_fast.k=3", one_store)
+    config.transfer_queue.enable = True
+    batch = uneven.rollouts(binary=False)
+    ends = [max(2, int((mask * torch.arange(1, len(mask) + 1)).max())) for mask in batch.mask]  # responses are not padded there
+    per_rollout = list(zip(batch.prompts, batch.mask, batch.token_level_rewards, ends, strict=True))
+    fields = [{"uid": str(key), "response_mask": m[:end], "rm_scores": r[:end]} for key, m, r, end in per_rollout]
+    keys, tags = [f"{batch.prompts.index(key)}_{i}_0" for i, key in enumerate(batch.prompts)], [{} for _ in fields]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        transfer_queue.init(config.transfer_queue)
+        transfer_queue.kv_batch_put(keys=keys, fields=list_of_dict_to_tensordict(fields), tags=tags, partition_id="train")
+        meta = transfer_queue.KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+        PPOTrainer._compute_advantage(SimpleNamespace(config=config), meta, {})
+        got = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=["advantages"])["advantages"].unbind()
+    finally:
+        transfer_queue.close()
+        ray.shutdown()
+    expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=3)
+    assert expected.abs().max() > 0.1
+    for actual, advantage, (_, mask, _, end) in zip(got, expected, per_rollout, strict=True):
+        torch.testing.assert_close(actual, advantage * mask[:end], rtol=1e-5, atol=1e-6)
 
 
 def logprobs_of_verls_forward(dtype=None):

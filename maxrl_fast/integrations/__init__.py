@@ -1,1 +1,1 @@
-"""Our advantages and losses inside other trainers. Each module needs the library of its name; see docs/integrations.md."""
+"""The estimators and losses inside other trainers: one module for each, which imports its trainer (docs/integrations.md)."""

@@ -110,6 +110,13 @@ def above_quantile(n: int, quantile: float) -> Tensor:
     return _uncentred(slope, -(_gaps(n) < rank).double())
 
 
+def pacs_first_update(n: int, _: float) -> Tensor:
+    """Return the binary table of -B dL/dr at reward proxies r = 0, for the balanced loss of PACS with rloo scores."""
+    correct = torch.arange(1, n, dtype=torch.float64)  # groups with both outcomes; the others have 0
+    scale = n * n / (4 * max(n - 1, 1))
+    return torch.nn.functional.pad(torch.stack([-scale / (n - correct), scale / correct]), (1, 1))
+
+
 def passk_training(n: int, k: int) -> Tensor:
     """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over the groups of a rollout."""
     correct = torch.arange(n + 1, dtype=torch.float64)

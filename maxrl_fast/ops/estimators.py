@@ -199,6 +199,10 @@ def _minus_correct(options: Mapping[str, float]) -> tuple[float, float]:
     return 1.0, options["false_negative_rate"] - 1
 
 
+def _times_beta(options: Mapping[str, float]) -> tuple[float, float]:
+    return options["beta"], 0.0
+
+
 def _quarter(_: Mapping[str, float]) -> tuple[float, float]:
     return _QUARTER, 0.0
 
@@ -463,6 +467,17 @@ ESTIMATORS: dict[str, Estimator] = {
         options=_STD,
         inputs=("greedy_correct",),
         after=_unless_greedy_correct,
+    ),
+    "pacs_first_update": Estimator(
+        formula="beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal; beta 1",
+        table_form="by C: beta times rloo of w_i (r_i - 1/2), w_i = N/(2C) where r = 1 and N/(2F) where r = 0",
+        source="PACS, eq. 8: -beta B dL/dr at proxies r = 0, as on the first update after sampling",
+        weight="(beta/4) (N/(N-1)) ((1-(1-p)^(N-1))/p + (1-p^(N-1))/(1-p))",
+        table=tables.pacs_first_update,
+        value="binary",
+        centred=True,
+        options={"beta": 1.0},
+        affine=_times_beta,
     ),
     "noisy_verifier_backward": Estimator(
         formula="(r - mean)/(1 - rho0 - rho1): rewards (r - rho0)/(1 - rho0 - rho1), centred",

@@ -152,7 +152,7 @@ def prepare(
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
     """
-    terms = _terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
@@ -235,7 +235,7 @@ def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Ten
     return len(values) != num_sequences
 
 
-def _terms(
+def loss_terms(
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -244,6 +244,7 @@ def _terms(
     kl_coef: float,
     entropy_coef: float,
 ) -> LossTerms:
+    """Return the terms; raise ValueError where policy_gradient_loss does not have such a loss or number."""
     check_choice("loss", loss, LOSSES)
     check_choice("kl", kl, KL_ESTIMATORS)
     return LossTerms(

@@ -34,14 +34,14 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
     if terms.loss == "gspo" and batch.old_logprobs is not None:
         by_sequence = batch.by_token(batch.mean_log_ratio(logp.detach()))
         log_ratio = by_sequence + (logp - logp.detach())
-    log_ratio, is_clamped = _clamped(log_ratio)
+    log_ratio, is_clamped = clamped(log_ratio)
     ratio = log_ratio.exp()
-    value = _surrogate(terms, advantage, ratio, logp)
+    value = surrogate(terms, advantage, ratio, logp)
     divergence = torch.zeros_like(logp)
     if ref is not None:
-        to_ref, is_ref_clamped = _clamped(logp - ref)
+        to_ref, is_ref_clamped = clamped(logp - ref)
         is_clamped = is_clamped | is_ref_clamped
-        divergence = _divergence(to_ref, terms.kl)
+        divergence = kl_estimates(to_ref, terms.kl)
         value = value + terms.kl_coef * divergence if terms.kl_coef else value
     if terms.entropy_coef:
         value = value - terms.entropy_coef * entropy
@@ -73,14 +73,14 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
     )
 
 
-def _clamped(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+def clamped(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios limited as in csrc/token_loss.h, with zero gradient beyond the limits, and which were limited."""
     is_clamped = log_ratio.abs() > _C.MAX_LOG_RATIO
     limited = log_ratio.detach().clamp(-_C.MAX_LOG_RATIO, _C.MAX_LOG_RATIO)
     return torch.where(is_clamped, limited, log_ratio), is_clamped
 
 
-def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
+def surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor) -> Tensor:
     """Return the policy-gradient term of each token's loss [T]."""
     if terms.loss == "reinforce":
         return -advantage * logp
@@ -94,7 +94,7 @@ def _surrogate(terms: LossTerms, advantage: Tensor, ratio: Tensor, logp: Tensor)
     return torch.where(advantage == 0, 0.0, value)
 
 
-def _divergence(d: Tensor, kind: str) -> Tensor:
+def kl_estimates(d: Tensor, kind: str) -> Tensor:
     """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens (Schulman 2020)."""
     if kind == "k1":
         return d

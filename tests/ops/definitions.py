@@ -62,6 +62,14 @@ def passk_training(r, k):
     return [float(1 - rho) / sigma if x == 1 else float(1 - rho - lost) / sigma for x in r]
 
 
+def pacs_first_update(r, beta=1):
+    """Return beta rloo of x_i = w_i (R_i - 1/2): minus the slope of the cross-entropy of sigmoid(0), with balanced weights."""
+    n, correct = len(r), sum(x == 1 for x in r)
+    weights = [Fraction(n, 2 * (correct if x == 1 else n - correct)) if 0 < correct < n else Fraction(1) for x in r]
+    values = [w * (x - Fraction(1, 2)) for w, x in zip(weights, r, strict=True)]
+    return [Fraction(beta) * (x - mean(values[:i] + values[i + 1 :])) for i, x in enumerate(values)]
+
+
 def bon_mean(r, k, eps=1e-6, ddof=1):
     values = [Fraction(k, len(r)) * s for s in brute_force.conditional_max(r, k)]
     return standardised(values, mean(values), std(values, ddof), eps)
@@ -108,6 +116,7 @@ DEFINITIONS = {
     "pkpo_sloo": pkpo_sloo,
     "passk_training": passk_training,
     "bon_mean": bon_mean,
+    "pacs_first_update": lambda r, _: pacs_first_update(r),
     "bon_max_second": lambda r, _: bon_max_second(r),
     "psr": lambda r, _: r,
     "nsr": lambda r, _: [x - 1 for x in r],

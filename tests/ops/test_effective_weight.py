@@ -33,7 +33,7 @@ def test_weight_formulas_of_the_registry_are_right(name):
         return  # only the enumeration above can test it
     formula = row.weight.split(" at ")[0].replace("^", "**").replace(") (", ") * (").replace("N (", "N * (")
     keywords = {row.size.name: k} if row.size else {}
-    rates = {"rho0": 0.1, "rho1": 0.05, "correct_weight": 0.1}
+    rates = {"rho0": 0.1, "rho1": 0.05, "correct_weight": 0.1, "beta": 1.0}
     for p in (0.02, 0.3, 0.95):
         shown = eval(formula, {"p": p, "N": n, "k": k, "order": k, **rates})
         actual = ops.effective_weight(name, n, torch.tensor(p), **keywords, **OPTIONS.get(name, {}))

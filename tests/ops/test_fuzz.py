@@ -19,7 +19,7 @@ from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
-from tests.ops.definitions import DEFINITIONS, bon_mean, grpo, maxrl_ratio, mean, opo, qae
+from tests.ops.definitions import DEFINITIONS, bon_mean, grpo, maxrl_ratio, mean, opo, pacs_first_update, qae
 from tests.ops.test_pacs import slow_loss
 
 # The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
@@ -47,14 +47,16 @@ FORMULAS = DEFINITIONS | {
     "w_reinforce": lambda r, _, o: [Fraction(o["correct_weight"]) * x - (1 - x) for x in r],
     "qae": lambda r, _, o: qae(r, str(o["quantile"]), o["eps"], int(o["ddof"])),
     "bon_mean": lambda r, k, o: bon_mean(r, k, o["eps"], int(o["ddof"])),
+    "pacs_first_update": lambda r, _, o: pacs_first_update(r, Fraction(o["beta"])),
     "noisy_verifier_backward": lambda r, _, o: [
         float(x - mean(r)) / (1 - o["false_positive_rate"] - o["false_negative_rate"]) for x in r
     ],
     "noisy_verifier_forward": lambda r, _, o: [Fraction(o["false_negative_rate"]) - 1 + x for x in r],
 }
-WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "noisy_verifier_backward", "noisy_verifier_forward"}
+WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "pacs_first_update"}
+WITH_OPTIONS |= {"noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
-CHOICES |= {"penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
+CHOICES |= {"beta": [1.0, 0.5, -2], "penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
 ALONE = [name for name in ops.ESTIMATORS if not name.startswith("reinforce_pp")]  # these whiten the whole batch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from maxrl_fast.ops import log_ratio_reward, pacs_loss, rloo_advantage
+from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, rloo_advantage
 
 SCORES = ["rloo", "grpo", "dr_grpo", "naive"]
 OFFSETS = torch.tensor([0, 1, 1, 5, 12, 24])
@@ -199,3 +199,14 @@ def test_the_reference_in_pytorch_equals_the_kernel(monkeypatch):
         result += [reward.detach(), torch.autograd.grad(reward.square().sum(), r)[0]]
         results.append(result)
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def test_pacs_first_update_is_the_slope_of_the_loss_where_all_log_ratios_are_0():
+    for beta, correct in ((1.0, [1, 0, 0, 1, 0]), (0.3, [0, 1, 0]), (2.0, [1, 1]), (1.0, [0, 0, 0])):
+        labels = torch.tensor(correct, dtype=torch.float64)
+        log_ratios = torch.zeros(len(labels), dtype=torch.float64, requires_grad=True)
+        loss, _ = pacs_loss(beta * log_ratios, labels, len(labels))
+        (slope,) = torch.autograd.grad(loss, log_ratios)
+        actual = group_advantage(labels, "pacs_first_update", beta=beta)
+        torch.testing.assert_close(actual, -len(labels) * slope, rtol=1e-12, atol=1e-12)
+        assert bool(actual.any()) == (0 < sum(correct) < len(correct))

@@ -1,0 +1,73 @@
+"""Advantages of rollouts as other trainers hold them: rewards in any order, and for each rollout a key of its prompt."""
+
+import warnings
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast import ops
+
+
+def names() -> list[str]:
+    """Return the estimators that need only rewards, prompts and the lengths of responses."""
+    return [name for name, row in ops.ESTIMATORS.items() if set(row.inputs) <= {"lengths"}]
+
+
+@torch.no_grad()
+def rollout_advantages(
+    name: str, options: Mapping[str, Any], rewards: Tensor, prompts: Iterable[Hashable] | None, lengths: Tensor
+) -> Tensor:
+    """Return the advantage of each rollout [B], 0 for a reward of NaN, whose rollout is left out of its group with a warning.
+
+    Args:
+        name: an estimator of `names()`.
+        options: of the estimator, as in `ops.group_advantage`: k, order, eps, ...
+        rewards: [B].
+        prompts: [B], equal for rollouts of the same prompt, in any order.
+        lengths: [B] integers, tokens of each response.
+
+    Raises:
+        ValueError: if there is not one prompt per reward, or as `ops.group_advantage`.
+    """
+    keys = None if prompts is None else prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if keys is None or len(keys) != len(rewards):
+        raise ValueError(
+            f"{name} needs the prompt of each of {len(rewards)} rollouts, got {'none' if keys is None else len(keys)}"
+        )
+    numbers: dict[Hashable, int] = {}
+    group_ids = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], device=rewards.device, dtype=torch.int64)
+    inputs: dict[str, Any] = dict(options)
+    if "lengths" in ops.ESTIMATORS[name].inputs:
+        inputs["lengths"] = lengths
+    is_missing = rewards.isnan()
+    if bool(is_missing.any()):
+        count = int(is_missing.sum())
+        warnings.warn(
+            f"{count} of {len(rewards)} rewards are NaN: these rollouts have advantage 0", RuntimeWarning, stacklevel=2
+        )
+        rewards, inputs["valid"] = rewards.masked_fill(is_missing, 0.0), ~is_missing
+    return ops.group_advantage(rewards, name, group_ids=group_ids, **inputs)
+
+
+@torch.no_grad()
+def advantages_and_returns(
+    name: str,
+    options: Mapping[str, Any],
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable] | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL want of an estimator for outcome rewards.
+
+    The reward of a rollout is the sum of its token_level_rewards [B, T], its length the sum of its response_mask [B, T]. Its
+    advantage stands at every token of the mask, and 0 elsewhere. index [B]: the prompt of each rollout.
+
+    Raises:
+        ValueError: as `rollout_advantages`.
+    """
+    lengths = response_mask.long().sum(-1)
+    advantages = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)[:, None] * response_mask
+    return advantages, advantages

@@ -1,0 +1,38 @@
+"""SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`. Importing this module registers the estimators.
+
+Import it where the trainer is started, before `ray.init`. SkyRL pickles the registered functions by reference to its workers,
+where maxrl_fast must be installed too.
+"""
+
+import functools
+from typing import Any
+
+from maxrl_fast.integrations.rollouts import advantages_and_returns, names
+
+
+def register(name: str, **options: Any) -> None:
+    """Register an estimator as maxrl_fast/NAME with its options, in the place of an earlier registration.
+
+    Raises:
+        ValueError: if there is no such estimator, or it needs inputs that SkyRL does not have.
+    """
+    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
+
+    if name not in names():
+        raise ValueError(f"the estimator must be one of {', '.join(names())}, got {name!r:.80}")
+    key = f"maxrl_fast/{name}"
+    if key in AdvantageEstimatorRegistry.list_available():
+        AdvantageEstimatorRegistry.unregister(key)
+    AdvantageEstimatorRegistry.register(key, functools.partial(advantages_and_returns, name, options))
+
+
+def _register_all() -> None:
+    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
+
+    known = AdvantageEstimatorRegistry.list_available()  # from the driver too, with its options, once Ray runs
+    for name in names():
+        if f"maxrl_fast/{name}" not in known:
+            register(name)
+
+
+_register_all()

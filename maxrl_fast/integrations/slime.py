@@ -1,0 +1,40 @@
+"""slime: advantages of every estimator NAME by `--custom-reward-post-process-path maxrl_fast.integrations.slime.NAME`.
+
+Options of an estimator are the mapping `maxrl_fast` in the YAML file of `--custom-config-path`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from maxrl_fast.integrations.rollouts import names, rollout_advantages
+
+
+def __getattr__(name: str) -> Any:
+    """Return the function that slime calls with (args, samples) for an estimator."""
+    if name not in names():
+        raise AttributeError(f"{__name__} has the estimators {', '.join(names())}, not {name}")
+    return functools.partial(group_advantage, name)
+
+
+def group_advantage(name: str, args: Any, samples: list[Any]) -> tuple[list[Any], list[float]]:
+    """Return (raw rewards, advantages) of slime's samples, before they are divided among the ranks.
+
+    Samples of one prompt have one group_index. Those of one rollout (rollout_id) are its parts: the last part's reward counts,
+    and all have the rollout's advantage. A sample without a reward is left out of its group.
+    """
+    raw = [sample.get_reward_value(args) for sample in samples]
+    rollouts = [(s.group_index, i if s.rollout_id is None else f"rollout {s.rollout_id}") for i, s in enumerate(samples)]
+    last = {rollout: i for i, rollout in enumerate(rollouts)}
+    rows = list(last.values())
+    advantages = rollout_advantages(
+        name,
+        getattr(args, "maxrl_fast", None) or {},
+        torch.tensor([math.nan if raw[i] is None else float(raw[i]) for i in rows]),
+        [samples[i].group_index for i in rows],
+        torch.tensor([samples[i].effective_response_length for i in rows]),
+    )
+    by_rollout = dict(zip(last, advantages.tolist(), strict=True))
+    return raw, [by_rollout[rollout] for rollout in rollouts]

@@ -1,0 +1,68 @@
+"""slime: its policy loss in one pass over the logits, which are not copied, by `--loss-type custom_loss
+--custom-loss-function-path maxrl_fast.integrations.slime_loss.policy_loss`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast import ops
+
+# What the loss does not have, and the values that leave it out.
+_NEEDED = {
+    **{"tensor_model_parallel_size": 1, "context_parallel_size": 1, "entropy_coef": 0, "rollout_top_p": 1},
+    **{"use_tis": False, "use_opsm": False, "get_mismatch_metrics": False, "custom_pg_loss_reducer_function_path": None},
+}
+
+
+def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor, _: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and metrics.
+
+    Args:
+        batch: of slime: a list for each name, with a tensor for each sample, of its response's tokens or of all its tokens.
+        logits: [1, T, V] float32, samples one after the other, and padding.
+
+    Raises:
+        ValueError: if the options of slime have parallel logits, or a term that this loss does not have.
+    """
+    _check(args)
+    (logits,) = logits  # [T, V]
+    lengths, ends = batch["response_lengths"], torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
+    rows = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]).to(logits.device)
+    weights = torch.cat(batch["loss_masks"]).float()
+    if not args.calculate_per_token_loss:  # each sample by the tokens of its rollout, as slime's sum_of_sample_mean
+        counts = [count.clamp_min(1).expand(n) for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)]
+        weights = weights / torch.cat(counts)
+    targets = torch.cat([tokens[len(tokens) - n :] for tokens, n in zip(batch["unconcat_tokens"], lengths, strict=True)])
+    old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+
+    def place(values: Tensor) -> Tensor:
+        return values.new_zeros(len(logits)).index_copy(0, rows, values)
+
+    loss, means = ops.policy_gradient_loss(
+        logits,
+        place(targets),
+        place(torch.cat(batch["advantages"]) * weights),
+        torch.tensor([0, *ends] + [len(logits)] * (len(logits) > ends[-1]), device=logits.device),
+        advantages_per_token=True,
+        old_logprobs=place(torch.cat(old)) if old else None,
+        loss=args.advantage_estimator if args.advantage_estimator in ("cispo", "gspo") else "ppo",
+        clip_low=args.eps_clip,
+        clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        dual_clip=args.eps_clip_c,
+        temperature=args.rollout_temperature,
+        aggregation="seq_sum_constant",
+        mask=place(weights) != 0,
+        denominator=1.0,
+    )
+    count = means["tokens"] if args.calculate_per_token_loss else len(ends)  # slime divides the sum of a metric by this
+    return loss, {"loss": loss.detach(), "pg_clipfrac": (means["clipped_low"] + means["clipped_high"]) * count}
+
+
+def _check(args: Any) -> None:
+    wrong = {name: getattr(args, name, value) for name, value in _NEEDED.items() if getattr(args, name, value) != value}
+    if getattr(args, "use_kl_loss", False) and args.kl_loss_coef:
+        wrong["kl_loss_coef"] = args.kl_loss_coef
+    if wrong:
+        raise ValueError(f"maxrl_fast's loss has no {', '.join(f'{name}={value}' for name, value in wrong.items())}")

@@ -1,0 +1,128 @@
+"""The estimators inside the real SkyRL, in its own environment with the installed wheel: `make test-integrations`."""
+
+import os
+import subprocess
+import sys
+import typing
+
+import numpy as np
+import pytest
+import torch
+
+import maxrl_fast
+from maxrl_fast.integrations.rollouts import names
+from tests.integrations import uneven
+
+pytestmark = pytest.mark.integrations
+
+
+@pytest.fixture(scope="module")
+def skyrl():
+    """The module of maxrl_fast, and with it SkyRL's registry."""
+    import typing_extensions
+
+    typing.TypedDict = typing_extensions.TypedDict  # SkyRL 0.3.0 needs Python 3.12 without this
+    from maxrl_fast.integrations import skyrl
+
+    return skyrl
+
+
+def compute(batch, estimator, index=None):
+    from skyrl.backends.skyrl_train.utils.ppo_utils import compute_advantages_and_returns
+
+    index = batch.prompts if index is None else index
+    return compute_advantages_and_returns(batch.token_level_rewards, batch.mask, index, estimator, config=None)
+
+
+def test_the_installed_package_is_tested():
+    assert "site-packages" in maxrl_fast.__file__
+
+
+@pytest.mark.parametrize("name", names())
+def test_skyrl_computes_every_estimator(skyrl, name):
+    options = uneven.options_of(name)
+    skyrl.register(name, **options)
+    batch = uneven.rollouts(binary=uneven.needs_binary(name))
+    advantages, returns = compute(batch, f"maxrl_fast/{name}")
+    expected = uneven.one_group_at_a_time(name, batch.rewards, batch.prompts, batch.lengths, **options)
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(advantages, expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6)
+    assert torch.equal(returns, advantages)
+    index = np.array([str(key) for key in batch.prompts])
+    assert torch.equal(compute(batch, f"maxrl_fast/{name}", index)[0], advantages)
+
+
+def test_importing_registers_every_estimator_and_options_are_given_by_register(skyrl):
+    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry as Registry
+
+    assert {f"maxrl_fast/{name}" for name in names()} <= set(Registry.list_available())
+    batch = uneven.rollouts(binary=False)
+    skyrl.register("maxpo")
+    with pytest.raises(ValueError, match="maxpo needs k"):
+        compute(batch, "maxrl_fast/maxpo")
+    for k in (2, 4):
+        skyrl.register("maxpo", k=k)
+        expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=k)
+        torch.testing.assert_close(compute(batch, "maxrl_fast/maxpo")[0], expected[:, None] * batch.mask)
+    with pytest.raises(ValueError, match=r"the estimator must be one of maxpo, .*, got 'self'"):
+        skyrl.register("self")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("maxrl_ratio", "maxrl"), ("rloo", "rloo"), ("grpo", "grpo")])
+def test_the_same_estimators_of_skyrl_agree_in_groups_of_two_and_more(skyrl, ours, theirs):
+    skyrl.register(ours)
+    batch = uneven.rollouts()
+    sizes = torch.tensor([batch.prompts.count(key) for key in batch.prompts])
+    a, b = (compute(batch, name)[0][sizes > 1] for name in (f"maxrl_fast/{ours}", theirs))
+    torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-4)
+
+
+UNPICKLE = """
+import sys, cloudpickle, torch
+function = cloudpickle.load(open(sys.argv[1], "rb"))
+rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
+print(function(token_level_rewards=rewards, response_mask=torch.ones(4, 2), index=["a", "b", "a", "b"])[0][:, 0].tolist())
+"""
+
+
+def test_a_function_of_the_registry_survives_pickling_to_another_process(skyrl, tmp_path):
+    import cloudpickle
+    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry as Registry
+
+    skyrl.register("maxpo", k=1)
+    (tmp_path / "function").write_bytes(cloudpickle.dumps(Registry.get("maxrl_fast/maxpo")))
+    command = [sys.executable, "-c", UNPICKLE, str(tmp_path / "function")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.stdout.strip() == "[1.0, -1.0, -1.0, 1.0]", done.stderr
+
+
+def test_rays_workers_have_the_estimators_of_the_driver(skyrl):
+    import ray
+    from skyrl.backends.skyrl_train.utils.ppo_utils import sync_registries
+
+    skyrl.register("maxpo", k=4)
+    batch = uneven.rollouts(binary=False)
+    expected = compute(batch, "maxrl_fast/maxpo")[0]
+    rewards, mask, prompts = batch.token_level_rewards, batch.mask, batch.prompts
+
+    @ray.remote
+    def far():
+        import typing
+
+        import typing_extensions
+
+        typing.TypedDict = typing_extensions.TypedDict
+        from skyrl.backends.skyrl_train.utils import ppo_utils
+
+        first = ppo_utils.compute_advantages_and_returns(rewards, mask, prompts, "maxrl_fast/maxpo", config=None)[0]
+
+        second = ppo_utils.compute_advantages_and_returns(rewards, mask, prompts, "maxrl_fast/maxpo", config=None)[0]
+        return first, second
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        sync_registries()
+        for advantages in ray.get(far.remote(), timeout=240):
+            assert torch.equal(advantages, expected)
+    finally:
+        ray.shutdown()

@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch, with a model of transformers and without a trainer: `python examples/grpo_loop.py`.
 
-A tiny random model learns to answer "after c" with "d" in 10 seconds. For a model and a reward of your own, change PROMPTS and `reward`, then
-`python examples/grpo_loop.py --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6 --tokens 512`.
+A tiny random model learns to answer "after c" with "d" in 10 seconds. For a model and a reward of your own, change PROMPTS and
+`reward`, then `python examples/grpo_loop.py --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6 --tokens 512`.
 """
 
 import argparse

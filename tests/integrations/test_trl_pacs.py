@@ -55,6 +55,7 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
         rollout_seconds=0.0,
         numbers={},
         complaint="",
+        components=(),
     )
     objective = PacsObjective(updates_per_step=2, **options)
     settings = LossSettings(objective.loss, objective.aggregation)

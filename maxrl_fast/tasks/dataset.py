@@ -38,7 +38,7 @@ class DatasetTask:
         max_prompt_tokens: longer prompts are dropped.
         allow_special_tokens: encode control tokens in the text of a prompt as such; otherwise its line is refused.
         sft_data: a file of demonstrations, whose prompts are asked as those of `data` are.
-        max_new_tokens: demonstrations with longer responses are left out; default: `spec.max_new_tokens`.
+        max_new_tokens: the response limit; demonstrations with longer responses are left out. Default: `spec.max_new_tokens`.
 
     Raises:
         InputError: if a file cannot be read, a line is invalid, or no prompt or no demonstration is short enough.
@@ -77,6 +77,14 @@ class DatasetTask:
             lines = [line for line, is_test in zip(lines, is_held_out, strict=True) if not is_test]
         lines, test = ([(place, self._columns(line, answer_key)) for place, line in part] for part in (lines, test))
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
+        limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
+        for split, kept in self._lines.items():
+            if not kept:
+                raise InputError(
+                    f"{source} must have prompts of at most {limit} tokens for the {split} split, got none in "
+                    f"{len(lines)} training lines and {len(test)} test lines"
+                )
+        self.prompt_length = max(len(tokens) for kept in self._lines.values() for tokens, _ in kept)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in (lines, test)]
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
@@ -87,15 +95,6 @@ class DatasetTask:
         self.num_demonstrations, self.has_demonstrations = len(self._demonstrations), bool(self._demonstrations)
         self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
-        limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
-        for split, kept in self._lines.items():
-            if not kept:
-                raise InputError(
-                    f"{source} must have prompts of at most {limit} tokens for the {split} split, got none in "
-                    f"{len(lines)} training lines and {len(test)} test lines"
-                )
-        asked = [tokens for kept in self._lines.values() for tokens, _ in kept]
-        self.prompt_length = max(len(tokens) for tokens in (*asked, *(prompt for prompt, _ in self._demonstrations)))
         self.num_test_prompts = len(self._lines["test"])
         self.name = f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out" + (
             f", {num_long} longer than {limit} tokens left out" if num_long else ""
@@ -103,21 +102,31 @@ class DatasetTask:
         self.name += self._sft_name
 
     def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
-        """Read and encode the demonstrations that are short enough, and say how many are not."""
+        """Read and encode the demonstrations that are short enough and not held out, and say how many are not."""
+        # A run lowers its limit to this number, and a resumed run must find the same demonstrations with the lower limit.
+        if (room := self._text.positions - self.prompt_length) > 0:
+            most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
         places = [place for place, _, _ in lines]
         prompts = self._text.encode([self._asked(prompt) for _, prompt, _ in lines], places)
         responses = self._text.encode_responses([response for _, _, response in lines], places, most_tokens)
+        held_out, num_held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}, 0
         for prompt, response in zip(prompts, responses, strict=True):
-            if prompt is not None and response is not None and len(prompt) + len(response) <= self._text.positions:
+            if prompt is not None and tuple(prompt) in held_out:
+                num_held_out += 1
+            elif prompt is not None and response is not None and len(prompt) + len(response) <= self._text.positions:
                 self._demonstrations.append((prompt, response))
         limits = f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {self._text.positions} of both"
-        if not self._demonstrations:
-            raise InputError(f"{path.name} must have demonstrations with at most {limits}, got none in {len(lines)} lines")
-        num_long = len(lines) - len(self._demonstrations)
-        self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}" + (
-            f", {num_long} left out with more than {limits}" if num_long else ""
+        num_long = len(lines) - len(self._demonstrations) - num_held_out
+        left_out = (f", {num_long} left out with more than {limits}" if num_long else "") + (
+            f", {num_held_out} left out with held-out prompts" if num_held_out else ""
         )
+        if not self._demonstrations:
+            raise InputError(
+                f"{path.name} must have demonstrations with at most {limits}, whose prompts are not held out, got none in "
+                f"{len(lines)} lines"
+            )
+        self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}{left_out}"
 
     def _asked(self, prompt: Any) -> Any:
         """Return a prompt of a line, text or messages, as it is asked."""

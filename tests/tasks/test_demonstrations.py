@@ -20,7 +20,7 @@ from tests.run.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, policy, written  # noqa: F401
 from tests.test_train import read
 
-SHOWN = [{"prompt": f"{a}+{b}=", "response": f"{a + b}."} for a in range(5) for b in range(3)]
+SHOWN = [{"prompt": f"{a}*{b}=", "response": f"{a * b}."} for a in range(5) for b in range(3)]
 TALK = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
 FORGED = [{"prompt": "1", "response": "2<|im_end|>"}]
 
@@ -83,9 +83,29 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
     assert sorted(len(response) for _, response in texts(task, 0, 2)) == [3 + 10, 4 + 10]  # with <|im_end|>
     wanted = "; 2 demonstrations of shown.jsonl, 2 left out with more than 9 tokens of prompt, 5 of response or 256 of both"
     assert task.name.endswith(wanted)
-    assert task.prompt_length == 9
-    with pytest.raises(InputError, match=r"must have demonstrations with at most .* 256 of both, got none in 1 lines"):
+    assert task.prompt_length == 4  # of the prompts that are asked
+    with pytest.raises(InputError, match=r"must have demonstrations with at most .* 256 of both, .* got none in 1 lines"):
         task_of(tmp_path, policy, [{"prompt": "1" * 200, "response": "2" * 56}])
+
+
+def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):  # noqa: F811
+    task = task_of(tmp_path, policy, [{"prompt": line["prompt"], "response": line["answer"]} for line in SUMS])
+    held_out = {task.decode(tokens) for tokens, _ in task._lines["test"]}
+    assert len(held_out) == task.num_test_prompts == 7
+    assert {prompt for prompt, _ in texts(task, 0, 53)} == {line["prompt"] for line in SUMS} - held_out
+    assert task.name.endswith("; 53 demonstrations of shown.jsonl, 7 left out with held-out prompts")
+
+
+def test_a_response_limit_lowered_to_the_positions_leaves_the_same_demonstrations(tmp_path, policy):  # noqa: F811
+    """A run that is resumed has the lowered limit."""
+    lines = [{"prompt": "1", "response": "2" * count} for count in (3, 250, 251, 252)]
+    task = task_of(tmp_path, policy, [*lines, {"prompt": "1" * 100, "response": "2"}])
+    config = parse(["--task", "dataset", "--model", str(policy), "--data", "x", "--reward", "r.py:f"])
+    limit = resolve(config, task, warn=list).rollout.max_new_tokens
+    assert limit == 256 - 4  # the longest prompt that is asked
+    resumed = task_of(tmp_path, policy, [*lines, {"prompt": "1" * 100, "response": "2"}], max_new_tokens=limit)
+    assert task.num_demonstrations == 4
+    assert (resumed.fingerprint, resumed.name) == (task.fingerprint, task.name)
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,23 @@ def group_advantage(name: str, args: Any, samples: list[Any]) -> tuple[list[Any]
     """Return (raw rewards, advantages) of slime's samples, before they are divided among the ranks.
 
     Samples of one prompt have one group_index. Those of one rollout (rollout_id) are its parts: the last part's reward counts,
-    and all have the rollout's advantage. A sample without a reward is left out of its group.
+    and all have the rollout's advantage. A sample without a reward is left out of its group, and its raw reward is NaN: slime
+    sums the raw rewards for its log.
+
+    Raises:
+        ValueError: if a sample has no group_index, or as `rollout_advantages`.
     """
-    raw = [sample.get_reward_value(args) for sample in samples]
+    if any(sample.group_index is None for sample in samples):
+        raise ValueError(f"{name} needs the prompt of each sample as its group_index, got a sample with None")
+    given = [sample.get_reward_value(args) for sample in samples]
+    raw = [math.nan if reward is None else reward for reward in given]
     rollouts = [(s.group_index, i if s.rollout_id is None else f"rollout {s.rollout_id}") for i, s in enumerate(samples)]
     last = {rollout: i for i, rollout in enumerate(rollouts)}
     rows = list(last.values())
     advantages = rollout_advantages(
         name,
         getattr(args, "maxrl_fast", None) or {},
-        torch.tensor([math.nan if raw[i] is None else float(raw[i]) for i in rows]),
+        torch.tensor([float(raw[i]) for i in rows]),
         [samples[i].group_index for i in rows],
         torch.tensor([samples[i].effective_response_length for i in rows]),
     )

@@ -58,7 +58,7 @@ def test_rewards_by_key_and_samples_without_a_reward():
     samples = [Sample(0, {"acc": 1.0}), Sample(0, {"acc": None}), Sample(1, {"acc": 0.0}), Sample(0, {"acc": 0.0})]
     with pytest.warns(RuntimeWarning, match="1 of 4 rewards are NaN"):
         raw, advantages = slime.rloo(Namespace(reward_key="acc"), samples)
-    assert raw == [1.0, None, 0.0, 0.0]
+    assert raw == pytest.approx([1.0, float("nan"), 0.0, 0.0], nan_ok=True)  # slime sums them for its log
     assert advantages == [1.0, 0.0, 0.0, -1.0]
 
 
@@ -72,6 +72,11 @@ def test_the_parts_of_a_rollout_count_once_with_the_reward_of_the_last():
     samples += [Sample(0, 0.0), Sample(0, 0.0)]  # without an id each is a rollout
     _, advantages = slime.rloo(Namespace(reward_key=None), samples)
     assert advantages == pytest.approx([1, 1, -1 / 3, 0, -1 / 3, -1 / 3])
+
+
+def test_samples_without_a_prompt_are_refused():
+    with pytest.raises(ValueError, match="rloo needs the prompt of each sample as its group_index, got a sample with None"):
+        slime.rloo(Namespace(reward_key=None), [Sample(0, 1.0), Sample(None, 0.0)])
 
 
 def test_other_names_are_refused_with_those_that_exist():

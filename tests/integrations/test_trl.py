@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -228,3 +229,12 @@ def test_training_with_linear_logprobs(job, integration, tmp_path, monkeypatch):
     assert int(results[1].pop("calls")) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
     assert any((results[0][name] - weight).abs().max() > 1e-3 for name, weight in job.policy().state_dict().items())
+
+
+def test_the_page_shows_arguments_that_trl_takes(tmp_path):
+    from trl import GRPOConfig
+
+    (shown,) = re.findall(r"GRPOConfig\((.*?)\)", (ROOT / "docs" / "integrations.md").read_text())
+    arguments = dict(argument.split("=") for argument in shown.split(", "))
+    config = GRPOConfig(tmp_path, use_cpu=True, bf16=False, **{name: int(value) for name, value in arguments.items()})
+    assert config.num_generations == 16

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from maxrl_fast import train
+from maxrl_fast import launch, train
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.files.durable import locked, write_checksums
 from maxrl_fast.run import state
@@ -553,7 +553,7 @@ def started(*arguments, **options):
 
 
 def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "LOCK_LIMIT", 0.5)
+    monkeypatch.setattr(launch, "LOCK_LIMIT", 0.5)
     out = tmp_path / "run"
     first = started(*JOB, "--k", "2", "--steps", "100000", "--out", str(out))
     try:

@@ -29,22 +29,21 @@ class EventFile:
     """A new event file in a folder, which is created if it does not exist.
 
     Args:
-        purge_step: TensorBoard drops what earlier files have from this step on; None: nothing.
+        purge_step: TensorBoard drops what earlier files have from this step on.
 
     Raises:
         OSError: here and in all methods, if the disk refuses to write.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None):
+    def __init__(self, folder: Path, purge_step: int = 0):
         folder.mkdir(exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         self._file = open(folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}", "ab")  # noqa: SIM115
         self._records = RecordWriter(self._file)
         try:
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-            if purge_step is not None:
-                start = SessionLog(status=SessionLog.START)
-                self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            # Also in the first file: TensorBoard does not take the first start that it reads for a restart, and drops nothing.
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         except OSError:
             self._file.close()
             raise

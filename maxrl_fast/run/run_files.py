@@ -19,6 +19,7 @@ from maxrl_fast.run.events import EventFile
 from maxrl_fast.run.kept_rollouts import RolloutLog
 from maxrl_fast.run.log import flat
 from maxrl_fast.run.plots import draw_curves
+from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
 
@@ -74,10 +75,14 @@ class RunFiles:
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
             self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
-            next_step = saved.progress.step + 1 if saved and saved.progress.phase == "training" else 0
-            self._board = EventFile(self.out / "tensorboard", next_step if is_resumed else None)
-            self._rollouts = RolloutLog(self.out, max(next_step - 1, 0))
+            done = saved.progress if saved and saved.progress.phase == "training" else Progress()
+            self._rollouts = RolloutLog(self.out, done.step)
+            is_evaluated = done.step in done.evaluations
+            self._board = EventFile(self.out / "tensorboard", done.step + is_evaluated)
             self._board.write_start(_hyperparameters(options), str(out))
+            if not is_evaluated:  # the evaluation at this step is repeated, and the events of the step were dropped with it
+                for record in self.history["metrics"][-1:]:
+                    self._board.write(_numbers("metrics", record), record["step"])
         except OSError as error:
             raise refused(self.out, error) from error
 
@@ -143,7 +148,7 @@ class RunFiles:
             raise StorageError(f"cannot write {self.out / 'rollouts.jsonl'}: {error}") from error
 
     def _draw(self, log: str, record: dict[str, Any]) -> None:
-        numbers = {f"{log}/{name}": value for name, value in flat(record).items()}
+        numbers = _numbers(log, record)
         self._board.write(numbers, record["step"])
         if self._tracker:
             self._tracker.log(numbers, record["step"])
@@ -206,6 +211,11 @@ class RunFiles:
                     draw_curves(self.history["metrics"], self.history["eval"], path)
         except OSError as error:
             raise StorageError(f"cannot write timings.json, curves.png or the logs in {self.out}: {error}") from error
+
+
+def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a record by the names that TensorBoard and the trackers show."""
+    return {f"{log}/{name}": value for name, value in flat(record).items()}
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:

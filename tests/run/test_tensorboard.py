@@ -52,6 +52,14 @@ def tensorboard(logdir):
     return ask
 
 
+def test_a_resumed_run_shows_every_step_once(runs):
+    """The second run was resumed from a checkpoint that was written before the evaluation of its step."""
+    events = EventMultiplexer({"second": str(runs / "second" / "tensorboard")}).Reload()
+    assert [event.step for event in events.Tensors("second", "metrics/entropy")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Tensors("second", "eval/pass_at_1")] == [0, 2, 4]
+    assert [event.step for event in events.Tensors("second", "samples")] == [0, 2, 4]
+
+
 def test_hyperparameters_stand_beside_the_last_metrics(runs):
     ask = tensorboard(runs)
     experiment = ask("hparams/experiment", {"experimentName": "", "includeMetrics": True})

@@ -105,7 +105,7 @@ def test_tensorboard_reads_the_numbers_of_the_logs(finished):
     assert passes == pytest.approx([record["pass_at_k"]["1"] for record in read(finished / "eval.jsonl")])
 
 
-@pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])  # the second: its server's
+@pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
 def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path, accumulator):
     EventFile(tmp_path).write({"a": 1.0}, 3)
     EventFile(tmp_path, purge_step=3).write({"a": 2.0}, 3)

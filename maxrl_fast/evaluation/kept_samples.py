@@ -69,8 +69,11 @@ def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """Return a JSON value, or the beginning of its text if it is long."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    """Return a JSON value, or the beginning of its text if it is long; other values, which your own task may give, as text."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        text = value = str(value)
     return value if len(text) <= COLUMN_LENGTH else f"{text[:COLUMN_LENGTH]}..."
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from datetime import date
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def test_records_have_the_answer_and_columns_of_their_line_cut_where_they_are_lo
     assert one["columns"] == {"level": 3, "tests": '["' + "x" * 998 + "...", "note": "é" * 1000 + "..."}
     assert other["answer"] is None
     assert other["columns"] == {f"column {i}": i for i in range(32)}
+
+
+def test_columns_that_json_does_not_have_are_recorded_as_text():
+    """Your own task may score by any values."""
+    columns = {"answer": date(2026, 11, 21), "number": float("nan"), "list": [float("inf")], "moves": {(1, 2): 3}, "none": None}
+    task = MazeTask(5)
+    prompts = dataclasses.replace(task.prompts("test", 0, 1), columns=(columns,))
+    (record,) = sample_records(task, Samples(prompts, Rollouts.given([[UP]])), torch.zeros(1), [{}])
+    assert record["answer"] == "2026-11-21"
+    assert record["columns"] == {"number": "nan", "list": "[inf]", "moves": "{(1, 2): 3}", "none": None}
 
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():

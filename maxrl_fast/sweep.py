@@ -73,13 +73,13 @@ class Sweep:
         self._out, self._runs, self._screen = out, runs, screen
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped = 0  # the signal
-        file = out / "sweep.json"
-        self._states: dict[str, Any] = read_json(file).get("runs", {}) if file.exists() else {}
+        self._states = _states_in(out / "sweep.json")
         for run in runs:
             if run.folder.name not in self._states and (run.folder / "config.json").exists():
                 raise InputError(f"{run.folder} holds a run that is not of this sweep; use another --out")
             options = {name: value for name, value in run.config.flat().items() if name not in OF_ONE_START}
-            found = changes(self._states.get(run.folder.name, {}).get("options", {}), options)
+            has_begun = (run.folder / "config.json").exists()  # else the run had ended by a mistake in its options
+            found = changes(self._states[run.folder.name]["options"] if has_begun else {}, options)
             if changed := [*found.policy, *found.mathematics]:
                 raise InputError(f"{run.folder} was begun with other options ({'; '.join(changed)}); use another --out")
             state = "finished" if _is_finished(run) else "waiting"
@@ -149,6 +149,20 @@ class Sweep:
         if failed:
             self._screen.complain(f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}")
         return 1 if failed or code else 0
+
+
+def _states_in(file: Path) -> dict[str, Any]:
+    """Return the runs in sweep.json by the names of their folders; none where there is no such file.
+
+    Raises:
+        InputError: where it holds something else.
+    """
+    runs: Any = read_json(file).get("runs") if file.exists() else {}
+    kinds = {"group": str, "seed": int, "state": str, "options": dict}
+    for state in runs.values() if isinstance(runs, dict) else [runs]:
+        if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+            raise InputError(f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use another --out")
+    return dict(runs)
 
 
 def _is_finished(run: Run) -> bool:

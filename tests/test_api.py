@@ -106,6 +106,8 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
     [
         ({"stepz": 3}, "unknown option --stepz; did you mean --steps?"),
         ({"help": True}, "unknown option help"),
+        ({"config": {"max-new-tokens": 3}}, "unknown option 'max-new-tokens'; did you mean 'max_new_tokens'?"),
+        ({"config": {3: 4}}, "unknown option --3"),
         ({"steps": "many"}, "Error parsing --steps: invalid literal for int"),
         ({"steps": 1.5}, "Error parsing --steps: invalid literal for int"),
         ({"steps": [1, 2]}, "steps must be one value, got [1, 2]"),

@@ -70,6 +70,26 @@ def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
     assert names == [f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")]
 
 
+def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
+    words = printed(capsys, "--task", "gsm8k", "--data", "x", "--prompt-suffix=-- think")[0]
+    assert "--prompt-suffix=-- think" in words
+
+
+@pytest.mark.parametrize("runs", ["[]", "null", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}', '{"x": {"group": ["g"]}}'])
+def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
+    (tmp_path / "sweep.json").write_text(f'{{"runs": {runs}}}')
+    assert sweep.main(["--out", str(tmp_path)]) == 2
+    assert re.search(r"sweep\.json must hold the runs of a sweep, got .*; restore it", capsys.readouterr().err)
+
+
+def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
+    assert sweep.main(["--data", "/nowhere", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]) == 1
+    assert not (tmp_path / "maxpo_seed-0").exists()
+    capfd.readouterr()
+    assert sweep.main(["--data", "/there", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]) == 1
+    assert "maxpo_seed-0 failed with exit code 2" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

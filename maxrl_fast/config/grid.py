@@ -43,6 +43,11 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     return options
 
 
+def _words(flag: str, values: list[str]) -> list[str]:
+    """Return the words of an option in a command; a value like "-- think" would be an option in a word of its own."""
+    return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
+
+
 def grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after another.
 
@@ -54,7 +59,7 @@ def grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     runs: dict[Path, Run] = {}
     for values in itertools.product(*(options[name] for name in sides)):
         chosen = options | {name: [value] for name, value in zip(sides, values, strict=True)}
-        arguments = [word for name, texts in chosen.items() for word in (f"--{name.replace('_', '-')}", *texts)]
+        arguments = [word for name, texts in chosen.items() for word in _words(f"--{name.replace('_', '-')}", texts)]
         try:
             config = parse(arguments)
             check(config)

@@ -36,8 +36,7 @@ _OTHER_NAMES = {
     "lr": "learning_rate actor_learning_rate optim_lr",
     "lr_schedule": "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
     "warmup_steps": "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps",
-    "updates_per_step": "num_iterations ppo_epochs ppo_mini_batch_size max_epochs mini_batch_size num_ppo_epochs "
-    "steps_per_generation",
+    "updates_per_step": "ppo_mini_batch_size mini_batch_size steps_per_generation",
     "weight_decay": "l2 adam_weight_decay",
     "beta2": "adam_beta2 adam_betas",
     "clip_grad": "max_grad_norm grad_clip max_norm gradient_clipping grad_norm",
@@ -47,7 +46,7 @@ _OTHER_NAMES = {
     "loss": "policy_loss_type loss_fn policy_loss loss_mode",
     "loss gspo": "importance_sampling_level",
     "clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low clip_eps clip_range",
-    "clip_high": "epsilon_high clip_ratio_high eps_clip_high delta",
+    "clip_high": "epsilon_high clip_ratio_high eps_clip_high",
     "aggregation": "loss_type loss_agg_mode loss_reduction",
     "entropy_coef": "entropy_coeff entropy_loss_coef entropy_bonus ent_coef",
     "kl_coef": "beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef",
@@ -96,7 +95,7 @@ def meant_by(name: str, known: Collection[str]) -> str | None:
         for option in (meant, _OF_EVALUATION.get(meant, "")):
             if option.partition(" ")[0] in known:
                 return option
-    close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.73)  # below are words that mean others
     return close[0] if close else None
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pwd
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -125,13 +126,16 @@ def parse_options(options: Mapping[str, Any]) -> Config:
     """
     given = {name: as_json(value) for name, value in options.items() if value is not None}
     known = Config().flat()
-    unknown = [name for name in given if name not in known]
+    unknown = [str(name) for name in given if name not in known]
+    if unknown and (meant := unknown[0].replace("-", "_")) in known:
+        raise InputError(f"unknown option {unknown[0]!r}; did you mean {meant!r}?")
     for name, value in given.items() if not unknown else ():
         if isinstance(known[name], bool) != isinstance(value, bool) and name != "dry_run":
             wanted = "True or False" if isinstance(known[name], bool) else "a number or a string"
             raise InputError(f"{name} must be {wanted}, got {value!r}")
         if isinstance(value, list) and name not in SEVERAL:
             raise InputError(f"{name} must be one value, got {value!r}")
+        _check_text(name, value)
     said, unseen = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # which tells tyro how to draw its boxes
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(unseen):
@@ -331,6 +335,7 @@ def _check(place: Callable[[str], str], options: Options) -> None:
     for key, value in options.items():
         if key not in known:
             raise InputError(f"{place(key)}: unknown key {key!r:.80}{key_hint(key, known)}")
+        _check_text(key, value)
         if key == "dry_run" and isinstance(value, bool):  # the flag without a value, or no flag
             continue
         if isinstance(known[key], bool):
@@ -351,6 +356,18 @@ def _as_flags(options: Options) -> list[str]:
         else:
             flags.append(f"--{name}={value}")
     return flags
+
+
+def _check_text(key: str, value: Any) -> None:
+    """Raise InputError on strings of JSON, TOML or Python that cannot be the value of a flag."""
+    for text in (x for x in several(value) if isinstance(x, str)):
+        try:
+            is_text = b"\0" not in os.fsencode(text)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            is_text = False
+        # In a list it is a word of its own, which would be read as another option.
+        if not is_text or (isinstance(value, list) and re.match(r"-[^\d.]", text)):
+            raise InputError(f"{key} must not have a null byte or half a character, nor begin with a dash, got {text!r:.80}")
 
 
 def _values(key: str, value: Any) -> list[Any]:

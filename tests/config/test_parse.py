@@ -206,6 +206,29 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
         parse(words.split())
 
 
+@pytest.mark.parametrize("name", ["delta", "num-iterations", "ref-model", "eos-token", "system-prompt", "chat-template"])
+def test_no_option_is_named_for_what_none_of_them_does(name):
+    with pytest.raises(InputError, match=f"unknown option --{name}; --help lists the options"):
+        parse([f"--{name}", "3"])
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"reward": ["--help"]}, "reward must not have .* got '--help'"),
+        ({"reward": ["a.py:f", "-h"]}, "reward must not have .* got '-h'"),
+        ({"objective": "a\0.py:f"}, r"objective must not have a null byte .* got 'a\\x00\.py:f'"),
+        ({"rollout": "\ud800.py:f"}, r"rollout must not have .* half a character.* got '\\ud800\.py:f'"),
+    ],
+)
+def test_text_that_no_command_line_could_hold_is_refused(tmp_path, options, shown):
+    with pytest.raises(InputError, match=shown):
+        parse_options(options)
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    with pytest.raises(InputError, match=shown):
+        parse(["--resume", str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     "values", ["--out runs/lr=3", "--data lr=3 --task gsm8k", "--reward-env HOME --task gsm8k", "--lr_schedule constant"]
 )

@@ -149,8 +149,8 @@ def train(
     given |= {name: value for name, value in options.items() if value is not None}
     of_config = {name: given.pop(name, None) for name in ("task", "reward")}
     task, reward = of_config["task"] if task is None else task, of_config["reward"] if reward is None else reward
-    objects = {name: value for name, value in (("task", task), ("reward", reward)) if value is not None}
     names, functions, own_task = _named(task, reward)
+    objects = {**({} if own_task is None else {"task": own_task}), **({"reward": reward} if functions else {})}
     parsed = parse_options({**given, **names})
     check(parsed)
     if parsed.run.dry_run is not None:

@@ -170,6 +170,16 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text("def score(prompt, response):\n    return len(response)\n")
+    monkeypatch.chdir(tmp_path)
+    run = maxrl_fast.train(OPTIONS, steps=1, reward="rewards.py:score", lr_schedule="constant", out=tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(run.resume(steps=2).metrics) == 2
+
+
+@pytest.mark.slow
 def test_two_lambdas_are_two_rewards(tmp_path):
     rewards = [lambda prompt, response: 0.5, lambda prompt, response: 0.25]
     run = maxrl_fast.train(OPTIONS, reward=rewards, reward_weights=[1, 2], out=tmp_path / "run")

@@ -80,10 +80,10 @@ def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
 
 def mismatch(signature: Signature, given: Sequence[str]) -> str:
     """Return a sentence on the first parameter that does not fit the arguments, with the nearest fix; "" if all fit."""
+    extra = [name for name in given if name not in signature["names"]]
     for name in signature["required"]:
         if name not in given:
-            return f"your function asks for `{name}`: {_fix(name, given)}"
-    extra = [name for name in given if name not in signature["names"]]
+            return f"your function asks for `{name}`: {_fix(name, given, extra)}"
     if extra and not signature["takes_any"]:
         return (
             f"your function does not take `{extra[0]}`: add **columns to its parameters, which collects what they do not name"
@@ -91,13 +91,14 @@ def mismatch(signature: Signature, given: Sequence[str]) -> str:
     return ""
 
 
-def _fix(name: str, given: Sequence[str]) -> str:
-    if (own := RENAMED.get(name)) in given:
+def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
+    """Return the nearest fix. A new name must be one of `extra`: those that the function has already cannot be given twice."""
+    if (own := RENAMED.get(name)) in extra:
         return f"rename it to `{own}`"
-    if (one := name.removesuffix("s")) in given:
+    if (one := name.removesuffix("s")) in extra:
         return f"rename it to `{one}`, or ask for `completions` and return a list"
     if name in NOT_GIVEN:
         return "this trainer does not give it; leave it out, or give it a default"
-    close = get_close_matches(name, given, n=1, cutoff=0.5)
+    close = get_close_matches(name, extra, n=1, cutoff=0.5)
     nearest = f"did you mean `{close[0]}`? " if close else ""
     return f"{nearest}the arguments are {', '.join(given)}; give it a default, or name a column of the data"

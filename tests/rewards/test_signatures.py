@@ -133,6 +133,8 @@ def of(parameters):
         ("solution_str, ground_truth, **c", "your function asks for `solution_str`: rename it to `response`"),
         ("response, answers, **c", "asks for `answers`: rename it to `answer`, or ask for `completions` and return a list"),
         ("response, anwser, **c", "asks for `anwser`: did you mean `answer`? the arguments are prompt, response, answer"),
+        ("prompt, response, solution, **c", "asks for `solution`: the arguments are prompt, response, answer; give it"),
+        ("response, answer, answers, **c", "asks for `answers`: the arguments are prompt, response, answer; give it"),
         ("response, extra_info, **c", "asks for `extra_info`: this trainer does not give it; leave it out"),
         ("prompt, response", "your function does not take `answer`: add **columns to its parameters"),
         ("completions", "your function does not take `answer`: add **columns"),

@@ -123,11 +123,17 @@ class Sweep:
             self._child.send_signal(number)
 
     def _write(self) -> list[dict[str, Any]]:
-        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group over seeds."""
+        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group over seeds.
+
+        Where only some runs of a group were extended, the mean is over those of the most steps.
+        """
         rows: dict[str, dict[int, Path]] = {}
+        most: dict[str, int] = {}
+        for state in self._states.values():
+            most[state["group"]] = max(most.get(state["group"], 0), state["options"]["steps"])
         for name, state in self._states.items():
             own = rows.setdefault(state["group"], {})
-            if state["state"] == "finished":
+            if state["state"] == "finished" and state["options"]["steps"] == most[state["group"]]:
                 own[state["seed"]] = self._out / name
         summary = [over_seeds(group, own) for group, own in rows.items()]
         try:

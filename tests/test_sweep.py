@@ -14,6 +14,7 @@ import pytest
 
 from maxrl_fast import sweep
 from maxrl_fast.evaluation.seeds import over_seeds, seeds_table
+from maxrl_fast.run.screen import Screen
 from tests.test_train import read
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +131,20 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
     assert alone["pass_at_k"]["2"] == {"mean": 0.5, "standard_error": None}
     cells = [list(column.cells) for column in seeds_table([row, alone]).columns]
     assert cells == [["maxrl", "grpo"], ["3", "1"], ["0.300 ± 0.100", "0.100"], ["-", "0.500"]]
+
+
+def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):
+    """Where a sweep was extended for some of its seeds only, the others have the pass@k of an earlier step."""
+    runs = {}
+    for seed, steps in ((0, 4), (1, 2), (2, 4)):
+        folder = tmp_path / f"maxrl_seed-{seed}"
+        folder.mkdir()
+        (folder / "eval.jsonl").write_text(json.dumps({"step": steps, "pass_at_k": {"1": 0.1 * steps}}) + "\n")
+        runs[folder.name] = {"group": "maxrl", "seed": seed, "state": "finished", "options": {"steps": steps}}
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+    assert sweep.Sweep(tmp_path, [], Screen()).run() == 0
+    (row,) = json.loads((tmp_path / "sweep.json").read_text())["summary"]
+    assert (row["seeds"], row["pass_at_k"]["1"]) == ([0, 2], {"mean": 0.4, "standard_error": 0.0})
 
 
 @pytest.mark.slow

@@ -287,8 +287,8 @@ def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_por
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("exitcode: -9") == (2 if name == "restarted" else 0)
         assert "Traceback" not in done.stderr
-        assert done.stdout.count("new; 4 prompts") == (2 if name == "restarted" else 1)
-        assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}; 4 prompts") == (name == "restarted")
+        assert done.stdout.count("new\n4 prompts") == (2 if name == "restarted" else 1)
+        assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}\n4 prompts") == (name == "restarted")
     assert_same(tmp_path / "whole", tmp_path / "restarted")
 
 
@@ -414,7 +414,7 @@ def test_an_unknown_flag_is_reported_once():
     process = torchrun(2, "-m", "maxrl_fast.train", "--stepz", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 100)
     assert process.returncode != 0
-    assert output.count("─ Unrecognized options ─") == 1, output
+    assert output.count("unknown option --stepz; did you mean --steps?") == 1, output
 
 
 def test_shares_and_sharding():

@@ -156,7 +156,7 @@ def test_a_dry_run_downloads_no_weights(hub, tmp_path, machine, capfd):
 @pytest.mark.slow
 def test_a_run_records_the_commit_and_resumes_with_it(hub, tmp_path, monkeypatch, capfd):
     assert train.main([*job(tmp_path), "--out", str(tmp_path / "whole")]) == 0
-    assert f"parameters, from {NAME};" in " ".join(capfd.readouterr().out.split())
+    assert f"parameters, from {NAME}\n" in capfd.readouterr().out
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["model"] == NAME
     stop_at(monkeypatch, "step 2")
     assert train.main([*job(tmp_path), "--out", str(tmp_path / "stopped")]) == 143

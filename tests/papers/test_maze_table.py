@@ -83,7 +83,7 @@ def test_runs_that_are_stopped_twice_and_moved_equal_uninterrupted_ones_bitwise(
     shutil.rmtree(parts)
     subprocess.run([*command, moved], check=True, capture_output=True)
     for name, step in saved.items():
-        assert f", from {name}/checkpoints/step-{step:06d};" in (moved / f"{name}.log").read_text()  # not from the beginning
+        assert f", from {name}/checkpoints/step-{step:06d}\n" in (moved / f"{name}.log").read_text()  # not from the beginning
         assert len(results(whole, name)[2][0]) == STEPS
         assert results(moved, name) == results(whole, name)
     records = [json.loads((out / "maze_table.json").read_text())["results"]["runs"] for out in (whole, moved)]

@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(whole_runs, 
     warning = next(line for line in output.err.splitlines() if line.startswith("warning: "))
     assert str(newest / file) in warning
     assert re.search(message, warning)
-    assert f"from {out / 'checkpoints' / 'step-000002'};" in output.out
+    assert f"from {out / 'checkpoints' / 'step-000002'}\n" in output.out
     assert_same(whole_runs / "maxpo", out)
 
 

@@ -263,7 +263,8 @@ def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
     options = {**OPTIONS, "out": str(tmp_path / "run")}
     (tmp_path / "script.py").write_text(
         f"import maxrl_fast, os\nrun = maxrl_fast.train({options!r})\n"
-        "print('rank', os.environ['RANK'], run.exit, len(run.metrics), sep=':', flush=True)\n"
+        # One write for each line: torchrun starts Python unbuffered, and both processes write into one pipe.
+        "os.write(1, f'rank:{os.environ[\"RANK\"]}:{run.exit}:{len(run.metrics)}\\n'.encode())\n"
     )
     said = finished(torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT), 120)
     assert {line for line in said.splitlines() if line.startswith("rank:")} == {"rank:0:0:3", "rank:1:0:3"}, said

@@ -1,0 +1,467 @@
+// A tile of queries against blocks of keys: the arithmetic of attention.cpp.
+//
+// A row is one query of one head, and has a lane of a vector. Queries, outputs and their gradients are therefore transposed on
+// the way in and out, and the softmax is lane by lane. Scores, outputs and gradients of queries are sums of vectors times
+// broadcast numbers of keys and values as they stand; gradients of keys and values have a head's dimensions in their lanes:
+//
+//   s[key][rows] = sum_d k[key][d] q[d][rows]    o[d][rows] += sum_key v[key][d] p[key][rows]    dv[key][ds] += sum_row ...
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "dispatch.h"
+
+namespace maxrl::cpu {
+
+// 2^x for x < 127, 0 at -127 (double: at -1022) and below. float: within 1e-7 of its value.
+template <typename Vectors>
+inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
+  if constexpr (sizeof(typename Vectors::Real) == 4) {
+    using Reals = typename Vectors::Reals;
+    using Words = typename VectorTypes<float, Vectors::kLanes>::Words;
+    constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
+    x = Vectors::greater(Vectors::all(-127.0f), x);
+    const Reals shifted = x + kShift, r = x - (shifted - kShift);
+    Reals p = r * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
+    p = p * r + 0x1.3b2d4cp-7f;
+    p = p * r + 0x1.c6aee8p-5f;
+    p = p * r + 0x1.ebfbdcp-3f;
+    p = p * r + 0x1.62e430p-1f;
+    p = p * r + 1.0f;
+    return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
+  } else {
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = x[lane] <= -1022 ? 0.0 : std::exp2(x[lane]);
+    return x;
+  }
+}
+
+// log2 of normal x > 0.
+template <typename Vectors>
+inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
+  if constexpr (sizeof(typename Vectors::Real) == 4) {
+    using Reals = typename Vectors::Reals;
+    using Integers = decltype(x > x);
+    const Integers bits = bits_as<Integers>(x), n = (bits - 0x3f3504f3) >> 23;  // x = m 2^n, m from sqrt(1/2) to sqrt(2)
+    const Reals m = bits_as<Reals>(bits - (n << 23)), t = (m - 1.0f) / (m + 1.0f), u = t * t;
+    const Reals series = (((u * (2.0f / 9) + 2.0f / 7) * u + 2.0f / 5) * u + 2.0f / 3) * u + 2.0f;
+    return t * series * 0x1.715476p+0f + __builtin_convertvector(n, Reals);
+  } else {
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = std::log2(x[lane]);
+    return x;
+  }
+}
+
+// Comparisons, whose results are masks of another kind for each set of instructions. Arguments are references, for callers may
+// be compiled for other instructions until they are inlined.
+
+// Whether a lane of a is greater than that of b.
+template <typename Reals>
+inline bool any_greater(const Reals& a, const Reals& b) {
+  const auto is_greater = a > b;
+  bool any = false;
+  for (size_t lane = 0; lane < sizeof(Reals) / sizeof a[0]; ++lane) any |= is_greater[lane] != 0;
+  return any;
+}
+// x where low <= at <= high, otherwise `hidden`.
+template <typename Reals>
+inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x, const Reals& hidden) {
+  return (low <= at) & (at <= high) ? x : hidden;
+}
+#if defined(__x86_64__)
+using Reals16 = Vectors<float, 16>::Reals;
+using Reals8 = Vectors<float, 8>::Reals;
+
+#define MAXRL_INLINE_AVX512 __attribute__((target("avx512f"))) inline
+#define MAXRL_INLINE_AVX2 __attribute__((target("avx2"))) inline
+
+MAXRL_INLINE_AVX512 __m512 plain(const Reals16& x) { return reinterpret_cast<__m512>(x); }
+MAXRL_INLINE_AVX512 bool any_greater(const Reals16& a, const Reals16& b) {
+  return _mm512_cmp_ps_mask(plain(a), plain(b), _CMP_GT_OQ) != 0;
+}
+MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at, const Reals16& high, const Reals16& x,
+                                          const Reals16& hidden) {
+  const __mmask16 from_low = _mm512_cmp_ps_mask(plain(low), plain(at), _CMP_LE_OQ);
+  const __mmask16 between = _mm512_mask_cmp_ps_mask(from_low, plain(at), plain(high), _CMP_LE_OQ);
+  return reinterpret_cast<Reals16>(_mm512_mask_mov_ps(plain(hidden), between, plain(x)));
+}
+
+MAXRL_INLINE_AVX2 __m256 plain(const Reals8& x) { return reinterpret_cast<__m256>(x); }
+MAXRL_INLINE_AVX2 bool any_greater(const Reals8& a, const Reals8& b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(plain(a), plain(b), _CMP_GT_OQ)) != 0;
+}
+MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high, const Reals8& x,
+                                       const Reals8& hidden) {
+  const __m256 from_low = _mm256_cmp_ps(plain(low), plain(at), _CMP_LE_OQ);
+  const __m256 to_high = _mm256_cmp_ps(plain(at), plain(high), _CMP_LE_OQ);
+  return reinterpret_cast<Reals8>(_mm256_blendv_ps(plain(hidden), plain(x), _mm256_and_ps(from_low, to_high)));
+}
+#endif
+
+template <int distance, typename Reals, int... lane>
+inline void exchange(Reals& a, Reals& b, std::integer_sequence<int, lane...>) {
+  constexpr int kLanes = sizeof...(lane);
+#ifdef __clang__
+  const Reals low = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane - distance : lane)...);
+  b = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane : lane + distance)...);
+#else
+  using Places = decltype(a > b);
+  const Reals low = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane - distance : lane)...});
+  b = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane : lane + distance)...});
+#endif
+  a = low;
+}
+template <int distance, typename Reals, int lanes>
+inline void transpose(Reals (&x)[lanes]) {
+  if constexpr (distance > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i)
+      if (!(i & distance)) exchange<distance>(x[i], x[i + distance], std::make_integer_sequence<int, lanes>{});
+    transpose<distance / 2>(x);
+  }
+}
+
+// The first `count` of the lanes, the others 0.
+template <typename Vectors, typename Element>
+inline typename Vectors::Reals load_lanes(const Element* from, int64_t count) {
+  typedef Element Elements __attribute__((vector_size(Vectors::kLanes * sizeof(Element))));
+  Elements x{};
+  if (count >= Vectors::kLanes)
+    memcpy(&x, from, sizeof x);
+  else if (count > 0)
+    memcpy(&x, from, count * sizeof(Element));
+  if constexpr (std::is_same_v<Element, uint16_t>)
+    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename VectorTypes<float, Vectors::kLanes>::Words)
+                                            << 16);
+  else
+    return x;
+}
+template <typename Vectors>
+inline typename Vectors::Reals load_lanes(const BFloat16* from, int64_t count) {
+  return load_lanes<Vectors>(reinterpret_cast<const uint16_t*>(from), count);
+}
+
+template <typename Vectors, typename Element>
+inline void store_lanes(Element* to, int64_t count, typename Vectors::Reals x) {
+  typedef uint16_t Halves __attribute__((vector_size(Vectors::kLanes * 2)));
+  const auto copy = [&](const auto& numbers) {
+    if (count >= Vectors::kLanes)
+      memcpy(to, &numbers, sizeof numbers);
+    else if (count > 0)
+      memcpy(to, &numbers, count * sizeof(Element));
+  };
+  if constexpr (std::is_same_v<Element, BFloat16>) {  // to nearest even; NaNs of bfloat16 inputs have lower halves of 0
+    const auto bits = bits_as<typename VectorTypes<float, Vectors::kLanes>::Words>(x);
+    copy(__builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves));
+  } else {
+    copy(x);
+  }
+}
+
+// `stride`: floats from one packed key to the next; dims, a head's dimensions, are padded to a multiple of 16 up to it.
+template <typename Vectors_, int stride_>
+struct alignas(64) AttentionTile {
+  using Vectors = Vectors_;
+  using Real = typename Vectors::Real;
+  using Reals = typename Vectors::Reals;
+  static constexpr int kStride = stride_, kLanes = Vectors::kLanes, kVectors = 2, kRows = kVectors * kLanes;
+  static constexpr int kKeys = kLanes == 16 ? 12 : 6;  // keys whose scores the registers hold for all rows
+  static constexpr int kTail = kLanes == 16 ? 4 : 3;   // and of the last steps; up to kTail - 1 keys after the last are read
+  static constexpr int kBlock = kStride <= 32 ? 96 : 48;  // keys whose probabilities stay in the first cache
+  static constexpr Real kHidden = -1e30, kNoTop = -1e20;  // a hidden score is far below the top of a row that has seen none
+  static constexpr Real kHeadroom = 60;  // by which a score may exceed its row's top: 2^60 leaves room for sums
+
+  Real q[kStride * kRows];  // transposed, times log2(e) / sqrt(head_dim)
+  Real o[kStride * kRows];  // transposed; forward: the output before it is divided; backward: dq
+  Real p[kBlock * kRows];   // scores, then probabilities, of a block
+  Real first[kRows], last[kRows];  // a row's own keys, among the packed ones: it sees first..last
+  Reals top[kVectors], sum[kVectors];
+  int64_t places[kRows];  // (token, head) of a row in the stream's tensors
+  // backward
+  Real g[kStride * kRows];  // dL/do, transposed, divided by sqrt(head_dim)
+  Real ds[kBlock * kRows];
+  Real q_rows[kRows * kStride], g_rows[kRows * kStride];
+  Real lse[kRows], delta[kRows];  // delta: g o, divided by sqrt(head_dim)
+  int dims;
+
+  static Reals read(const Real* from) { return Vectors::read(from); }
+  static void write(Real* to, Reals x) { Vectors::write(to, x); }
+
+  // All rows of a tensor: transposed and multiplied, and as they are into `rows`, unless null.
+  template <typename Element>
+  void load(const Element* from, int64_t head_dim, Real factor, Real* transposed, Real* rows) const {
+    compiled_for(Vectors{}, [&] {
+      for (int r = 0; r < kRows; r += kLanes)
+        for (int d = 0; d < dims; d += kLanes) {
+          Reals x[kLanes];
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) {
+            x[i] = load_lanes<Vectors>(from + places[r + i] * head_dim + d, head_dim - d);
+            if (rows) write(rows + (r + i) * kStride + d, x[i]);
+          }
+          transpose<kLanes / 2>(x);
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) write(transposed + (d + i) * kRows + r, x[i] * factor);
+        }
+    });
+  }
+  // The first `count` rows of o, times factors.
+  template <typename Element>
+  void store(Element* to, int64_t head_dim, int count, const Reals (&factors)[kVectors]) const {
+    compiled_for(Vectors{}, [&] {
+      for (int r = 0; r < count; r += kLanes)
+        for (int d = 0; d < dims; d += kLanes) {
+          Reals x[kLanes];
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) x[i] = read(o + (d + i) * kRows + r) * factors[r / kLanes];
+          transpose<kLanes / 2>(x);
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i)
+            if (r + i < count) store_lanes<Vectors>(to + places[r + i] * head_dim + d, head_dim - d, x[i]);
+        }
+    });
+  }
+
+  void begin_forward() {
+    std::fill_n(o, dims * kRows, Real(0));
+    for (int i = 0; i < kVectors; ++i) top[i] = Vectors::all(kNoTop), sum[i] = Vectors::all(0);
+  }
+  // Factors of the outputs, and the log-sum-exps.
+  void end_forward(Reals (&factors)[kVectors]) {
+    compiled_for(Vectors{}, [&] {
+      for (int i = 0; i < kVectors; ++i) {
+        factors[i] = Real(1) / sum[i];
+        write(lse + i * kLanes, top[i] + log_of_two<Vectors>(sum[i]));
+      }
+    });
+  }
+  // After `load` of g, and of the outputs into o: delta, and zeros for dq.
+  void begin_backward() {
+    compiled_for(Vectors{}, [&] {
+      for (int r = 0; r < kRows; r += kLanes) {
+        Reals total = Vectors::all(0);
+        for (int d = 0; d < dims; ++d) total += read(g + d * kRows + r) * read(o + d * kRows + r);
+        write(delta + r, total);
+      }
+      std::fill_n(o, dims * kRows, Real(0));
+    });
+  }
+
+  // The blocks of keys that `count` rows see: all of the first `shared` keys, and their own. use(is_masked, vector, begin,
+  // count) is for all vectors of rows if not masked, else for one.
+  template <typename Use>
+  void for_blocks(int count, int64_t shared, const Use& use) const {
+    const auto range = [&](auto is_masked, int vector, int64_t begin, int64_t end) {
+      for (; begin < end; begin += kBlock)
+        use(is_masked, vector, begin, static_cast<int>(std::min<int64_t>(kBlock, end - begin)));
+    };
+    range(std::false_type{}, 0, 0, shared);
+    const auto key = [](Real place) { return static_cast<int64_t>(place); };
+    const bool same = first[0] == first[count - 1];  // rows of one sequence all see its keys up to the first row's
+    const int64_t seen_by_all = key(last[0]) + 1;
+    if (same) range(std::false_type{}, 0, key(first[0]), seen_by_all);
+    for (int i = 0; i * kLanes < count; ++i)
+      range(std::true_type{}, i, same ? seen_by_all : key(first[i * kLanes]),
+            key(last[std::min(count, (i + 1) * kLanes) - 1]) + 1);
+  }
+
+  // Adds keys begin..begin + count - 1 to the online softmax. A row's probabilities are 2^(score - top), its top the greatest
+  // score of the first keys, and raised only where a score exceeds it by kHeadroom.
+  template <bool is_masked>
+  void forward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values) {
+    compiled_for(Vectors{}, [=, this_ = this] {
+      this_->template add_keys<is_masked>(vector, begin, count, keys + begin * kStride);
+      add_weighted_keys<is_masked ? 1 : kVectors>(this_->dims, count, this_->p + vector * kLanes, values + begin * kStride,
+                                                  this_->o + vector * kLanes);
+    });
+  }
+
+  // Adds what keys begin..begin + count - 1 give to dq and what these rows give to their dk and dv.
+  template <bool is_masked>
+  void backward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values, Real* dk, Real* dv) {
+    compiled_for(Vectors{}, [=, this_ = this] {
+      constexpr int vectors = is_masked ? 1 : kVectors;
+      const int row = vector * kLanes, dims = this_->dims;
+      const int64_t at = begin * kStride;
+      this_->template find_p_and_ds<is_masked>(vector, begin, count, keys + at, values + at);
+      add_weighted_keys<vectors>(dims, count, this_->ds + row, keys + at, this_->o + row);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->p + row, this_->g_rows + row * kStride, dv + at);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->ds + row, this_->q_rows + row * kStride, dk + at);
+    });
+  }
+
+ private:
+  // What a row does not see becomes `hidden`.
+  template <bool is_masked>
+  Reals seen(Reals x, int vector, int64_t key, Real hidden) const {
+    if constexpr (!is_masked) return x;
+    return where_between(read(first + vector * kLanes), Vectors::all(static_cast<Real>(key)), read(last + vector * kLanes), x,
+                         Vectors::all(hidden));
+  }
+
+  // sink(first, sums) for all keys, some at a time: sums[key][i] = sum_d keys[key][d] rows[d][i].
+  template <int vectors, typename Sink>
+  static void key_products(int dims, int count, const Real* rows, const Real* keys, const Sink& sink) {
+    int j = 0;
+    for (; j + kKeys <= count; j += kKeys) some_products<vectors, kKeys>(dims, j, rows, keys + j * kStride, sink);
+    for (; j < count; j += kTail) some_products<vectors, kTail>(dims, j, rows, keys + j * kStride, sink);
+  }
+  template <int vectors, int num_keys, typename Sink>
+  static void some_products(int dims, int first_key, const Real* rows, const Real* keys, const Sink& sink) {
+    Reals sums[num_keys][vectors] = {};
+#pragma GCC unroll 2
+    for (int d = 0; d < dims; ++d) {
+      Reals row[vectors];
+#pragma GCC unroll 2
+      for (int i = 0; i < vectors; ++i) row[i] = read(rows + d * kRows + i * kLanes);
+#pragma GCC unroll 12
+      for (int j = 0; j < num_keys; ++j) {
+        const Real key = keys[j * kStride + d];
+#pragma GCC unroll 2
+        for (int i = 0; i < vectors; ++i) sums[j][i] += key * row[i];
+      }
+    }
+    sink(first_key, sums);
+  }
+
+  template <bool is_masked>
+  void add_keys(int vector, int64_t begin, int count, const Real* keys) {
+    constexpr int vectors = is_masked ? 1 : kVectors;
+    Reals tops[vectors], sums_of[vectors];
+    for (int i = 0; i < vectors; ++i) tops[i] = top[vector + i], sums_of[i] = sum[vector + i];
+    key_products<vectors>(dims, count, q + vector * kLanes, keys, [&](int first_key, auto& scores) {
+      constexpr int num_keys = std::extent_v<std::remove_reference_t<decltype(scores)>>;
+#pragma GCC unroll 2
+      for (int i = 0; i < vectors; ++i) {
+#pragma GCC unroll 12
+        for (int j = 0; j < num_keys; ++j) {
+          scores[j][i] = seen<is_masked>(scores[j][i], vector + i, begin + first_key + j, kHidden);
+          if (num_keys == kTail && first_key + j >= count) scores[j][i] = Vectors::all(kHidden);
+        }
+        Reals highest = scores[0][i];
+#pragma GCC unroll 12
+        for (int j = 1; j < num_keys; ++j) highest = Vectors::greater(scores[j][i], highest);
+        if (__builtin_expect(any_greater(highest, tops[i] + kHeadroom), 0))
+          raise(vector + i, first_key, highest, tops[i], sums_of[i]);
+#pragma GCC unroll 12
+        for (int j = 0; j < num_keys; ++j) {
+          const Reals e = power_of_two<Vectors>(scores[j][i] - tops[i]);
+          sums_of[i] += e;
+          write(p + (first_key + j) * kRows + (vector + i) * kLanes, e);
+        }
+      }
+    });
+    for (int i = 0; i < vectors; ++i) top[vector + i] = tops[i], sum[vector + i] = sums_of[i];
+  }
+  // Gives rows a higher top: what they have summed up, and the probabilities of this block's first `count` keys, shrink.
+  void raise(int vector, int count, const Reals& highest, Reals& top_of, Reals& sum_of) {
+    const Reals raised = highest > top_of + kHeadroom ? highest : top_of, factor = power_of_two<Vectors>(top_of - raised);
+    top_of = raised;
+    sum_of *= factor;
+    const auto shrink = [&](Real* numbers, int rows) {
+      for (Real* at = numbers + vector * kLanes; rows > 0; --rows, at += kRows) write(at, read(at) * factor);
+    };
+    shrink(o, dims);
+    shrink(p, count);
+  }
+
+  template <bool is_masked>
+  void find_p_and_ds(int vector, int64_t begin, int count, const Real* keys, const Real* values) {
+    constexpr int vectors = is_masked ? 1 : kVectors;
+    const int row = vector * kLanes;
+    Reals lse_of[vectors], delta_of[vectors];
+    for (int i = 0; i < vectors; ++i) lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
+    const auto for_all = [&](int first_key, auto& sums, const auto& use) {
+      constexpr int num_keys = std::extent_v<std::remove_reference_t<decltype(sums)>>;
+#pragma GCC unroll 12
+      for (int j = 0; j < num_keys; ++j)
+#pragma GCC unroll 2
+        for (int i = 0; i < vectors; ++i) use(first_key + j, i, row + (first_key + j) * kRows + i * kLanes, sums[j][i]);
+    };
+    key_products<vectors>(dims, count, q + row, keys, [&](int first_key, auto& scores) {
+      for_all(first_key, scores, [&](int j, int i, int place, const Reals& score) {
+        write(p + place, seen<is_masked>(power_of_two<Vectors>(score - lse_of[i]), vector + i, begin + j, 0));
+      });
+    });
+    key_products<vectors>(dims, count, g + row, values, [&](int first_key, auto& dp) {
+      for_all(first_key, dp,
+              [&](int, int i, int place, const Reals& x) { write(ds + place, read(p + place) * (x - delta_of[i])); });
+    });
+  }
+
+  // sums[d][rows] += sum_key keys[key][d] weights[key][rows].
+  template <int vectors>
+  static void add_weighted_keys(int dims, int count, const Real* weights, const Real* keys, Real* sums) {
+    constexpr int kStep = (kLanes == 16 ? 16 : 8) / vectors;
+    for (int d = 0; d < dims; d += kStep) {
+      Reals sum[kStep][vectors];
+#pragma GCC unroll 16
+      for (int s = 0; s < kStep; ++s)
+#pragma GCC unroll 2
+        for (int i = 0; i < vectors; ++i) sum[s][i] = read(sums + (d + s) * kRows + i * kLanes);
+      for (int j = 0; j < count; ++j) {
+        Reals weight[vectors];
+#pragma GCC unroll 2
+        for (int i = 0; i < vectors; ++i) weight[i] = read(weights + j * kRows + i * kLanes);
+#pragma GCC unroll 16
+        for (int s = 0; s < kStep; ++s) {
+          const Real key = keys[j * kStride + d + s];
+#pragma GCC unroll 2
+          for (int i = 0; i < vectors; ++i) sum[s][i] += key * weight[i];
+        }
+      }
+#pragma GCC unroll 16
+      for (int s = 0; s < kStep; ++s)
+#pragma GCC unroll 2
+        for (int i = 0; i < vectors; ++i) write(sums + (d + s) * kRows + i * kLanes, sum[s][i]);
+    }
+  }
+
+  // sums[key][d] += sum_row weights[key][row] rows[row][d].
+  template <int num_rows>
+  static void add_weighted_rows(int dims, int count, const Real* weights, const Real* rows, Real* sums) {
+    int d = 0;
+    if constexpr (kStride >= 2 * kLanes)
+      for (; d + 2 * kLanes <= dims; d += 2 * kLanes) add_weighted_dims<num_rows, 2>(count, weights, rows + d, sums + d);
+    for (; d < dims; d += kLanes) add_weighted_dims<num_rows, 1>(count, weights, rows + d, sums + d);
+  }
+  template <int num_rows, int parts>
+  static void add_weighted_dims(int count, const Real* weights, const Real* rows, Real* sums) {
+    int j = 0;
+    for (; j + kKeys <= count; j += kKeys)
+      add_weighted_some<num_rows, parts, kKeys>(kKeys, weights + j * kRows, rows, sums + j * kStride);
+    for (; j < count; j += kTail)
+      add_weighted_some<num_rows, parts, kTail>(count - j, weights + j * kRows, rows, sums + j * kStride);
+  }
+  template <int num_rows, int parts, int num_keys>
+  static void add_weighted_some(int count, const Real* weights, const Real* rows, Real* sums) {
+    Reals sum[num_keys][parts] = {};
+#pragma GCC unroll 2
+    for (int r = 0; r < num_rows; ++r) {
+      Reals row[parts];
+#pragma GCC unroll 2
+      for (int i = 0; i < parts; ++i) row[i] = read(rows + r * kStride + i * kLanes);
+#pragma GCC unroll 12
+      for (int j = 0; j < num_keys; ++j) {
+        const Real weight = weights[j * kRows + r];
+#pragma GCC unroll 2
+        for (int i = 0; i < parts; ++i) sum[j][i] += weight * row[i];
+      }
+    }
+#pragma GCC unroll 12
+    for (int j = 0; j < num_keys; ++j)
+      if (num_keys == kKeys || j < count)
+#pragma GCC unroll 2
+        for (int i = 0; i < parts; ++i) {
+          Real* const at = sums + j * kStride + i * kLanes;
+          write(at, read(at) + sum[j][i]);
+        }
+  }
+};
+
+}  // namespace maxrl::cpu

@@ -166,15 +166,20 @@ struct Task {
     use(0, piece.sequence, piece.sequence_length);
     use(piece.sequence_length, piece.responses, piece.response_tokens);
   }
-  // use(element of the stream, packed number), for lanes of them at a time.
+  // use(numbers of the stream, packed numbers, count), for up to lanes of them at a time.
   template <typename From, typename Use>
   void for_lanes(From* stream, int64_t count, int part, int64_t key, const Use& use) {
-    compiled_for(Vectors{}, [&] {
+    Real* const first = packed.at(part, 0, num_heads) + key * kStride;
+    const int64_t token_size = row_size(), head_dim = in.head_dim, head_size = packed.head_size, heads = num_heads;
+    stream += first_head * head_dim;
+    compiled_for(Vectors{}, [=] {
       for (int64_t i = 0; i < count; ++i)
-        for (int64_t head = 0; head < num_heads; ++head) {
-          From* const row = stream + i * row_size() + (first_head + head) * in.head_dim;
-          Real* const own = packed.at(part, head, num_heads) + (key + i) * kStride;
-          for (int64_t d = 0; d < in.head_dim; d += kLanes) use(row + d, own + d, in.head_dim - d);
+        for (int64_t head = 0; head < heads; ++head) {
+          From* const row = stream + i * token_size + head * head_dim;
+          Real* const own = first + head * head_size + i * kStride;
+          int64_t d = 0;
+          for (; d + kLanes <= head_dim; d += kLanes) use(row + d, own + d, kLanes);
+          if (d < head_dim) use(row + d, own + d, head_dim - d);
         }
     });
   }
@@ -209,12 +214,27 @@ struct Task {
       }
       for (int r = count; r < kRows; ++r)  // as the last one
         tile.places[r] = tile.places[r - 1], tile.first[r] = tile.first[r - 1], tile.last[r] = tile.last[r - 1];
+      const int64_t next = kRows / per_key * in.heads;  // places from a row to about the same one of the next tile
+      const bool has_next = row + 2 * kRows <= tokens * per_key;
       for (int64_t head = 0; head < num_heads; ++head) {
+        for (int r = 0; has_next && r < kRows; ++r) prefetch((tile.places[r] + next) * in.head_dim);
         if constexpr (is_backward)
           backward_tile(head, count, shared);
         else
           forward_tile(head, count, shared);
         for (int r = 0; r < kRows; ++r) tile.places[r] += per_key;
+      }
+    }
+  }
+
+  // A head of a token in the stream's tensors of queries.
+  void prefetch(int64_t place) const {
+    for (int64_t d = 0; d < in.head_dim; d += 64 / sizeof(Element)) {
+      __builtin_prefetch(in.q + place + d, 0);
+      __builtin_prefetch(in.o + place + d, is_backward ? 0 : 1);
+      if constexpr (is_backward) {
+        __builtin_prefetch(in.grad + place + d, 0);
+        __builtin_prefetch(in.grad_q + place + d, 1);
       }
     }
   }
@@ -312,9 +332,10 @@ void run_widest(const SharedPromptAttention<Element, Real>& in, int num_threads)
   with_widest<Real>([&](auto vectors) {
     using Vectors = decltype(vectors);
     if (in.head_dim <= 16) return run<Element, AttentionTile<Vectors, 16>, is_backward>(in, num_threads);
-    if (in.head_dim <= 32) return run<Element, AttentionTile<Vectors, 32>, is_backward>(in, num_threads);
-    if (in.head_dim <= 64) return run<Element, AttentionTile<Vectors, 64>, is_backward>(in, num_threads);
-    if (in.head_dim <= 128) return run<Element, AttentionTile<Vectors, 128>, is_backward>(in, num_threads);
+    if constexpr (sizeof(Real) == 4) {  // doubles are for comparisons, and have fewer strides
+      if (in.head_dim <= 64) return run<Element, AttentionTile<Vectors, 64>, is_backward>(in, num_threads);
+      if (in.head_dim <= 128) return run<Element, AttentionTile<Vectors, 128>, is_backward>(in, num_threads);
+    }
     run<Element, AttentionTile<Vectors, 256>, is_backward>(in, num_threads);
   });
 }

@@ -172,7 +172,7 @@ struct alignas(64) AttentionTile {
   static constexpr int kStride = stride_, kLanes = Vectors::kLanes, kVectors = 2, kRows = kVectors * kLanes;
   static constexpr int kKeys = kLanes == 16 ? 12 : 6;  // keys whose scores the registers hold for all rows
   static constexpr int kTail = kLanes == 16 ? 4 : 3;   // and of the last steps; up to kTail - 1 keys after the last are read
-  static constexpr int kBlock = kStride <= 32 ? 96 : 48;  // keys whose probabilities stay in the first cache
+  static constexpr int kBlock = kStride == 16 ? 96 : 48;  // keys whose probabilities stay in the first cache
   static constexpr Real kHidden = -1e30, kNoTop = -1e20;  // a hidden score is far below the top of a row that has seen none
   static constexpr Real kHeadroom = 60;  // by which a score may exceed its row's top: 2^60 leaves room for sums
 
@@ -195,15 +195,21 @@ struct alignas(64) AttentionTile {
   // All rows of a tensor: transposed and multiplied, and as they are into `rows`, unless null.
   template <typename Element>
   void load(const Element* from, int64_t head_dim, Real factor, Real* transposed, Real* rows) const {
-    compiled_for(Vectors{}, [&] {
+    compiled_for(Vectors{}, [=, this_ = this] {
       for (int r = 0; r < kRows; r += kLanes)
-        for (int d = 0; d < dims; d += kLanes) {
+        for (int d = 0; d < this_->dims; d += kLanes) {
           Reals x[kLanes];
+          const auto load_all = [&](int64_t count) {
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) {
-            x[i] = load_lanes<Vectors>(from + places[r + i] * head_dim + d, head_dim - d);
-            if (rows) write(rows + (r + i) * kStride + d, x[i]);
-          }
+            for (int i = 0; i < kLanes; ++i) x[i] = load_lanes<Vectors>(from + this_->places[r + i] * head_dim + d, count);
+          };
+          if (head_dim - d >= kLanes)
+            load_all(kLanes);
+          else
+            load_all(head_dim - d);
+          if (rows)
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) write(rows + (r + i) * kStride + d, x[i]);
           transpose<kLanes / 2>(x);
 #pragma GCC unroll 16
           for (int i = 0; i < kLanes; ++i) write(transposed + (d + i) * kRows + r, x[i] * factor);
@@ -220,9 +226,12 @@ struct alignas(64) AttentionTile {
 #pragma GCC unroll 16
           for (int i = 0; i < kLanes; ++i) x[i] = read(o + (d + i) * kRows + r) * factors[r / kLanes];
           transpose<kLanes / 2>(x);
+          if (head_dim - d >= kLanes && count - r >= kLanes)
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i)
-            if (r + i < count) store_lanes<Vectors>(to + places[r + i] * head_dim + d, head_dim - d, x[i]);
+            for (int i = 0; i < kLanes; ++i) store_lanes<Vectors>(to + places[r + i] * head_dim + d, kLanes, x[i]);
+          else
+            for (int i = 0; i < std::min(count - r, kLanes); ++i)
+              store_lanes<Vectors>(to + places[r + i] * head_dim + d, head_dim - d, x[i]);
         }
     });
   }
@@ -329,69 +338,78 @@ struct alignas(64) AttentionTile {
     sink(first_key, sums);
   }
 
+  // Exponentials have a loop of their own: beside the sums of products, their constants would not fit into the registers.
   template <bool is_masked>
   void add_keys(int vector, int64_t begin, int count, const Real* keys) {
     constexpr int vectors = is_masked ? 1 : kVectors;
-    Reals tops[vectors], sums_of[vectors];
-    for (int i = 0; i < vectors; ++i) tops[i] = top[vector + i], sums_of[i] = sum[vector + i];
-    key_products<vectors>(dims, count, q + vector * kLanes, keys, [&](int first_key, auto& scores) {
+    const int row = vector * kLanes;
+    Reals highest[vectors];
+    for (auto& x : highest) x = Vectors::all(kHidden);
+    key_products<vectors>(dims, count, q + row, keys, [&](int first_key, auto& scores) {
       constexpr int num_keys = std::extent_v<std::remove_reference_t<decltype(scores)>>;
+#pragma GCC unroll 12
+      for (int j = 0; j < num_keys; ++j)
 #pragma GCC unroll 2
-      for (int i = 0; i < vectors; ++i) {
-#pragma GCC unroll 12
-        for (int j = 0; j < num_keys; ++j) {
-          scores[j][i] = seen<is_masked>(scores[j][i], vector + i, begin + first_key + j, kHidden);
-          if (num_keys == kTail && first_key + j >= count) scores[j][i] = Vectors::all(kHidden);
+        for (int i = 0; i < vectors; ++i) {
+          const Reals score = seen<is_masked>(scores[j][i], vector + i, begin + first_key + j, kHidden);
+          if (num_keys == kKeys || first_key + j < count) highest[i] = Vectors::greater(score, highest[i]);
+          write(p + row + (first_key + j) * kRows + i * kLanes, score);
         }
-        Reals highest = scores[0][i];
-#pragma GCC unroll 12
-        for (int j = 1; j < num_keys; ++j) highest = Vectors::greater(scores[j][i], highest);
-        if (__builtin_expect(any_greater(highest, tops[i] + kHeadroom), 0))
-          raise(vector + i, first_key, highest, tops[i], sums_of[i]);
-#pragma GCC unroll 12
-        for (int j = 0; j < num_keys; ++j) {
-          const Reals e = power_of_two<Vectors>(scores[j][i] - tops[i]);
-          sums_of[i] += e;
-          write(p + (first_key + j) * kRows + (vector + i) * kLanes, e);
-        }
-      }
     });
-    for (int i = 0; i < vectors; ++i) top[vector + i] = tops[i], sum[vector + i] = sums_of[i];
+    Reals tops[vectors], sums_of[vectors];
+    for (int i = 0; i < vectors; ++i) {
+      if (__builtin_expect(any_greater(highest[i], top[vector + i] + kHeadroom), 0)) raise(vector + i, highest[i]);
+      tops[i] = top[vector + i], sums_of[i] = sum[vector + i];
+    }
+    for_scores<vectors>(count, row, [&](int, int i, Real* at) {
+      const Reals e = power_of_two<Vectors>(read(at) - tops[i]);
+      sums_of[i] += e;
+      write(at, e);
+    });
+    for (int i = 0; i < vectors; ++i) sum[vector + i] = sums_of[i];
   }
-  // Gives rows a higher top: what they have summed up, and the probabilities of this block's first `count` keys, shrink.
-  void raise(int vector, int count, const Reals& highest, Reals& top_of, Reals& sum_of) {
-    const Reals raised = highest > top_of + kHeadroom ? highest : top_of, factor = power_of_two<Vectors>(top_of - raised);
-    top_of = raised;
-    sum_of *= factor;
-    const auto shrink = [&](Real* numbers, int rows) {
-      for (Real* at = numbers + vector * kLanes; rows > 0; --rows, at += kRows) write(at, read(at) * factor);
-    };
-    shrink(o, dims);
-    shrink(p, count);
+  // Gives rows that have seen a score far above their top a higher one: what they have summed up shrinks.
+  void raise(int vector, const Reals& highest) {
+    const Reals raised = highest > top[vector] + kHeadroom ? highest : top[vector];
+    const Reals factor = power_of_two<Vectors>(top[vector] - raised);
+    top[vector] = raised;
+    sum[vector] *= factor;
+    Real* at = o + vector * kLanes;
+    for (int d = 0; d < dims; ++d, at += kRows) write(at, read(at) * factor);
+  }
+  // use(key, i, address in p) for `count` keys and vectors of rows from `row` on.
+  template <int vectors, typename Use>
+  void for_scores(int count, int row, const Use& use) {
+#pragma GCC unroll 4
+    for (int j = 0; j < count; ++j)
+#pragma GCC unroll 2
+      for (int i = 0; i < vectors; ++i) use(j, i, p + row + j * kRows + i * kLanes);
   }
 
   template <bool is_masked>
   void find_p_and_ds(int vector, int64_t begin, int count, const Real* keys, const Real* values) {
     constexpr int vectors = is_masked ? 1 : kVectors;
     const int row = vector * kLanes;
+    const auto to_all = [&](Real* to, const auto& of) {
+      return [to, row, &of](int first_key, auto& sums) {
+        constexpr int num_keys = std::extent_v<std::remove_reference_t<decltype(sums)>>;
+#pragma GCC unroll 12
+        for (int j = 0; j < num_keys; ++j)
+#pragma GCC unroll 2
+          for (int i = 0; i < vectors; ++i) {
+            const int place = row + (first_key + j) * kRows + i * kLanes;
+            write(to + place, of(place, i, sums[j][i]));
+          }
+      };
+    };
     Reals lse_of[vectors], delta_of[vectors];
     for (int i = 0; i < vectors; ++i) lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
-    const auto for_all = [&](int first_key, auto& sums, const auto& use) {
-      constexpr int num_keys = std::extent_v<std::remove_reference_t<decltype(sums)>>;
-#pragma GCC unroll 12
-      for (int j = 0; j < num_keys; ++j)
-#pragma GCC unroll 2
-        for (int i = 0; i < vectors; ++i) use(first_key + j, i, row + (first_key + j) * kRows + i * kLanes, sums[j][i]);
-    };
-    key_products<vectors>(dims, count, q + row, keys, [&](int first_key, auto& scores) {
-      for_all(first_key, scores, [&](int j, int i, int place, const Reals& score) {
-        write(p + place, seen<is_masked>(power_of_two<Vectors>(score - lse_of[i]), vector + i, begin + j, 0));
-      });
+    key_products<vectors>(dims, count, q + row, keys, to_all(p, [](int, int, const Reals& score) { return score; }));
+    for_scores<vectors>(count, row, [&](int j, int i, Real* at) {
+      write(at, seen<is_masked>(power_of_two<Vectors>(read(at) - lse_of[i]), vector + i, begin + j, 0));
     });
-    key_products<vectors>(dims, count, g + row, values, [&](int first_key, auto& dp) {
-      for_all(first_key, dp,
-              [&](int, int i, int place, const Reals& x) { write(ds + place, read(p + place) * (x - delta_of[i])); });
-    });
+    key_products<vectors>(dims, count, g + row, values,
+                          to_all(ds, [&](int place, int i, const Reals& dp) { return read(p + place) * (dp - delta_of[i]); }));
   }
 
   // sums[d][rows] += sum_key keys[key][d] weights[key][rows].

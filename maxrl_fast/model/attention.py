@@ -107,6 +107,11 @@ def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromp
     if _runs_own_kernel(q.device, q.dtype, q.shape[-1]):
         own: Tensor = attention_kernel.shared_prompt_attention(q, k, v, *layout.lengths)[0]
         return own
+    return merged_attention(q, k, v, layout)
+
+
+def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
+    """Return `shared_prompt_attention` by calls of FlashAttention and a merge, on any device."""
     check_mode("shared_prompt_attention", q, k, v)
     out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
     return out

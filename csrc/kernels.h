@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "attention.h"
 #include "decoding.h"
 #include "group_advantage.h"
 #include "layer.h"
@@ -26,6 +27,9 @@ namespace maxrl {
 //   sums                 [LossSums::kSize]
 // token_logprobs: log-probabilities of the targets and entropies, [T] each; the backward kernel computes the gradient in the
 //   logits, which it may write over the logits. It does not read rows whose gradients are 0.
+//
+// shared_prompt_attention: attention of attention.h, with its log-sum-exp; the backward kernel computes all gradients from
+// both.
 //
 // pacs_loss: the loss of pacs.h with its gradient and its metrics.
 // log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T]; the backward kernel computes the gradient in logprobs [T].
@@ -62,6 +66,12 @@ void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real
 
 template <typename Real>
 void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads);
+
+// Both throw std::invalid_argument if the stream's lengths do not fit its tokens, or responses do not stand in order.
+template <typename Element, typename Real>
+void shared_prompt_attention(const SharedPromptAttention<Element, Real>& in, int num_threads);
+template <typename Element, typename Real>
+void shared_prompt_attention_backward(const SharedPromptAttention<Element, Real>& in, int num_threads);
 
 }  // namespace cpu
 

@@ -315,3 +315,41 @@ class CpuGeneration:
     def run(self, seconds: float) -> bool: ...
     @property
     def statistics(self) -> GenerationStatistics: ...
+
+class SharedPromptStream:
+    def __init__(
+        self, *, num_tokens: int, num_sequences: int, num_responses: int, lengths: int, response_lengths: int, answers: int
+    ) -> None: ...
+
+def shared_prompt_attention_cpu(
+    *,
+    dtype: str,
+    stream: SharedPromptStream,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
+    lse: int,
+    num_threads: int,
+) -> None: ...
+def shared_prompt_attention_backward_cpu(
+    *,
+    dtype: str,
+    stream: SharedPromptStream,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    q: int,
+    k: int,
+    v: int,
+    o: int,
+    lse: int,
+    grad: int,
+    grad_q: int,
+    grad_k: int,
+    grad_v: int,
+    num_threads: int,
+) -> None: ...

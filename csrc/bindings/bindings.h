@@ -56,6 +56,7 @@ void export_fields(py::module_& m, const char* record, const char* const (&names
   m.attr("FIELDS")[record] = fields;
 }
 
+void bind_attention(py::module_& m);
 void bind_group_advantage(py::module_& m);
 void bind_token_loss(py::module_& m);
 void bind_pacs(py::module_& m);

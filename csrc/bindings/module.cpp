@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda") = false;
 #endif
   m.attr("FIELDS") = pybind11::dict();
+  maxrl::bindings::bind_attention(m);
   maxrl::bindings::bind_group_advantage(m);
   maxrl::bindings::bind_token_loss(m);
   maxrl::bindings::bind_pacs(m);

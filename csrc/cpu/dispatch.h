@@ -44,6 +44,37 @@ void with_widest_floats(const Work& work) {
   work(Vectors<float, 4>{});
 }
 
+// work() in a function of its own, compiled for the instructions that these vectors need.
+#if defined(__x86_64__)
+template <typename Work>
+MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, const Work& work) {
+  work();
+}
+template <typename Work>
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<float, 8>, const Work& work) {
+  work();
+}
+template <typename Work>
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<double, 4>, const Work& work) {
+  work();
+}
+#endif
+template <typename AnyVectors, typename Work>
+__attribute__((noinline, flatten)) void compiled_for(AnyVectors, const Work& work) {
+  work();
+}
+
+// use(Vectors{}) with the most lanes that this processor has. What `use` calls gets their instructions only by compiled_for.
+template <typename Real, typename Use>
+void with_widest(const Use& use) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(Real) == 4)
+    if (has_avx512) return use(Vectors<float, 16>{});
+  if (has_avx2_and_fma) return use(Vectors<Real, 32 / sizeof(Real)>{});
+#endif
+  use(Vectors<Real, 16 / sizeof(Real)>{});
+}
+
 // Rows of one piece of work: enough to hide the cost of starting a piece.
 inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
 

@@ -1,7 +1,8 @@
 """Attention of N responses that share one prompt, whose keys and values are computed once.
 
-A response attends to its prompt and, causally, to itself. Both parts are ordinary FlashAttention calls that also return
-their log-sum-exp, and they merge exactly:
+A response attends to its prompt and, causally, to itself. On a CPU one kernel does this (attention_kernel.py), for float32,
+bfloat16 and float64 and heads of at most 256. Elsewhere, and for others, both parts are ordinary FlashAttention calls that also
+return their log-sum-exp, and they merge exactly:
 
     l = logaddexp(l1, l2)        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.model import flash
+from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.ops.derivatives import check_mode, first_order
 
@@ -54,6 +55,12 @@ class SharedPromptLayout:
             responses=VarlenSpec(response_lengths, response_lengths, device, causal=True) if has_responses else None,
             answers=answers,
         )
+
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths of the sequences [B] and of the responses [S], and which sequence each response answers, on the host."""
+        of_responses = torch.zeros_like(self.answers) if self.responses is None else self.responses.q_lengths
+        return self.sequences.q_lengths, of_responses, self.answers
 
     @property
     def sizes(self) -> list[int]:
@@ -97,6 +104,24 @@ def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromp
     Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout` describes; Hq is a multiple of
     Hkv. Returns [U, Hq, D]. Differentiable in q, k and v.
     """
+    if _runs_own_kernel(q.device, q.dtype, q.shape[-1]):
+        own: Tensor = attention_kernel.shared_prompt_attention(q, k, v, *layout.lengths)[0]
+        return own
+    return merged_attention(q, k, v, layout)
+
+
+def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
+    """Return `shared_prompt_attention` by calls of FlashAttention and a merge, on any device."""
     check_mode("shared_prompt_attention", q, k, v)
     out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
     return out
+
+
+def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Return the name of what computes `shared_prompt_attention`, for the start of a run."""
+    return "C++" if _runs_own_kernel(device, dtype, head_dim) else flash.kernel_for(device, dtype, head_dim).name
+
+
+def _runs_own_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    is_ours = attention_kernel.has_kernel(device, dtype, head_dim)
+    return is_ours and flash.kernel_for(device, dtype, head_dim) is flash.PADDED_CPU

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.attention import SharedPromptLayout
+from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.transfers import to_device, to_host
@@ -46,8 +47,11 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
     """Return the cost of merging two attention calls per response token, in forward and backward passes of a token.
 
     The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge
-    of the outputs and the sum of the gradients), against 6 operations for every weight of a layer.
+    of the outputs and the sum of the gradients), against 6 operations for every weight of a layer. It is 0 where one kernel
+    attends to prompt and response together.
     """
+    if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
+        return 0.0
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * heads + 2 * keys + 3 * config.intermediate_size)

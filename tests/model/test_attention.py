@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model import flash
+from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
 from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
 
@@ -35,6 +35,19 @@ def ordinary_attention(q, k, v):
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
+def ordinary_stream(q, k, v, lengths, response_lengths, answers):
+    """Compute ordinary attention of a stream, every sequence written out."""
+    sequences = torch.arange(sum(lengths)).split(lengths)
+    responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
+    expected = torch.zeros_like(q)
+    for b, sequence in enumerate(sequences):
+        expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence])
+        for response in (r for r, answered in zip(responses, answers, strict=True) if answered == b):
+            rows = torch.cat([sequence, response])
+            expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(sequence) :]
+    return expected
+
+
 def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, heads=(4, 2, 2)):
     lengths, response_lengths, answers = CASES[case]
     generator = torch.Generator().manual_seed(0)
@@ -43,14 +56,7 @@ def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, head
     layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
     out = shared_prompt_attention(q, k, v, layout)
 
-    sequences = torch.arange(sum(lengths)).split(lengths)
-    responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
-    expected = torch.zeros_like(out)
-    for b, sequence in enumerate(sequences):
-        expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence])
-        for response in (r for r, answered in zip(responses, answers, strict=True) if answered == b):
-            rows = torch.cat([sequence, response])
-            expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(sequence) :]
+    expected = ordinary_stream(q, k, v, lengths, response_lengths, answers)
     torch.testing.assert_close(out, expected, rtol=rtol, atol=rtol / 10)
 
     grad = torch.randn(out.shape, generator=generator, dtype=dtype)
@@ -61,11 +67,19 @@ def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, head
         torch.testing.assert_close(a, w, rtol=rtol, atol=rtol / 10)
 
 
+@pytest.fixture(params=["own kernel", "FlashAttention calls"])
+def path(request, monkeypatch):
+    if request.param == "FlashAttention calls":
+        monkeypatch.setattr(attention_kernel, "has_kernel", lambda *_: False)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_equal_ordinary_attention(case):
     check_against_ordinary_attention(case)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("heads", [(4, 4, 4), (6, 1, 1)])
 def test_grouped_query_heads(heads):
     check_against_ordinary_attention("uneven groups", heads=heads)

@@ -1,0 +1,160 @@
+// What attention_tile.h needs of vectors beyond vectors.h: base-2 exponential and logarithm, comparisons, transposition, and
+// loads and stores of one vector of elements, or a part of it.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <cmath>
+#include <type_traits>
+#include <utility>
+
+#include "vectors.h"
+
+namespace maxrl::cpu {
+
+// 2^x for x < 127, 0 at -127 (double: at -1022) and below. float: within 1e-7 of its value.
+template <typename Vectors>
+inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
+  if constexpr (sizeof(typename Vectors::Real) == 4) {
+    using Reals = typename Vectors::Reals;
+    using Words = typename VectorTypes<float, Vectors::kLanes>::Words;
+    constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
+    x = Vectors::greater(Vectors::all(-127.0f), x);
+    const Reals shifted = x + kShift, r = x - (shifted - kShift);
+    Reals p = r * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
+    p = p * r + 0x1.3b2d4cp-7f;
+    p = p * r + 0x1.c6aee8p-5f;
+    p = p * r + 0x1.ebfbdcp-3f;
+    p = p * r + 0x1.62e430p-1f;
+    p = p * r + 1.0f;
+    return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
+  } else {
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = x[lane] <= -1022 ? 0.0 : std::exp2(x[lane]);
+    return x;
+  }
+}
+
+// log2 of normal x > 0.
+template <typename Vectors>
+inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
+  if constexpr (sizeof(typename Vectors::Real) == 4) {
+    using Reals = typename Vectors::Reals;
+    using Integers = decltype(x > x);
+    const Integers bits = bits_as<Integers>(x), n = (bits - 0x3f3504f3) >> 23;  // x = m 2^n, m from sqrt(1/2) to sqrt(2)
+    const Reals m = bits_as<Reals>(bits - (n << 23)), t = (m - 1.0f) / (m + 1.0f), u = t * t;
+    const Reals series = (((u * (2.0f / 9) + 2.0f / 7) * u + 2.0f / 5) * u + 2.0f / 3) * u + 2.0f;
+    return t * series * 0x1.715476p+0f + __builtin_convertvector(n, Reals);
+  } else {
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = std::log2(x[lane]);
+    return x;
+  }
+}
+
+// Comparisons, whose results are masks of another kind for each set of instructions. Arguments are references, for callers may
+// be compiled for other instructions until they are inlined.
+
+// Whether a lane of a is greater than that of b.
+template <typename Reals>
+inline bool any_greater(const Reals& a, const Reals& b) {
+  const auto is_greater = a > b;
+  bool any = false;
+  for (size_t lane = 0; lane < sizeof(Reals) / sizeof a[0]; ++lane) any |= is_greater[lane] != 0;
+  return any;
+}
+// x where low <= at <= high, otherwise `hidden`.
+template <typename Reals>
+inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x, const Reals& hidden) {
+  return (low <= at) & (at <= high) ? x : hidden;
+}
+#if defined(__x86_64__)
+using Reals16 = Vectors<float, 16>::Reals;
+using Reals8 = Vectors<float, 8>::Reals;
+
+#define MAXRL_INLINE_AVX512 __attribute__((target("avx512f"))) inline
+#define MAXRL_INLINE_AVX2 __attribute__((target("avx2"))) inline
+
+MAXRL_INLINE_AVX512 __m512 plain(const Reals16& x) { return reinterpret_cast<__m512>(x); }
+MAXRL_INLINE_AVX512 bool any_greater(const Reals16& a, const Reals16& b) {
+  return _mm512_cmp_ps_mask(plain(a), plain(b), _CMP_GT_OQ) != 0;
+}
+MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at, const Reals16& high, const Reals16& x,
+                                          const Reals16& hidden) {
+  const __mmask16 from_low = _mm512_cmp_ps_mask(plain(low), plain(at), _CMP_LE_OQ);
+  const __mmask16 between = _mm512_mask_cmp_ps_mask(from_low, plain(at), plain(high), _CMP_LE_OQ);
+  return reinterpret_cast<Reals16>(_mm512_mask_mov_ps(plain(hidden), between, plain(x)));
+}
+
+MAXRL_INLINE_AVX2 __m256 plain(const Reals8& x) { return reinterpret_cast<__m256>(x); }
+MAXRL_INLINE_AVX2 bool any_greater(const Reals8& a, const Reals8& b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(plain(a), plain(b), _CMP_GT_OQ)) != 0;
+}
+MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high, const Reals8& x,
+                                       const Reals8& hidden) {
+  const __m256 from_low = _mm256_cmp_ps(plain(low), plain(at), _CMP_LE_OQ);
+  const __m256 to_high = _mm256_cmp_ps(plain(at), plain(high), _CMP_LE_OQ);
+  return reinterpret_cast<Reals8>(_mm256_blendv_ps(plain(hidden), plain(x), _mm256_and_ps(from_low, to_high)));
+}
+#endif
+
+template <int distance, typename Reals, int... lane>
+inline void exchange(Reals& a, Reals& b, std::integer_sequence<int, lane...>) {
+  constexpr int kLanes = sizeof...(lane);
+#ifdef __clang__
+  const Reals low = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane - distance : lane)...);
+  b = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane : lane + distance)...);
+#else
+  using Places = decltype(a > b);
+  const Reals low = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane - distance : lane)...});
+  b = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane : lane + distance)...});
+#endif
+  a = low;
+}
+template <int distance, typename Reals, int lanes>
+inline void transpose(Reals (&x)[lanes]) {
+  if constexpr (distance > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i)
+      if (!(i & distance)) exchange<distance>(x[i], x[i + distance], std::make_integer_sequence<int, lanes>{});
+    transpose<distance / 2>(x);
+  }
+}
+
+// The first `count` of the lanes, the others 0.
+template <typename Vectors, typename Element>
+inline typename Vectors::Reals load_lanes(const Element* from, int64_t count) {
+  typedef Element Elements __attribute__((vector_size(Vectors::kLanes * sizeof(Element))));
+  Elements x{};
+  if (count >= Vectors::kLanes)
+    memcpy(&x, from, sizeof x);
+  else if (count > 0)
+    memcpy(&x, from, count * sizeof(Element));
+  if constexpr (std::is_same_v<Element, uint16_t>)
+    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename VectorTypes<float, Vectors::kLanes>::Words)
+                                            << 16);
+  else
+    return x;
+}
+template <typename Vectors>
+inline typename Vectors::Reals load_lanes(const BFloat16* from, int64_t count) {
+  return load_lanes<Vectors>(reinterpret_cast<const uint16_t*>(from), count);
+}
+
+template <typename Vectors, typename Element>
+inline void store_lanes(Element* to, int64_t count, typename Vectors::Reals x) {
+  typedef uint16_t Halves __attribute__((vector_size(Vectors::kLanes * 2)));
+  const auto copy = [&](const auto& numbers) {
+    if (count >= Vectors::kLanes)
+      memcpy(to, &numbers, sizeof numbers);
+    else if (count > 0)
+      memcpy(to, &numbers, count * sizeof(Element));
+  };
+  if constexpr (std::is_same_v<Element, BFloat16>) {  // to nearest even; NaNs of bfloat16 inputs have lower halves of 0
+    const auto bits = bits_as<typename VectorTypes<float, Vectors::kLanes>::Words>(x);
+    copy(__builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves));
+  } else {
+    copy(x);
+  }
+}
+
+}  // namespace maxrl::cpu

@@ -1,0 +1,124 @@
+"""`maxrl_fast::shared_prompt_attention` on a CPU: a prompt's keys and a response's own in one online softmax.
+
+csrc/cpu/attention.cpp computes what attention.py makes of three calls of FlashAttention and a merge. Scores, probabilities and
+sums are in float32, in float64 for float64 inputs. Results are bitwise the same for any number of threads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast import _C
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops.derivatives import register_backward
+
+DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+LARGEST_HEAD = 256
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most LARGEST_HEAD numbers."""
+    return device.type == "cpu" and not _gate.is_gpu(device) and dtype in DTYPES and head_dim <= LARGEST_HEAD
+
+
+@operator()
+def shared_prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, answers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U, Hq].
+
+    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and answers [S] are a SharedPromptLayout's,
+    int64. The gradients are those of the attention alone; the second result has none.
+
+    Raises:
+        ValueError: if lengths do not add up to U, or responses do not stand in the order of their prompts.
+    """
+    call, q, k, v = Call(q.device), q.contiguous(), k.contiguous(), v.contiguous()
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    call.launch(
+        "shared_prompt_attention",
+        **_inputs(call, q, k, v, lengths, response_lengths, answers),
+        o=call.keep(o),
+        lse=call.keep(lse),
+    )
+    return o, lse
+
+
+@register_fake(shared_prompt_attention)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@operator()
+def shared_prompt_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor,
+    response_lengths: Tensor,
+    answers: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
+    call, grad, q, k, v = Call(q.device), grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    call.launch(
+        "shared_prompt_attention_backward",
+        **_inputs(call, q, k, v, lengths, response_lengths, answers),
+        o=call.address("o", o, q.dtype, q.shape),
+        lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
+        grad=call.address("grad", grad, q.dtype, q.shape),
+        **{name: call.keep(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)},
+    )
+    return grads
+
+
+@register_fake(shared_prompt_attention_backward)
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, answers: Tensor) -> Any:
+    """Return the arguments that both kernels take."""
+    if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
+        raise ValueError(
+            f"q and k must be {', '.join(DTYPES.values())} [tokens, heads, head size], got {q.dtype} {tuple(q.shape)} and "
+            f"{k.dtype} {tuple(k.shape)}"
+        )
+    (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
+    shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
+    stream = _C.SharedPromptStream(
+        num_tokens=num_tokens,
+        num_sequences=len(lengths),
+        num_responses=num_responses,
+        lengths=call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
+        response_lengths=call.address("response_lengths", response_lengths, torch.int64, (num_responses,)),
+        answers=call.address("answers", answers, torch.int64, (num_responses,)),
+    )
+    return {
+        **{"dtype": DTYPES[q.dtype], "stream": stream, "heads": heads, "key_heads": key_heads, "head_dim": head_dim},
+        "q": call.address("q", q, q.dtype, q.shape),
+        "k": call.address("k", k, q.dtype, shape),
+        "v": call.address("v", v, q.dtype, shape),
+    }
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *layout = inputs
+    ctx.save_for_backward(q, k, v, *results, *layout)
+    ctx.mark_non_differentiable(results[1])
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    q, k, v, o, lse, *layout = ctx.saved_tensors
+    grads: tuple[Tensor, ...] = shared_prompt_attention_backward(grad, q, k, v, o, lse, *layout)
+    return grads
+
+
+register_backward(shared_prompt_attention, "shared_prompt_attention", _backward, save=_save, num_inputs=3)

@@ -1,0 +1,194 @@
+"""The CPU's shared-prompt attention against ordinary attention in float64, and against the path of FlashAttention calls."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from maxrl_fast.model import attention_kernel, flash
+from maxrl_fast.model.attention import SharedPromptLayout, kernel_name, merged_attention, shared_prompt_attention
+from tests.fuzzing import settings
+from tests.model.test_attention import CPU, ordinary_stream
+
+NAMES = ("o", "grad_q", "grad_k", "grad_v")
+
+
+def stream(lengths, response_lengths, answers, heads, key_heads, head_dim, dtype=torch.float64, seed=0):
+    """Return the three tensors of lengths, then q, k and v, and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths) + sum(response_lengths)
+    q, k, v, grad = (
+        torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        for h in (heads, key_heads, key_heads, heads)
+    )
+    return [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, answers)], (q, k, v), grad
+
+
+def results(function, qkv, grad):
+    """Return a function's output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def ours(layout, qkv, grad):
+    return results(lambda *x: attention_kernel.shared_prompt_attention(*x, *layout)[0], qkv, grad)
+
+
+def pytorchs(layout, qkv, grad):
+    return results(lambda *x: merged_attention(*x, SharedPromptLayout.build(*layout, CPU)), qkv, grad)
+
+
+def ordinary(layout, qkv, grad):
+    """Return the same in float64, every sequence written out."""
+    return results(lambda *x: ordinary_stream(*x, *(y.tolist() for y in layout)), [x.double() for x in qkv], grad.double())
+
+
+def check_exact(layout, qkv, grad, tolerance=1e-12):
+    for name, actual, wanted in zip(NAMES, ours(layout, qkv, grad), ordinary(layout, qkv, grad), strict=True):
+        assert actual.shape == wanted.shape
+        assert float((actual - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max())), name
+
+
+@st.composite
+def streams(draw):
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 16, 33, 95, 130]), min_size=1, max_size=4))
+    responses = draw(st.lists(st.sampled_from([0, 1, 2, 7, 16, 31, 97]), max_size=8))
+    answers = sorted(draw(st.integers(0, len(lengths) - 1)) for _ in responses)
+    key_heads, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
+    head_dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 80, 96, 100, 128, 130, 192, 255, 256]))
+    return lengths, responses, answers, key_heads * shared, key_heads, head_dim
+
+
+@settings(60)
+@given(streams(), st.booleans())
+def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_heads(drawn, is_view):
+    if not sum(drawn[0]) + sum(drawn[1]):
+        return  # see test_streams_without_tokens
+    layout, qkv, grad = stream(*drawn)
+    if is_view:  # heads first in memory, as transformers has them, and every other number
+        qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]
+        grad = torch.stack([grad, grad], -1)[..., 1]
+    check_exact(layout, qkv, grad)
+
+
+@pytest.mark.parametrize("case", [([4097], [3], [0]), ([1], [4097, 1], [0, 0]), ([600, 2], [40] * 90 + [5], [0] * 90 + [1])])
+def test_long_sequences_and_groups_of_several_pieces(case):
+    check_exact(*stream(*case, 2, 1, 16))
+
+
+def test_streams_without_tokens():
+    for lengths, responses, answers in (([0], [0], [0]), ([0, 0], [], [])):
+        layout, qkv, grad = stream(lengths, responses, answers, 2, 1, 16)
+        assert [x.shape for x in ours(layout, qkv, grad)] == [(0, 2, 16), (0, 2, 16), (0, 1, 16), (0, 1, 16)]
+
+
+# Shapes of the default job, of a maze and of a larger model, with few sequences.
+SHAPES = {
+    "heads of 16": ([94] * 4, [13, 9, 17] * 4, [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3, 8, 4, 16),
+    "heads of 64": ([310], [1, 20, 90, 180] * 8, [0] * 32, 4, 2, 64),
+    "seven heads to a key": ([300], [256] * 4, [0] * 4, 14, 2, 64),
+    "heads of 80": ([70, 30], [33] * 6, [0] * 3 + [1] * 3, 4, 4, 80),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounding_errors_are_at_most_twice_pytorchs(shape, dtype):
+    layout, qkv, grad = stream(*SHAPES[shape], dtype=dtype)
+    exact, actual = ordinary(layout, qkv, grad), ours(layout, qkv, grad)
+    for name, wanted, x, theirs in zip(NAMES, exact, actual, pytorchs(layout, qkv, grad), strict=True):
+        assert x.dtype == dtype
+        errors = [float((y.double() - wanted).norm() / wanted.norm()) for y in (x, theirs)]
+        assert 1e-9 < errors[0] <= 2 * errors[1], name
+
+
+@pytest.mark.parametrize("dtype", attention_kernel.DTYPES)
+def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
+    layout, qkv, grad = stream([600, 90, 3], [40] * 30 + [5] * 9, [0] * 30 + [1] * 5 + [2] * 4, 4, 2, 16, dtype=dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = ours(layout, qkv, grad)
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, ours(layout, qkv, grad), expected))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_any_size(dtype):
+    """Scores rise along the keys to thousands, so that the softmax's top is raised again and again."""
+    layout, (q, k, v), grad = stream([200], [60, 90], [0, 0], 2, 2, 16, dtype=dtype)
+    scale = torch.arange(len(k), dtype=dtype)[:, None, None] / len(k)
+    qkv = 30 * q, 30 * k * scale, v
+    actual, wanted = ours(layout, qkv, grad), ordinary(layout, qkv, grad)
+    assert float(wanted[0].abs().max()) > 1
+    for x, y in zip(actual, wanted, strict=True):
+        tolerance = 1e-11 if dtype == torch.float64 else 1e-3  # scores of thousands have steps of 1e-4 in float32
+        assert float((x - y).abs().max()) <= tolerance * float(y.abs().max())
+
+
+def test_the_second_result_is_the_logarithm_of_the_sums_to_base_2():
+    layout, (q, k, v), _ = stream([5], [3, 4], [0, 0], 2, 1, 16)
+    o, lse = attention_kernel.shared_prompt_attention(q, k, v, *layout)
+    scores = torch.einsum("hd,jd->hj", q[9], k[[0, 1, 2, 3, 4, 8, 9], 0]) / 4  # the second token of the second response
+    torch.testing.assert_close(lse[9], scores.logsumexp(-1) / torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(o[9], scores.softmax(-1) @ v[[0, 1, 2, 3, 4, 8, 9], 0], rtol=1e-12, atol=1e-13)
+
+
+def test_what_is_not_finite_stays_in_its_group():
+    layout, qkv, grad = stream([40, 9], [12, 5, 7, 30], [0, 0, 1, 1], 4, 2, 24, dtype=torch.float32)
+    expected = ours(layout, qkv, grad)
+    is_first = torch.zeros(len(grad), dtype=torch.bool)
+    is_first[:40] = is_first[49:66] = True
+    for x in (*qkv, grad):
+        broken = x.clone()
+        broken[3], broken[50] = float("nan"), float("inf")
+        changed = [broken if y is x else y for y in (*qkv, grad)]
+        for actual, wanted in zip(ours(layout, changed[:3], changed[3]), expected, strict=True):
+            assert torch.equal(actual[~is_first], wanted[~is_first])
+    with_nan = ours(layout, (qkv[0], qkv[1], qkv[2].index_fill(0, torch.tensor([3]), float("nan"))), grad)
+    assert with_nan[0][is_first][3:].isnan().any()
+
+
+def test_which_streams_the_kernel_takes():
+    assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
+    assert kernel_name(CPU, torch.float32, 257) == kernel_name(CPU, torch.float16, 64) == flash.PADDED_CPU.name
+    layout, qkv, grad = stream([4], [3, 2], [0, 0], 2, 1, 260)
+    shared = SharedPromptLayout.build(*layout, CPU)
+    for actual, wanted in zip(
+        results(lambda *x: shared_prompt_attention(*x, shared), qkv, grad), ordinary(layout, qkv, grad), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-12)
+    with pytest.raises(ValueError, match="needs heads of 1 to 256"):
+        attention_kernel.shared_prompt_attention(*qkv, *layout)
+
+
+def test_bad_layouts_are_a_sentence():
+    layout, (q, k, v), _ = stream([4], [3, 2], [0, 0], 2, 1, 16)
+    lengths, responses, answers = layout
+    attend = attention_kernel.shared_prompt_attention
+    with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 10"):
+        attend(q, k, v, lengths + 1, responses, answers)
+    for wrong in (
+        (lengths, torch.tensor([6, -1]), answers),
+        (lengths, responses, answers + 1),
+        (lengths, responses, answers - 1),
+    ):
+        with pytest.raises(ValueError, match="lengths must not be negative, and responses must be in the order"):
+            attend(q, k, v, *wrong)
+    with pytest.raises(ValueError, match=r"v must be a contiguous torch.float64 tensor of shape \(9, 1, 16\)"):
+        attend(q, k, v[:8], lengths, responses, answers)
+    with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
+        attend(q.half(), k.half(), v.half(), lengths, responses, answers)
+
+
+def test_the_operators_pass_opcheck():
+    layout, qkv, grad = stream([4, 2], [3, 2], [0, 1], 4, 2, 16, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in qkv]
+    torch.library.opcheck(torch.ops.maxrl_fast.shared_prompt_attention.default, (*leaves, *layout))
+    qkv = [x.detach() for x in leaves]
+    saved = attention_kernel.shared_prompt_attention(*qkv, *layout)
+    torch.library.opcheck(torch.ops.maxrl_fast.shared_prompt_attention_backward.default, (grad, *qkv, *saved, *layout))

@@ -13,6 +13,7 @@ from maxrl_fast.config.resolve import default_rates
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.hardware import Machine
 from maxrl_fast.model.attention import kernel_name
+from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.rollout.names import ENGINES
@@ -36,7 +37,9 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
     adapters = "" if trained == count(model) else f", {trained:,} of them trained (LoRA)"
     compiled = "torch.compile, which chooses kernels by timing them" if device.type == "cuda" else "torch.compile"
     switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [compiled] * config.run.compile
-    attention = kernel_name(device, dtype, model.config.head_dim)
+    attention, called = kernel_name(device, dtype, model.config.head_dim), kernel_for(device, dtype, model.config.head_dim).name
+    if model.backend != "native" and called != attention:  # our own decoder's layers have none of these
+        attention += f" ({called} where a layer has a sliding window, a soft cap or sinks)"
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder ({model.backend}), "
     policy += f"{count(model):,} parameters"

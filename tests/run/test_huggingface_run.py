@@ -87,6 +87,7 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     assert f"3-layer {family} decoder (transformers 5" in " ".join(printed.split())
     assert "log-probs equal those of the model's own forward pass" in " ".join(printed.split())
     assert "rollout engine: plain (transformers 5" in " ".join(printed.split())
+    assert "attention: C++ (torch flash where a layer has a sliding window, a soft cap or sinks)" in " ".join(printed.split())
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["model_backend"] == "transformers"
     metrics = read(tmp_path / "whole" / "metrics.jsonl")
     assert max(record["grad_norm"] for record in metrics) > 1e-5

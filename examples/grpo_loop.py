@@ -30,7 +30,7 @@ def tiny() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
 
 
 parser = argparse.ArgumentParser(description=__doc__)
-for name, default in {"model": "", "lr": 3e-3, "steps": 60, "tokens": 4, "rollouts": 16, "estimator": "grpo"}.items():
+for name, default in {"model": "", "lr": 3e-3, "steps": 60, "tokens": 4, "rollouts": 16, "estimator": "grpo", "k": 0}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 options = parser.parse_args()
 torch.manual_seed(0)
@@ -55,7 +55,8 @@ for step in range(options.steps + 1):
     rewards = torch.tensor([reward(PROMPTS[i // options.rollouts], text) for i, text in enumerate(texts)])
     if step % 20 == 0:
         print(f"step {step:3d}: mean reward {rewards.mean():.2f}, for example {PROMPTS[0]!r} {texts[0]!r}")
-    advantages = ops.group_advantage(rewards.view(-1, options.rollouts), options.estimator).flatten()  # [S]
+    sizes = {"k": options.k} if options.k else {}  # of max@k: --estimator maxpo --k 4
+    advantages = ops.group_advantage(rewards.view(-1, options.rollouts), options.estimator, **sizes).flatten()  # [S]
     attention = torch.cat([inputs["attention_mask"].repeat_interleave(options.rollouts, 0), mask.long()], 1)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     hidden = model.base_model(input_ids=sequences, attention_mask=attention, position_ids=positions).last_hidden_state

@@ -140,12 +140,14 @@ def build_scorer(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     functions: Mapping[str, Callable[..., Any]] | None = None,
+    num_ranks: int = 1,
 ) -> Scorer:
     """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
 
     Args:
         device, dtype: of a reward model.
         functions: Python functions of this process, by their names among the rewards.
+        num_ranks: processes that score a part of the responses each.
 
     Raises:
         InputError: where one of them cannot be loaded.
@@ -166,7 +168,7 @@ def build_scorer(
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
         on_error.pop_all()
     limit = None if options.reward else task.answer_limit  # a user's function sees everything
-    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit)
+    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks)
 
 
 def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:

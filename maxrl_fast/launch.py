@@ -115,7 +115,7 @@ class Job:
             engine = build_run_engine(config, model, task, ranks)
             has_weights = saved is None or saved.decoder is None  # else the checkpoint's are loaded later
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
-            scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions)
+            scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions, ranks.size)
             held.enter_context(contextlib.closing(scorer))
             if not saved and (error := self._rehearse(config, engine, scorer)):
                 return Ending(1, error), None

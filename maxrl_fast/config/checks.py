@@ -17,19 +17,18 @@ from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, make_objective
 
 # Names of options, what their values must be, and whether a value is that. None is always right: not given.
+_FROM_1 = (
+    "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
+    "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel"
+)
+_FROM_0 = (
+    "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
+    "ref_reset_interval keep_rollouts"
+)
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    (
-        "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel",
-        "at least 1",
-        lambda x: x >= 1,
-    ),
-    (
-        "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
-        "ref_reset_interval keep_rollouts",
-        "at least 0",
-        lambda x: x >= 0,
-    ),
+    (_FROM_1, "at least 1", lambda x: x >= 1),
+    (_FROM_0, "at least 0", lambda x: x >= 0),
+    (f"{_FROM_1} {_FROM_0}", "below 2^31", lambda x: x < 2**31),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     (
         "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta",
@@ -125,6 +124,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
 
 
 def _check_multiples(options: Mapping[str, Any]) -> None:
+    if options["prompts"] * options["rollouts"] >= 2**31:
+        raise InputError(f"prompts x rollouts must be below 2^31, got {options['prompts']} x {options['rollouts']}")
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"

@@ -49,17 +49,17 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
         f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}",
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
-        _describe_rates(config),
+        _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
 
 
-def _describe_rates(config: ResolvedConfig) -> str:
+def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
     """Return the learning rates, and whose default they are where a checkpoint changes the default."""
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
     defaults = default_rates(config.model) if config.model.model is not None else (None, None)
     sft_lr, lr, steps = config.warm_start.sft_lr, config.optimizer.lr, config.warm_start.sft_steps
     said = [f"learning rate {lr:g}" + (f" (the default for {kind})" if lr == defaults[1] else "")]
-    if steps:
+    if has_warm_start:
         default = f" (the default for {kind})" if sft_lr == defaults[0] else ""
         said += [f"in the warm start of {steps} step{'s' * (steps > 1)} {sft_lr:g}{default}"]
     return "; ".join(said)

@@ -64,6 +64,8 @@ class Scorer:
         threshold: rewards above it become 1, others 0; None: rewards are unchanged.
         answer_limit: the longest answer in characters; responses with a longer answer or without one get reward 0 without a
             call. None: all responses are scored.
+        num_ranks: processes that score a part each. A process gives up early only where its failures alone are more than
+            all of them together may have.
 
     Attributes:
         beat: called while responses are scored, for a watchdog.
@@ -77,9 +79,10 @@ class Scorer:
         max_error_rate: float = 1.0,
         threshold: float | None = None,
         answer_limit: int | None = None,
+        num_ranks: int = 1,
     ):
         self._task, self._source, self._max_error_rate, self._threshold = task, source, max_error_rate, threshold
-        self._answer_limit = answer_limit
+        self._answer_limit, self._num_ranks = answer_limit, num_ranks
         self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
@@ -113,7 +116,7 @@ class Scorer:
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
         scored = torch.full((len(rows),), float("nan"))
         try:
-            max_failures = int(self._max_error_rate * len(responses))
+            max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
@@ -134,7 +137,13 @@ class Scorer:
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else _split(prompts.tokens, prompts.lengths)
-        return prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
+        columns = prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
+        for name, value in ((name, value) for row in columns for name, value in row.items()):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:  # of a task of the user's own
+                raise InputError(f"the column {name} of a prompt must be a JSON value, for rewards: {error}") from error
+        return columns
 
     def check(self, prompts: Prompts) -> None:
         """Raise InputError, with the nearest fix, if a reward can take the columns of none of these prompts."""

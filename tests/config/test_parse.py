@@ -296,6 +296,8 @@ def test_bad_flags_exit_with_2(flags, capsys):
         ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
         ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),
+        ("--rollouts 10000000000000000000000000", r"rollouts must be below 2\^31, got 10000000000000000000000000"),
+        ("--prompts 1000000000 --rollouts 16", r"prompts x rollouts must be below 2\^31, got 1000000000 x 16"),
         ("--lr nan", "lr must be a finite number above 0, got nan"),
         ("--temperature 0", "temperature must be a finite number above 0, got 0"),
         ("--top-p 0", "top_p must be above 0 and at most 1, got 0"),

@@ -9,7 +9,9 @@ import torch
 from maxrl_fast import ops, train
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.records import Rollouts
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
@@ -87,6 +89,25 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
         "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), for example: ValueError"
     )
     assert "up is not allowed" in sentence
+
+
+@pytest.mark.parametrize(("num_ranks", "has_given_up"), [(1, True), (2, False)])
+def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(num_ranks, has_given_up):
+    def score(prompt, response):
+        return 1 / response.count("UP")
+
+    task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])  # 2 of 6 fail, and 3 of 12 may
+    scorer = Scorer(task, InProcessReward(score, "f", 5.0), max_error_rate=0.25, num_ranks=num_ranks)
+    scored = scorer.score(task.prompts("train", 0, 1), responses)
+    assert bool(scored.isnan().all()) == has_given_up
+    assert scored.isnan()[:2].all()
+
+
+def test_a_column_that_is_no_json_value_is_named():
+    prompts = Prompts(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0]), columns=({"prompt": "p", "answer": {1}},))
+    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f", 5.0))
+    with pytest.raises(InputError, match="the column answer of a prompt must be a JSON value, for rewards: .*set"):
+        scorer.score(prompts, Rollouts.given([[UP]]))
 
 
 def test_the_task_scores_without_a_function():

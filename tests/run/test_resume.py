@@ -180,7 +180,10 @@ def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_pat
     out = copied(whole_runs / "maxpo", tmp_path)
     changed = ["--objective", "pacs", "--steps", "7", "--allow-changes"]
     assert train.main(["--resume", str(out), *changed]) == 0
-    assert "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now" in printed.err
+    assert "learning rate" in printed.out
+    assert "in the warm start" not in printed.out  # which is over
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):

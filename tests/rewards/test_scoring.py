@@ -8,8 +8,8 @@ import torch
 
 from maxrl_fast import ops, train
 from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.errors import InputError
+from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.pool import RewardPool

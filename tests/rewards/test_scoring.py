@@ -106,7 +106,7 @@ def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
 def test_a_column_that_is_no_json_value_is_named():
     prompts = Prompts(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0]), columns=({"prompt": "p", "answer": {1}},))
     scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f", 5.0))
-    with pytest.raises(InputError, match="the column answer of a prompt must be a JSON value, for rewards: .*set"):
+    with pytest.raises(InputError, match=r"the column answer of a prompt must be a JSON value, for rewards: .*set"):
         scorer.score(prompts, Rollouts.given([[UP]]))
 
 

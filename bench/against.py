@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -145,17 +146,23 @@ def build(folder: Path) -> None:
         RuntimeError: with the end of the compiler's output, where that fails.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # cmake and ninja beside the interpreter
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=folder,
         env=os.environ | {"MAXRL_FAST_CUDA": "OFF", "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT_SECONDS,
+        start_new_session=True,
     )
-    if done.returncode:
-        raise RuntimeError(f"the commit's extension does not build: {done.stdout[-2000:]}")
+    try:
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        if process.poll() is None:  # Ctrl-C: its compilers must not write into a folder that is being removed
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the commit's extension does not build: {output[-2000:]}")
 
 
 @contextmanager

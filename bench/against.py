@@ -48,7 +48,6 @@ from maxrl_fast.training.packing import Packer
 ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 3600.0  # of a build, a job and one answer
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-DTYPES = tuple(TOLERANCE)
 DEFAULT = DecoderConfig(32, 128, 256, 4, 8, 4, 16, max_position_embeddings=128)
 PAPER = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512)
 UPDATES = {"update": (DEFAULT, attention.CASES["default job"]), "update17": (PAPER, attention.CASES["17x17 maze"])}
@@ -110,8 +109,10 @@ class Side:
         assert self.process.stdout is not None
         timer = Timer(LIMIT_SECONDS, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise RuntimeError(f"{self.name} gave no answer, and ended with exit code {self.process.wait(10)}")
         return json.loads(line)
@@ -159,8 +160,8 @@ def build(folder: Path) -> None:
         output, _ = process.communicate(timeout=LIMIT_SECONDS)
     finally:
         if process.poll() is None:  # Ctrl-C: its compilers must not write into a folder that is being removed
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            os.killpg(process.pid, signal.SIGTERM)  # which ninja passes on to them
+            process.communicate(timeout=60)
     if process.returncode:
         raise RuntimeError(f"the commit's extension does not build: {output[-2000:]}")
 
@@ -371,4 +372,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the worktree is removed then too
     sys.exit(run_command(main))

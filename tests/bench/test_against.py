@@ -1,8 +1,11 @@
 """The benchmark against another commit: its figures, comparison, refusals, and the worktree that it removes."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,9 +114,35 @@ def test_a_commit_that_does_not_build_leaves_no_worktree(repository):
     assert len(worktrees(repository)) == 1
 
 
+def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
+    started, start = [], subprocess.Popen
+
+    def recorded(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    (tmp_path / "setup.py").write_text("import time; time.sleep(100)")
+    monkeypatch.setattr(against.subprocess, "Popen", recorded)
+    monkeypatch.setattr(against, "LIMIT_SECONDS", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        against.build(tmp_path)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+
+
 def test_a_side_that_ends_says_so(monkeypatch):
     with against.Side("theirs", ROOT, 1) as side, pytest.raises(RuntimeError, match=r"theirs gave no answer.* exit code 1"):
         side.ask(do="nothing", name="unknown")
+
+
+def test_ctrl_c_while_a_side_computes_leaves_no_timer_to_wait_for():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    side = against.Side("theirs", ROOT, 1)
+    side.process = SimpleNamespace(stdout=SimpleNamespace(readline=interrupted), kill=None)
+    with pytest.raises(KeyboardInterrupt):
+        side._answer()
+    assert all(x.finished.is_set() for x in threading.enumerate() if isinstance(x, threading.Timer))
 
 
 def test_unknown_commit_raises_before_anything_is_built(monkeypatch, repository):

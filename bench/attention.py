@@ -3,7 +3,7 @@
 Both compute the same packed stream in turn, in one process, after their results were compared. The floor is 4 D floating-point
 operations for each pair of a query and a key that it sees, 10 D backward, at the measured throughput of a matrix multiplication
 of 1024 x 1024. With one thread, times are that thread's CPU time, which does not count waiting for other processes. A
-ratio is the median over rounds. The last line is one JSON document.
+ratio is the median over rounds. The last line is one JSON document. It takes about a minute.
 """
 
 import json
@@ -86,9 +86,9 @@ def timed(work: Callable[[], object], least: float = 30.0) -> float:
     return statistics.median(times)
 
 
-def throughput() -> float:
+def throughput(dtype: torch.dtype = torch.float32) -> float:
     """Return the floating-point operations of a matrix multiplication in a millisecond, the best of five."""
-    a, b = torch.randn(2, 1024, 1024)
+    a, b = torch.randn(2, 1024, 1024).to(dtype)
     return 2 * 1024**3 / min(timed(lambda: a @ b, 0.1) for _ in range(5))
 
 
@@ -116,22 +116,29 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     return figures
 
 
-def main() -> int:
-    parser = argument_parser("attention", __doc__, rounds=9)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    options = parser.parse_args()
-    options.device, options.threads = "cpu", options.threads or 1
-    device = prepare(options)
-    result: dict[str, Any] = {"machine": machine(device, DTYPES[options.dtype]), "cases": {}}
-    print(describe(result["machine"]))
+def measure_cases(dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Return and print the figures of all cases."""
+    cases = {}
     for name, case in CASES.items():
-        figures = result["cases"][name] = measure(case, DTYPES[options.dtype], options.rounds)
+        figures = cases[name] = measure(case, dtype, rounds)
         for way in ("forward", "backward"):
             x = figures[way]
             print(
                 f"{name}, {way}: {x['milliseconds']:.2f} ms, FlashAttention calls {x['flash_calls_milliseconds']:.2f} ms "
                 f"({x['ratio']:.2f} x), floor {x['floor_milliseconds']:.2f} ms ({x['share_of_floor']:.0%})"
             )
+    return cases
+
+
+def main() -> int:
+    parser = argument_parser("attention", __doc__, rounds=9)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    options = parser.parse_args()
+    options.device, options.threads = "cpu", options.threads or 1
+    device = prepare(options)
+    result: dict[str, Any] = {"machine": machine(device, DTYPES[options.dtype])}
+    print(describe(result["machine"]))
+    result["cases"] = measure_cases(DTYPES[options.dtype], options.rounds)
     print(json.dumps(result))
     return 0
 

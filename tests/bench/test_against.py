@@ -1,0 +1,151 @@
+"""The benchmark against another commit: its figures, comparison, refusals, and the worktree that it removes."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from bench import against, attention
+from bench.against import ROOT, agree, built_worktree, in_turn, main
+from bench.measure import run_command
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.decoder import DecoderConfig
+
+TINY = DecoderConfig(16, 32, 48, 1, 4, 2, 8, max_position_embeddings=32)
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["against", "--threads", "1", "--rounds", "2", *arguments])
+    return run_command(main)
+
+
+def worktrees(root):
+    listed = subprocess.run(["git", "-C", root, "worktree", "list"], check=True, capture_output=True, text=True)
+    return listed.stdout.splitlines()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of one commit, in the place of ours."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    (root / "file").write_text("x")
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for command in (["init", "--quiet"], ["add", "file"], [*identity, "commit", "--quiet", "-m", "x"]):
+        subprocess.run(["git", "-C", root, *command], check=True)
+    monkeypatch.setattr(against, "ROOT", root)
+    return root
+
+
+def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
+    monkeypatch.setitem(against.UPDATES, "update", (TINY, attention.Case(4, 5, 3, 1, 4, 4, 2, 8)))
+    monkeypatch.setitem(against.rollout.CASES, "maze7", ((5, 1, 2), (32, 48, 4, 2)))
+    monkeypatch.setattr(against, "ROLLOUTS", ("maze7",))
+    compared = []
+    monkeypatch.setattr(against, "agree", lambda what, results, tolerance: compared.append(results))
+    assert run(monkeypatch, "--checkout", str(ROOT), "--cases", "update", "rollout", "operators") == 0
+    assert [results["ours"].keys() for results in compared] == [
+        {"loss", "gradient norm"},
+        {"first tokens' log-prob", "log-prob", "tokens"},
+    ]
+    assert all(results["ours"] == results["theirs"] for results in compared)
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document.keys() == {"benchmark", "machine", "commit", "cases"}
+    update, rollout = document["cases"]["update"], document["cases"]["rollout"]["maze7"]
+    for figures in (update["float32"], rollout["float32"]):
+        assert figures["milliseconds"].keys() == figures["share_of_floor"].keys() == {"ours", "theirs"}
+        assert 0.1 < figures["ratio"] < 10
+        assert 0 < figures["floor_milliseconds"] < min(figures["milliseconds"].values())
+    operators = document["cases"]["operators"]
+    assert operators["ours"] == operators["theirs"] > 10
+
+
+def test_results_that_differ_end_the_benchmark():
+    agree("update", {"ours": {"loss": 1.0}, "theirs": {"loss": 1.00001}}, 1e-4)
+    with pytest.raises(RuntimeError, match=r"update: the loss of ours is 1\.0, that of theirs 1\.001: nothing is timed"):
+        agree("update", {"ours": {"loss": 1.0}, "theirs": {"loss": 1.001}}, 1e-4)
+
+
+def test_every_second_round_has_the_reverse_order():
+    order = []
+    calls = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
+    assert in_turn(calls, 3) == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
+    assert "".join(order) == "abbaab"
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(monkeypatch, capsys, tmp_path, repository):
+    assert run(monkeypatch, "no-such-commit") == 2
+    assert capsys.readouterr().err == "error: COMMIT must name a commit of this repository, got 'no-such-commit'\n"
+    assert run(monkeypatch, "--checkout", str(tmp_path)) == 2
+    assert capsys.readouterr().err.startswith("error: --checkout must be a tree with a built extension")
+    for arguments in (["HEAD", "--cases", "nothing"], ["HEAD", "--checkout", "."], []):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, *arguments)
+        assert ended.value.code == 2
+        assert "against: error: " in capsys.readouterr().err.splitlines()[-1]
+    assert len(worktrees(repository)) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_worktree_is_removed_after_an_error(monkeypatch, repository, error):
+    folders = []
+    monkeypatch.setattr(against, "build", folders.append)
+
+    def use():
+        with built_worktree("HEAD") as folder:
+            assert folders == [folder]
+            assert (folder / "file").read_text() == "x"
+            assert len(worktrees(repository)) == 2
+            raise error
+
+    with pytest.raises(error):
+        use()
+    assert list((repository / "build").iterdir()) == []
+    assert len(worktrees(repository)) == 1
+
+
+def test_a_commit_that_does_not_build_leaves_no_worktree(repository):
+    with pytest.raises(RuntimeError, match=r"the commit's extension does not build: .*setup\.py"), built_worktree("HEAD"):
+        pass
+    assert len(worktrees(repository)) == 1
+
+
+def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
+    started, start = [], subprocess.Popen
+
+    def recorded(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    (tmp_path / "setup.py").write_text("import time; time.sleep(100)")
+    monkeypatch.setattr(against.subprocess, "Popen", recorded)
+    monkeypatch.setattr(against, "LIMIT_SECONDS", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        against.build(tmp_path)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+
+
+def test_a_side_that_ends_says_so(monkeypatch):
+    with against.Side("theirs", ROOT, 1) as side, pytest.raises(RuntimeError, match=r"theirs gave no answer.* exit code 1"):
+        side.ask(do="nothing", name="unknown")
+
+
+def test_ctrl_c_while_a_side_computes_leaves_no_timer_to_wait_for():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    side = against.Side("theirs", ROOT, 1)
+    side.process = SimpleNamespace(stdout=SimpleNamespace(readline=interrupted), kill=None)
+    with pytest.raises(KeyboardInterrupt):
+        side._answer()
+    assert all(x.finished.is_set() for x in threading.enumerate() if isinstance(x, threading.Timer))
+
+
+def test_unknown_commit_raises_before_anything_is_built(monkeypatch, repository):
+    monkeypatch.setattr(against, "build", lambda folder: pytest.fail("built"))
+    with pytest.raises(InputError, match="COMMIT must name a commit"), built_worktree("--help"):
+        pass

@@ -1,0 +1,156 @@
+// Matrix multiplication in bfloat16 with float32 sums, C [m, n] = A [m, k] B^T as in panels.h, on three paths: AMX tiles,
+// AVX512-BF16, and plain C++ that runs anywhere.
+//
+// Rows of A are rounded to bfloat16 when they are multiplied, and padded with zeros to whole steps of 32 numbers. B is in
+// panels of 16 rows, each [k / 2][16][2]: a panel's row has two successive numbers of each of 16 rows of B, which is what the
+// instructions of both kinds multiply. On every path an element of C is the same sequence of operations whatever m is, so that
+// a sample's numbers are bitwise independent of what else is in the batch; between paths it is not the same sequence.
+#pragma once
+#include <cstring>
+
+#include "bfloat16_instructions.h"
+#include "dispatch.h"
+#include "panels.h"
+
+namespace maxrl::cpu {
+
+constexpr int64_t kBFloat16Step = 32;  // numbers of k that an AMX instruction multiplies
+
+// Numbers of a row of k: padding is zero.
+inline int64_t bfloat16_depth(int64_t k) { return (k + kBFloat16Step - 1) / kBFloat16Step * kBFloat16Step; }
+
+// Distance between rounded rows, where rows of a power of two would compete for few sets of the L1 cache.
+inline int64_t bfloat16_stride(int64_t k) { return bfloat16_depth(k) + kBFloat16Step; }
+
+inline BFloat16 rounded(float x) {  // to nearest even
+  const auto bits = bits_as<uint32_t>(x);
+  return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to) {
+  for (int64_t j = 0; j < k; ++j) to[j] = rounded(x[j]);
+  for (int64_t j = k; j < bfloat16_depth(k); ++j) to[j] = {0};
+}
+
+// What a path multiplies: kRows rows a + i * stride [depth] with kPanels panels, to out [kPanels][kRows][16]. The last panel
+// may be missing; then so is its part of out. Rows from `rows` on may be left out.
+struct PlainBFloat16 {
+  using Vectors = cpu::Vectors<float, 4>;
+  static constexpr int kRows = 4, kPanels = 1;
+
+  static void multiply(int rows, int, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t,
+                       float* out) {
+    const auto value = [](BFloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); };
+    for (int i = 0; i < rows; ++i) {
+      float sums[kPanel] = {};
+      for (int64_t j = 0; j < depth; j += 2) {
+        const float even = value(a[i * stride + j]), odd = value(a[i * stride + j + 1]);
+        const BFloat16* const b = panels + j * kPanel;
+        for (int64_t c = 0; c < kPanel; ++c) sums[c] += even * value(b[2 * c]) + odd * value(b[2 * c + 1]);
+      }
+      std::memcpy(out + i * kPanel, sums, sizeof sums);
+    }
+  }
+};
+
+#if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
+struct Avx512BFloat16 {
+  using Vectors = cpu::Vectors<float, 16>;
+  static constexpr int kRows = 12, kPanels = 1;  // 12 accumulators hide the latency of the instruction
+
+  template <int rows>
+  MAXRL_AVX512_BF16 static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panel, float* out) {
+    __m512 sums[rows];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; ++i) sums[i] = _mm512_setzero_ps();
+    for (int64_t j = 0; j < depth; j += 2) {
+      const auto b = (__m512bh)_mm512_loadu_si512(panel + j * kPanel);
+#pragma GCC unroll 12
+      for (int i = 0; i < rows; ++i) {
+        int pair;
+        std::memcpy(&pair, a + i * stride + j, sizeof pair);
+        sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), b);
+      }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; ++i) _mm512_storeu_ps(out + i * kPanel, sums[i]);
+  }
+  template <int most = kRows>
+  MAXRL_AVX512_BF16 static void multiply(int rows, int panels, const BFloat16* a, int64_t stride, int64_t depth,
+                                         const BFloat16* panel, int64_t panel_stride, float* out) {
+    if constexpr (most > 1)
+      if (rows < most) return multiply<most - 1>(rows, panels, a, stride, depth, panel, panel_stride, out);
+    tile<most>(a, stride, depth, panel, out);
+  }
+};
+
+// Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 are rows, 6 and 7 panels.
+struct AmxBFloat16 {
+  using Vectors = cpu::Vectors<float, 16>;
+  static constexpr int kRows = 32, kPanels = 2;
+
+  template <bool more_rows, bool more_panels>
+  MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                             float* out) {
+    constexpr int64_t kHalf = 16, kRowBytes = 64;
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
+    asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory
+    _tile_zero(0);
+    if constexpr (more_panels) _tile_zero(1);
+    if constexpr (more_rows) _tile_zero(2);
+    if constexpr (more_rows && more_panels) _tile_zero(3);
+    for (int64_t j = 0; j < depth; j += kBFloat16Step) {
+      _tile_loadd(4, a + j, bytes);
+      _tile_loadd(6, panels + j * kPanel, kRowBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (more_panels) {
+        _tile_loadd(7, panels + panel_stride + j * kPanel, kRowBytes);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (more_rows) {
+        _tile_loadd(5, a + kHalf * stride + j, bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (more_panels) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, out, kRowBytes);
+    if constexpr (more_panels) _tile_stored(1, out + kRows * kPanel, kRowBytes);
+    if constexpr (more_rows) _tile_stored(2, out + kHalf * kPanel, kRowBytes);
+    if constexpr (more_rows && more_panels) _tile_stored(3, out + (kRows + kHalf) * kPanel, kRowBytes);
+    asm volatile("" ::: "memory");
+  }
+  MAXRL_AMX static void multiply(int rows, int num_panels, const BFloat16* a, int64_t stride, int64_t depth,
+                                 const BFloat16* panels, int64_t panel_stride, float* out) {
+    const bool more_rows = rows > 16, more_panels = num_panels > 1;
+    if (more_rows && more_panels) return tile<true, true>(a, stride, depth, panels, panel_stride, out);
+    if (more_rows) return tile<true, false>(a, stride, depth, panels, panel_stride, out);
+    if (more_panels) return tile<false, true>(a, stride, depth, panels, panel_stride, out);
+    tile<false, false>(a, stride, depth, panels, panel_stride, out);
+  }
+};
+#endif
+
+constexpr int64_t kMaxBFloat16Rows = 32;  // kRows of any path: rounded rows are allocated in multiples of it
+
+// Multiplies as panels.h's product does, where `scratch` has space for m rounded rows, m rounded up to a multiple of
+// kMaxBFloat16Rows: [m][bfloat16_stride(k)].
+template <typename Path, typename RowOf, typename Sink>
+inline void bfloat16_product(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels, int64_t num_panels,
+                             int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
+  using Row = TileRow<typename Path::Vectors>;
+  const int64_t stride = bfloat16_stride(k);
+  for (int64_t i = 0; i < m; ++i) round_row(row_of(i), k, scratch + i * stride);
+  alignas(64) float out[Path::kPanels * Path::kRows * kPanel];
+  for (int64_t p = 0; p < num_panels; p += Path::kPanels) {
+    const int count = static_cast<int>(std::min<int64_t>(Path::kPanels, num_panels - p));
+    for (int64_t start = 0; start < m; start += Path::kRows) {
+      const int rows = static_cast<int>(std::min<int64_t>(Path::kRows, m - start));
+      Path::multiply(rows, count, scratch + start * stride, stride, bfloat16_depth(k), panels + p * panel_stride, panel_stride,
+                     out);
+      for (int q = 0; q < count; ++q)
+        for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * Path::kRows + i) * kPanel));
+    }
+  }
+}
+
+}  // namespace maxrl::cpu

@@ -32,11 +32,15 @@ inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict
   for (int64_t j = k; j < bfloat16_depth(k); ++j) to[j] = {0};
 }
 
-// What a path multiplies: kRows rows a + i * stride [depth] with kPanels panels, to out [kPanels][kRows][16]. The last panel
-// may be missing; then so is its part of out. Rows from `rows` on may be left out.
+// A path rounds rows, and multiplies up to rows_of(m) rows a + i * stride [depth] with up to panels_of(m) panels, to
+// out [panel][rows_of(m)][16], at most kMaxOut floats. It may compute more rows than `rows`.
 struct PlainBFloat16 {
   using Vectors = cpu::Vectors<float, 4>;
-  static constexpr int kRows = 4, kPanels = 1;
+  static constexpr int kRows = 12;
+
+  static constexpr int rows_of(int64_t) { return kRows; }
+  static constexpr int panels_of(int64_t) { return 1; }
+  static void round(const float* x, int64_t k, BFloat16* to) { round_row(x, k, to); }
 
   static void multiply(int rows, int, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t,
                        float* out) {
@@ -56,7 +60,20 @@ struct PlainBFloat16 {
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
 struct Avx512BFloat16 {
   using Vectors = cpu::Vectors<float, 16>;
-  static constexpr int kRows = 12, kPanels = 1;  // 12 accumulators hide the latency of the instruction
+  static constexpr int kRows = 12;  // as many accumulators hide the latency of the instruction
+
+  static constexpr int rows_of(int64_t) { return kRows; }
+  static constexpr int panels_of(int64_t) { return 1; }
+
+  MAXRL_AVX512_BF16 static void round(const float* x, int64_t k, BFloat16* to) {
+    int64_t j = 0;
+    for (; j + 16 <= k; j += 16) {
+      const auto part = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + j));
+      std::memcpy(to + j, &part, sizeof part);
+    }
+    for (; j < k; ++j) to[j] = rounded(x[j]);
+    for (; j < bfloat16_depth(k); ++j) to[j] = {0};
+  }
 
   template <int rows>
   MAXRL_AVX512_BF16 static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panel, float* out) {
@@ -69,7 +86,7 @@ struct Avx512BFloat16 {
       for (int i = 0; i < rows; ++i) {
         int pair;
         std::memcpy(&pair, a + i * stride + j, sizeof pair);
-        sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(pair), b);
+        sums[i] = _mm512_dpbf16_ps(sums[i], b, (__m512bh)_mm512_set1_epi32(pair));
       }
     }
 #pragma GCC unroll 12
@@ -84,53 +101,95 @@ struct Avx512BFloat16 {
   }
 };
 
-// Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 are rows, 6 and 7 panels.
-struct AmxBFloat16 {
-  using Vectors = cpu::Vectors<float, 16>;
-  static constexpr int kRows = 32, kPanels = 2;
+// Tiles 0 to 3 are sums, of 32 rows and two panels, or of 16 rows and four panels: four, because a sum is ready for the next
+// step only after the time of about four multiplications.
+struct AmxBFloat16 : Avx512BFloat16 {
+  static constexpr int kRows = 32;
+  static constexpr int64_t kTile = 16, kRowBytes = 64, kSums = kTile * kPanel;
 
-  template <bool more_rows, bool more_panels>
-  MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
-                             float* out) {
-    constexpr int64_t kHalf = 16, kRowBytes = 64;
+  static constexpr int rows_of(int64_t m) { return m > kTile ? 32 : 16; }
+  static constexpr int panels_of(int64_t m) { return m > kTile ? 2 : 4; }
+
+  template <int count>
+  MAXRL_AMX static void square(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                               float* out) {
     const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
-    asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory
     _tile_zero(0);
-    if constexpr (more_panels) _tile_zero(1);
-    if constexpr (more_rows) _tile_zero(2);
-    if constexpr (more_rows && more_panels) _tile_zero(3);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t j = 0; j < depth; j += kBFloat16Step) {
       _tile_loadd(4, a + j, bytes);
       _tile_loadd(6, panels + j * kPanel, kRowBytes);
+      _tile_loadd(5, a + kTile * stride + j, bytes);
       _tile_dpbf16ps(0, 4, 6);
-      if constexpr (more_panels) {
+      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (count > 1) {
         _tile_loadd(7, panels + panel_stride + j * kPanel, kRowBytes);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if constexpr (more_rows) {
-        _tile_loadd(5, a + kHalf * stride + j, bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (more_panels) _tile_dpbf16ps(3, 5, 7);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
       }
     }
     _tile_stored(0, out, kRowBytes);
-    if constexpr (more_panels) _tile_stored(1, out + kRows * kPanel, kRowBytes);
-    if constexpr (more_rows) _tile_stored(2, out + kHalf * kPanel, kRowBytes);
-    if constexpr (more_rows && more_panels) _tile_stored(3, out + (kRows + kHalf) * kPanel, kRowBytes);
-    asm volatile("" ::: "memory");
+    _tile_stored(1, out + kSums, kRowBytes);
+    if constexpr (count > 1) {
+      _tile_stored(2, out + 2 * kSums, kRowBytes);
+      _tile_stored(3, out + 3 * kSums, kRowBytes);
+    }
   }
-  MAXRL_AMX static void multiply(int rows, int num_panels, const BFloat16* a, int64_t stride, int64_t depth,
-                                 const BFloat16* panels, int64_t panel_stride, float* out) {
-    const bool more_rows = rows > 16, more_panels = num_panels > 1;
-    if (more_rows && more_panels) return tile<true, true>(a, stride, depth, panels, panel_stride, out);
-    if (more_rows) return tile<true, false>(a, stride, depth, panels, panel_stride, out);
-    if (more_panels) return tile<false, true>(a, stride, depth, panels, panel_stride, out);
-    tile<false, false>(a, stride, depth, panels, panel_stride, out);
+
+  template <int count>
+  MAXRL_AMX static void wide(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                             float* out) {
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t j = 0; j < depth; j += kBFloat16Step) {
+      const BFloat16* const b = panels + j * kPanel;
+      _tile_loadd(4, a + j, bytes);
+      _tile_loadd(5, b, kRowBytes);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (count > 1) {
+        _tile_loadd(6, b + panel_stride, kRowBytes);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (count > 2) {
+        _tile_loadd(7, b + 2 * panel_stride, kRowBytes);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (count > 3) {
+        _tile_loadd(5, b + 3 * panel_stride, kRowBytes);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, out, kRowBytes);
+    if constexpr (count > 1) _tile_stored(1, out + kSums, kRowBytes);
+    if constexpr (count > 2) _tile_stored(2, out + 2 * kSums, kRowBytes);
+    if constexpr (count > 3) _tile_stored(3, out + 3 * kSums, kRowBytes);
+  }
+
+  MAXRL_AMX static void multiply(int rows, int count, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels,
+                                 int64_t panel_stride, float* out) {
+    asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory
+    if (rows > kTile)
+      count == 1 ? square<1>(a, stride, depth, panels, panel_stride, out)
+                 : square<2>(a, stride, depth, panels, panel_stride, out);
+    else
+      switch (count) {
+        case 1: wide<1>(a, stride, depth, panels, panel_stride, out); break;
+        case 2: wide<2>(a, stride, depth, panels, panel_stride, out); break;
+        case 3: wide<3>(a, stride, depth, panels, panel_stride, out); break;
+        default: wide<4>(a, stride, depth, panels, panel_stride, out);
+      }
+    asm volatile("" ::: "memory");
   }
 };
 #endif
 
-constexpr int64_t kMaxBFloat16Rows = 32;  // kRows of any path: rounded rows are allocated in multiples of it
+constexpr int64_t kMaxBFloat16Rows = 32;  // rows_of of any path: rounded rows are allocated in multiples of it
+constexpr int64_t kMaxOut = 4 * 16 * kPanel;
 
 // Multiplies as panels.h's product does, where `scratch` has space for m rounded rows, m rounded up to a multiple of
 // kMaxBFloat16Rows: [m][bfloat16_stride(k)].
@@ -138,17 +197,17 @@ template <typename Path, typename RowOf, typename Sink>
 inline void bfloat16_product(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels, int64_t num_panels,
                              int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
   using Row = TileRow<typename Path::Vectors>;
-  const int64_t stride = bfloat16_stride(k);
-  for (int64_t i = 0; i < m; ++i) round_row(row_of(i), k, scratch + i * stride);
-  alignas(64) float out[Path::kPanels * Path::kRows * kPanel];
-  for (int64_t p = 0; p < num_panels; p += Path::kPanels) {
-    const int count = static_cast<int>(std::min<int64_t>(Path::kPanels, num_panels - p));
-    for (int64_t start = 0; start < m; start += Path::kRows) {
-      const int rows = static_cast<int>(std::min<int64_t>(Path::kRows, m - start));
-      Path::multiply(rows, count, scratch + start * stride, stride, bfloat16_depth(k), panels + p * panel_stride, panel_stride,
-                     out);
+  const int64_t stride = bfloat16_stride(k), depth = bfloat16_depth(k);
+  for (int64_t i = 0; i < m; ++i) Path::round(row_of(i), k, scratch + i * stride);
+  alignas(64) float out[kMaxOut];
+  const int most_rows = Path::rows_of(m), most_panels = Path::panels_of(m);
+  for (int64_t p = 0; p < num_panels; p += most_panels) {
+    const int count = static_cast<int>(std::min<int64_t>(most_panels, num_panels - p));
+    for (int64_t start = 0; start < m; start += most_rows) {
+      const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)), out_rows = Path::rows_of(rows);
+      Path::multiply(rows, count, scratch + start * stride, stride, depth, panels + p * panel_stride, panel_stride, out);
       for (int q = 0; q < count; ++q)
-        for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * Path::kRows + i) * kPanel));
+        for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));
     }
   }
 }

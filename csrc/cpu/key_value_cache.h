@@ -54,14 +54,17 @@ class KeyValueCache {
     Element* const keys = data_.as<Element>() + layer * layer_size_ + head * head_size_;
     Element *const panel = keys + position / kPanel * keys_panel_stride(), *const values = keys + keys_size_;
     // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the response before.
-    if (depth(sizes_) > dim && position % kPanel == 0) std::fill_n(panel, keys_panel_stride(), Element{});
-    constexpr bool pads_tokens = !std::is_same_v<Layout, Float32Layout>;
-    for (int64_t d = 0; d < dim; ++d) panel[Layout::place(d, position % kPanel)] = Layout::from_float(key[d]);
+    if (Layout::depth(dim) > dim && position % kPanel == 0) std::fill_n(panel, keys_panel_stride(), Element{});
     for (int64_t first = 0; first < dim; first += kPanel) {
       Element* const to = values + first / kPanel * stride;
-      if (pads_tokens && position % kBFloat16Step == 0) std::fill_n(to + position * kPanel, kBFloat16Step * kPanel, Element{});
-      for (int64_t d = first; d < std::min(dim, first + kPanel); ++d)
-        to[Layout::place(position, d - first)] = Layout::from_float(value[d]);
+      if (Layout::depth(1) > 1 && position % Layout::depth(1) == 0)
+        std::fill_n(to + position * kPanel, Layout::depth(1) * kPanel, Element{});
+      const int64_t count = std::min(kPanel, dim - first);
+      Element numbers[kPanel];  // converted before they are scattered, so that vectors convert them
+      for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(key[first + d]);
+      for (int64_t d = 0; d < count; ++d) panel[Layout::place(first + d, position % kPanel)] = numbers[d];
+      for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
+      for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
     }
   }
 

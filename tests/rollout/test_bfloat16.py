@@ -122,7 +122,12 @@ def test_samples_are_bitwise_independent_of_the_batch(arithmetic, changes):
     one_sequence = decoder.cache_bytes(79) + decoder.cache_bytes(40)
     threads = torch.get_num_threads()
     try:
-        for options in ({"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}, *({"threads": n} for n in (1, 2, 3))):
+        for options in (
+            {"max_batch": 7},
+            {"max_batch": 1},
+            {"cache_bytes": one_sequence},
+            *({"threads": n} for n in (1, 2, 3)),
+        ):
             torch.set_num_threads(options.pop("threads", threads))
             other = generate(model, arithmetic, **options)
             assert torch.equal(other.tokens, whole.tokens)

@@ -4,8 +4,13 @@
 
 #include "../generation.h"
 
-// AMX needs the permission of the operating system, which is asked for as on Linux.
-#if defined(__x86_64__) && defined(__linux__)
+// AMX needs the permission of the operating system, which is asked for as on Linux. Older compilers lack the instructions.
+#if defined(__clang__)
+#define MAXRL_COMPILES_AMX (__clang_major__ >= 12)
+#else
+#define MAXRL_COMPILES_AMX (__GNUC__ >= 11)
+#endif
+#if defined(__x86_64__) && defined(__linux__) && MAXRL_COMPILES_AMX
 #define MAXRL_HAS_BFLOAT16_INSTRUCTIONS
 #include <immintrin.h>
 #define MAXRL_AVX512_BF16 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma"), flatten))

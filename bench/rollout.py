@@ -8,6 +8,8 @@ with the native one, in one process. Cases:
     default      the default job's policy (0.6M parameters), 32 mazes of 9x9, 16 samples each
     maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples each
 
+All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also runs in float32, beside itself.
+
 The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured GEMM throughput. The native
 engine comes first, and another one that fails is reported. The last line is one JSON document; off a terminal one with all
 figures so far follows each engine.
@@ -193,6 +195,8 @@ def other_engines(
     engines: dict[str, Callable[[], Engine]] = {}
     if model.lm_head.weight.device.type == "cpu":
         engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
+        if dtype != torch.float32:
+            engines["native, float32"] = lambda: NativeEngine(model, torch.float32)
     elif compiles:
         engines["native, compiled"] = lambda: NativeEngine(model, dtype, compiled=True)
     if "vllm" in peers:

@@ -5,9 +5,13 @@
 
 namespace maxrl {
 
+// Of the matrix multiplications: float32, or bfloat16 with float32 sums by these instructions.
+enum class Arithmetic { kFloat32, kPlainBFloat16, kAvx512BFloat16, kAmx };
+
 struct DecoderSizes {
   int64_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
   double norm_eps;
+  Arithmetic arithmetic;
 };
 
 // Matrices [out, in], row-major. Biases, and the norms of queries and keys, are null if the model has none.

@@ -263,6 +263,9 @@ class LayerWeights:
         down: int,
     ) -> None: ...
 
+def bfloat16_arithmetics() -> list[str]: ...
+def packed_product_cpu(*, arithmetic: str, m: int, n: int, k: int, a: int, b: int, c: int) -> None: ...
+
 class CpuDecoder:
     def __init__(
         self,
@@ -275,6 +278,7 @@ class CpuDecoder:
         head_dim: int,
         vocab: int,
         norm_eps: float,
+        arithmetic: str,
         positions: int,
         cos: int,
         sin: int,

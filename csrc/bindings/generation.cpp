@@ -1,11 +1,30 @@
 #include "../cpu/generation.h"
 
+#include <algorithm>
+
+#include "../cpu/packed_product.h"
 #include "bindings.h"
 
 namespace maxrl::bindings {
 
 using cpu::Decoder;
 using cpu::Generation;
+
+constexpr std::pair<std::string_view, Arithmetic> kArithmetics[] = {
+    {"float32", Arithmetic::kFloat32},
+    {"bfloat16, plain C++", Arithmetic::kPlainBFloat16},
+    {"bfloat16, AVX512-BF16", Arithmetic::kAvx512BFloat16},
+    {"bfloat16, AMX", Arithmetic::kAmx},
+};
+
+// Refuses instructions that this machine does not have, which would end the process.
+Arithmetic arithmetic_of(std::string_view name) {
+  const Arithmetic chosen = choose("arithmetic", name, kArithmetics);
+  const auto& found = cpu::bfloat16_arithmetics();
+  if (chosen != Arithmetic::kFloat32 && std::find(found.begin(), found.end(), chosen) == found.end())
+    throw py::value_error("this machine cannot compute in '" + std::string(name) + "'");
+  return chosen;
+}
 
 void bind_generation(py::module_& m) {
   py::class_<LayerWeights>(m, "LayerWeights")
@@ -17,15 +36,30 @@ void bind_generation(py::module_& m) {
            }),
            py::kw_only(), "input_norm"_a, "q"_a, "k"_a, "v"_a, "q_bias"_a, "k_bias"_a, "v_bias"_a, "q_norm"_a, "k_norm"_a,
            "o"_a, "post_norm"_a, "gate"_a, "up"_a, "down"_a);
+  m.def("bfloat16_arithmetics", [] {
+    std::vector<std::string_view> names;
+    for (const Arithmetic found : cpu::bfloat16_arithmetics())
+      for (const auto& [name, arithmetic] : kArithmetics)
+        if (arithmetic == found) names.push_back(name);
+    return names;
+  });
+  m.def(
+      "packed_product_cpu",
+      [](std::string_view arithmetic, std::int64_t m, std::int64_t n, std::int64_t k, Address a, Address b, Address c) {
+        cpu::packed_product(arithmetic_of(arithmetic), m, n, k, pointer<const float>(a), pointer<const float>(b),
+                            pointer<float>(c));
+      },
+      py::kw_only(), "arithmetic"_a, "m"_a, "n"_a, "k"_a, "a"_a, "b"_a, "c"_a);
   py::class_<Decoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t layers, std::int64_t hidden, std::int64_t intermediate, std::int64_t heads,
                        std::int64_t kv_heads, std::int64_t head_dim, std::int64_t vocab, double norm_eps,
-                       std::int64_t positions, Address cos, Address sin) {
-             return Decoder({layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, norm_eps}, positions,
-                            pointer<const float>(cos), pointer<const float>(sin));
+                       std::string_view arithmetic, std::int64_t positions, Address cos, Address sin) {
+             return std::make_unique<Decoder>(DecoderSizes{layers, hidden, intermediate, heads, kv_heads, head_dim, vocab,
+                                                           norm_eps, arithmetic_of(arithmetic)},
+                                              positions, pointer<const float>(cos), pointer<const float>(sin));
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocab"_a,
-           "norm_eps"_a, "positions"_a, "cos"_a, "sin"_a)
+           "norm_eps"_a, "arithmetic"_a, "positions"_a, "cos"_a, "sin"_a)
       .def(
           "load",
           [](Decoder& decoder, Address embedding, Address norm, Address head, const std::vector<LayerWeights>& layers,

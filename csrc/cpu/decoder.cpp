@@ -53,19 +53,24 @@ TileRow<Vectors> silu(TileRow<Vectors> x) {
 
 }  // namespace
 
-void Decoder::Matrix::reset(int64_t out_size, int64_t in_size) {
+template <typename Layout>
+void Decoder::Matrix::reset(Layout, int64_t out_size, int64_t in_size) {
+  using Element = typename Layout::Element;
+  const int64_t size = padded(out_size) * Layout::depth(in_size);
+  if (out != out_size || in != in_size) panels = AlignedBytes(size * static_cast<int64_t>(sizeof(Element)));
   out = out_size;
   in = in_size;
-  panels.assign(panels_of(out) * in * kPanel, 0.0f);
+  std::fill_n(panels.as<Element>(), size, Element{});
 }
 
 // Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
-void Decoder::Matrix::pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
+template <typename Layout>
+void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = step == 1 ? first + row : row / kPanel * kPanel * step + first + row % kPanel;
-    float* const column = panels.data() + at / kPanel * kPanel * in + at % kPanel;
-    for (int64_t j = 0; j < in; ++j) column[j * kPanel] = weights[row * in + j];
+    auto* const panel = panels.as<typename Layout::Element>() + at / kPanel * kPanel * Layout::depth(in);
+    for (int64_t j = 0; j < in; ++j) panel[Layout::place(j, at % kPanel)] = Layout::from_float(weights[row * in + j]);
   }
 }
 
@@ -77,8 +82,6 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
   const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim;
   embedding_.assign(weights.embedding, weights.embedding + sizes_.vocab * hidden);
   norm_.assign(weights.norm, weights.norm + hidden);
-  head_.reset(sizes_.vocab, hidden);
-  head_.pack(weights.head, 0, sizes_.vocab, 1, num_threads);
   for (int64_t index = 0; index < sizes_.layers; ++index) {
     const LayerWeights& from = weights.layers[index];
     Layer& layer = layers_[index];
@@ -86,10 +89,6 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
     layer.post_norm.assign(from.post_norm, from.post_norm + hidden);
     if (from.q_norm) layer.q_norm.assign(from.q_norm, from.q_norm + sizes_.head_dim);
     if (from.k_norm) layer.k_norm.assign(from.k_norm, from.k_norm + sizes_.head_dim);
-    layer.qkv.reset(qkv_size_, hidden);
-    layer.qkv.pack(from.q, 0, query_size_, 1, num_threads);
-    layer.qkv.pack(from.k, query_size_, key_size, 1, num_threads);
-    layer.qkv.pack(from.v, query_size_ + key_size, key_size, 1, num_threads);
     layer.qkv.bias.clear();
     if (from.q_bias) {
       layer.qkv.bias.assign(padded(qkv_size_), 0.0f);
@@ -98,13 +97,32 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
       std::copy_n(from.k_bias, key_size, bias + query_size_);
       std::copy_n(from.v_bias, key_size, bias + query_size_ + key_size);
     }
-    layer.o.reset(hidden, query_size_);
-    layer.o.pack(from.o, 0, hidden, 1, num_threads);
-    layer.gate_up.reset(2 * padded(sizes_.intermediate), hidden);
-    layer.gate_up.pack(from.gate, 0, sizes_.intermediate, 2, num_threads);
-    layer.gate_up.pack(from.up, kPanel, sizes_.intermediate, 2, num_threads);
-    layer.down.reset(hidden, sizes_.intermediate);
-    layer.down.pack(from.down, 0, hidden, 1, num_threads);
+  }
+  with_layout(sizes_.arithmetic, [&](auto layout) { load_matrices(layout, weights, num_threads); });
+}
+
+template <typename Layout>
+void Decoder::load_matrices(Layout layout, const DecoderWeights& weights, int num_threads) {
+  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim, intermediate = sizes_.intermediate;
+  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows, int64_t step) {
+    matrix.pack(layout, from, first, rows, step, num_threads);
+  };
+  head_.reset(layout, sizes_.vocab, hidden);
+  pack(head_, weights.head, 0, sizes_.vocab, 1);
+  for (int64_t index = 0; index < sizes_.layers; ++index) {
+    const LayerWeights& from = weights.layers[index];
+    Layer& layer = layers_[index];
+    layer.qkv.reset(layout, qkv_size_, hidden);
+    pack(layer.qkv, from.q, 0, query_size_, 1);
+    pack(layer.qkv, from.k, query_size_, key_size, 1);
+    pack(layer.qkv, from.v, query_size_ + key_size, key_size, 1);
+    layer.o.reset(layout, hidden, query_size_);
+    pack(layer.o, from.o, 0, hidden, 1);
+    layer.gate_up.reset(layout, 2 * padded(intermediate), hidden);
+    pack(layer.gate_up, from.gate, 0, intermediate, 2);
+    pack(layer.gate_up, from.up, kPanel, intermediate, 2);
+    layer.down.reset(layout, hidden, intermediate);
+    pack(layer.down, from.down, 0, hidden, 1);
   }
 }
 
@@ -116,8 +134,15 @@ void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_
   workspace.gate_up.resize(kMaxRows * row_stride(2 * padded(sizes_.intermediate)));
   workspace.activated.resize(kMaxRows * row_stride(sizes_.intermediate));
   workspace.logits.resize(kMaxRows * row_stride(sizes_.vocab));
-  workspace.scores.resize(kMaxTileRows * (padded(longest_prompt) + padded(max_new_tokens)));
-  workspace.mixed.resize(kMaxTileRows * padded(sizes_.head_dim));
+  workspace.scores.resize(kMaxQueries * (padded(longest_prompt) + padded(max_new_tokens)));
+  workspace.mixed.resize(kMaxQueries * padded(sizes_.head_dim));
+  if (is_bfloat16(sizes_.arithmetic)) {
+    const int64_t tokens = std::max(longest_prompt, max_new_tokens);
+    const int64_t of_rows = kMaxRows * bfloat16_stride(std::max({sizes_.hidden, sizes_.intermediate, query_size_}));
+    const int64_t size = std::max(of_rows, kMaxQueries * bfloat16_stride(std::max(tokens, sizes_.head_dim)));
+    workspace.rounded = AlignedBytes(size * static_cast<int64_t>(sizeof(BFloat16)));
+    std::fill_n(workspace.rounded.as<BFloat16>(), size, BFloat16{});
+  }
 }
 
 template <typename Vectors>
@@ -156,26 +181,29 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
 }
 
 // Multiplies the queries of all rows that share a prefix, and of all heads that share keys, with the prefix's keys at once.
-template <typename Vectors>
+template <typename Numbers>
 void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const {
-  constexpr int kRows = tile_rows<Vectors>();
+  constexpr int kRows = Numbers::kRows;
   const int64_t repeats = sizes_.heads / sizes_.kv_heads;
   for (int64_t begin = 0, end; begin < num_rows; begin = end) {
     for (end = begin + 1; end < num_rows && rows[end].prefix == rows[begin].prefix;) ++end;
     const int64_t queries = (end - begin) * repeats;
     for (int64_t head = 0; head < sizes_.kv_heads; ++head)
       for (int64_t first = 0; first < queries; first += kRows)
-        attend_tile<Vectors>(layer, head, rows, begin * repeats + first,
+        attend_tile<Numbers>(layer, head, rows, begin * repeats + first,
                              static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv, workspace);
   }
 }
 
 // Attention of `count` queries of a key/value head. Query q belongs to row q / repeats and to query head q % repeats of this
 // key/value head.
-template <typename Vectors>
+template <typename Numbers>
 void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                           Workspace& workspace) const {
+  using Element = typename Numbers::Element;
+  using Vectors = typename Numbers::Vectors;
   using Row = TileRow<Vectors>;
+  BFloat16* const rounded = workspace.rounded.as<BFloat16>();
   const int64_t repeats = sizes_.heads / sizes_.kv_heads, dim = sizes_.head_dim, dim_panels = panels_of(dim);
   const auto row_of = [&](int64_t i) -> const DecoderRow& { return rows[(first + i) / repeats]; };
   const auto place_of = [&](int64_t i) { return (head * repeats + (first + i) % repeats) * dim; };
@@ -189,8 +217,8 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
   float* const scores = workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
-  product<Vectors>(count, query_of, dim, prefix.keys(layer, head), panels_of(longest), dim * kPanel,
-                   [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
+  Numbers::multiply(count, query_of, dim, prefix.keys<Element>(layer, head), panels_of(longest), prefix.keys_panel_stride(),
+                    rounded, [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
   const auto for_own = [&](const auto& use) {  // use(first query, number of queries, row)
     for (int i = 0, end; i < count; i = end) {
       for (end = i + 1; end < count && &row_of(end) == &row_of(i);) ++end;
@@ -198,13 +226,13 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     }
   };
   for_own([&](int start, int queries, const DecoderRow& of) {
-    product<Vectors>(
-        queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys(layer, head), panels_of(of.own_length),
-        dim * kPanel,
+    Numbers::multiply(
+        queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys<Element>(layer, head),
+        panels_of(of.own_length), of.own->keys_panel_stride(), rounded,
         [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + (start + i) * width + own_at + panel * kPanel); });
   });
 
-  float sums[kMaxTileRows];
+  float sums[kMaxQueries];
   for (int i = 0; i < count; ++i) {
     float* const row = scores + i * width;
     std::fill(row + row_of(i).prefix_length, row + own_at, kMasked);
@@ -213,14 +241,14 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 
   float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
-  product<Vectors>(
-      count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values(layer, head), dim_panels,
-      prefix.values_panel_stride(),
+  Numbers::multiply(
+      count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values<Element>(layer, head), dim_panels,
+      prefix.values_panel_stride(), rounded,
       [&](int64_t i, int64_t panel, const Row& row) { row.write(mixed + (i * dim_panels + panel) * kPanel); });
   for_own([&](int start, int queries, const DecoderRow& of) {
-    product<Vectors>(
-        queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length, of.own->values(layer, head),
-        dim_panels, of.own->values_panel_stride(),
+    Numbers::multiply(
+        queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length,
+        of.own->values<Element>(layer, head), dim_panels, of.own->values_panel_stride(), rounded,
         [&](int64_t i, int64_t panel, Row row) {
           float* const to = mixed + ((start + i) * dim_panels + panel) * kPanel;
           row += Row::read(to);
@@ -250,6 +278,7 @@ void Decoder::activate(int64_t num_rows, Workspace& workspace) const {
 }
 
 void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
+  const TileRegisters tiles(sizes_.arithmetic);
   const int64_t stride = row_stride(sizes_.hidden);
   float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
   float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
@@ -258,11 +287,11 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
 
   // Multiplies the rows of `from` with a matrix.
   const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
-    with_widest_floats([&](auto vectors) {
-      using Vectors = decltype(vectors);
-      product<Vectors>(
-          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.data(), panels_of(matrix.out),
-          matrix.in * kPanel, sink);
+    with_numbers(sizes_.arithmetic, [&](auto numbers) {
+      using Numbers = decltype(numbers);
+      Numbers::multiply(
+          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.as<typename Numbers::Element>(),
+          panels_of(matrix.out), Numbers::depth(matrix.in) * kPanel, workspace.rounded.as<BFloat16>(), sink);
     });
   };
   const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
@@ -290,7 +319,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
       qkv += first * row_stride(qkv_size_);
       if (num_rows == 0) return;
     }
-    with_widest_floats([&](auto vectors) { attend<decltype(vectors)>(index, rows, num_rows, qkv, workspace); });
+    with_numbers(sizes_.arithmetic, [&](auto numbers) { attend<decltype(numbers)>(index, rows, num_rows, qkv, workspace); });
     multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
     norm(layer.post_norm);
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {

@@ -1,4 +1,6 @@
-// The decoder of Qwen2, Qwen3 and Llama on a CPU in float32, for sampling: from rows of tokens to logits, one thread per call.
+// The decoder of Qwen2, Qwen3 and Llama on a CPU, for sampling: from rows of tokens to logits, one thread per call.
+//
+// Matrix multiplications and attention are in float32 or in bfloat16 with float32 sums (numbers.h); all else is in float32.
 #pragma once
 #include <vector>
 
@@ -22,6 +24,7 @@ struct Workspace {
   std::vector<float> scores, mixed;   // of a tile of queries
   std::vector<float> probabilities;   // [vocab], for sampling
   std::vector<int64_t> order;         // [vocab], for sampling
+  AlignedBytes rounded;               // BFloat16: the rows of a product
 };
 
 class Decoder {
@@ -46,9 +49,12 @@ class Decoder {
  private:
   struct Matrix {  // packed into panels
     int64_t out = 0, in = 0;
-    std::vector<float> panels, bias;  // bias: padded to whole panels, or empty
-    void pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
-    void reset(int64_t out, int64_t in);
+    AlignedBytes panels;      // in the Layout of the decoder's numbers
+    std::vector<float> bias;  // padded to whole panels, or empty
+    template <typename Layout>
+    void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
+    template <typename Layout>
+    void reset(Layout, int64_t out, int64_t in);
   };
   struct Layer {
     std::vector<float> input_norm, post_norm, q_norm, k_norm;
@@ -59,11 +65,13 @@ class Decoder {
   void rms_norm(const float* x, int64_t rows, const std::vector<float>& weight, float* y) const;
   template <typename Vectors>
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const;
-  template <typename Vectors>
+  template <typename Layout>
+  void load_matrices(Layout layout, const DecoderWeights& weights, int num_threads);
+  template <typename Numbers>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const;
   template <typename Vectors>
   void activate(int64_t num_rows, Workspace& workspace) const;
-  template <typename Vectors>
+  template <typename Numbers>
   void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                    Workspace& workspace) const;
 

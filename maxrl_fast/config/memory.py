@@ -11,8 +11,10 @@ from torch import nn
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.hardware import Machine
+from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.names import ENGINES
@@ -66,13 +68,24 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
     is_vllm, samples = options.rollout == "vllm", options.samples_of_engine(machine.processes)
     rows = min(max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples), MAX_BATCH[machine.device])
     in_cpp = not is_vllm and not is_gpu and model.backend == "native"
-    dtype = torch.float32 if in_cpp else getattr(torch, config.run.dtype)
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    arithmetic = arithmetic_of(dtype)
+    if in_cpp and arithmetic == "float32":
+        dtype = torch.float32
     adapters = count(model, is_trained=True) if config.model.lora_rank else 0  # merged
     weights = dtype.itemsize * (count(model) - adapters) / options.vllm_tensor_parallel
+    if in_cpp:  # its embedding is in float32, and apart from the output matrix also where they are tied
+        assert isinstance(sizes, DecoderConfig)
+        embedding = sizes.vocab_size * sizes.hidden_size
+        weights += embedding * (4 if sizes.tie_word_embeddings else 4 - dtype.itemsize)
     limit = machine.memory / (4 if is_gpu else 8) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
     prompts = -(-rows // min(options.rollouts, rows))
     if is_gpu and model.backend == "native":
         wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(sizes, dtype)
+    elif in_cpp:
+        assert isinstance(sizes, DecoderConfig)
+        decoder = CpuDecoder(sizes, arithmetic)
+        wanted = prompts * decoder.cache_bytes(task.prompt_length) + rows * decoder.cache_bytes(options.max_new_tokens)
     else:
         tokens = rows * options.max_new_tokens + prompts * task.prompt_length
         wanted = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * dtype.itemsize * tokens

@@ -1,4 +1,4 @@
-"""Decoding on a CPU in float32 with the C++ decoder of csrc/cpu/.
+"""Decoding on a CPU with the C++ decoder of csrc/cpu/, in float32 or with bfloat16 matrix multiplications.
 
 Each thread runs its part of the batch through the whole model.
 """
@@ -13,18 +13,30 @@ from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
 CPU = torch.device("cpu")
+PLAIN = "bfloat16, plain C++"  # slower than float32: for tests
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 
 
+def arithmetic_of(dtype: torch.dtype) -> str:
+    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has instructions for it, else in float32."""
+    best = _C.bfloat16_arithmetics()[0]
+    return best if dtype == torch.bfloat16 and best != PLAIN else "float32"
+
+
 class CpuDecoder:
-    """The C++ decoder with its own packed float32 copy of the policy's weights.
+    """The C++ decoder with its own packed copy of the policy's weights.
 
     A sample is bitwise identical whatever else is in the batch and whatever the number of slots and threads: each of its
     numbers is computed by one chain of operations over its own row.
+
+    Args:
+        config: the policy's sizes.
+        arithmetic: "float32" or one of `_C.bfloat16_arithmetics()`: matrices, keys and values in bfloat16, and the rows that
+            they are multiplied with rounded to it. Sums, the residual stream, norms, softmax and sampling are float32 in all.
     """
 
-    def __init__(self, config: DecoderConfig):
-        self.config = config
+    def __init__(self, config: DecoderConfig, arithmetic: str = "float32"):
+        self.config, self.arithmetic = config, arithmetic
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
         table, call = (positions, config.head_dim // 2), Call(CPU)
@@ -37,6 +49,7 @@ class CpuDecoder:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
+            arithmetic=arithmetic,
             positions=positions,
             cos=call.address("cos", cos, torch.float32, table),  # copied, as all weights are
             sin=call.address("sin", sin, torch.float32, table),

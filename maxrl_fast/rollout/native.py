@@ -9,7 +9,7 @@ from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.cpu_decoder import CpuDecoder
+from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
 
@@ -28,7 +28,8 @@ class NativeEngine:
 
     Args:
         model: the policy; `load_weights` copies its weights.
-        dtype: the compute dtype of training. The PyTorch decoder uses it too; the C++ decoder always uses float32.
+        dtype: the compute dtype of training. The PyTorch decoder uses it too; the C++ decoder uses bfloat16 if the
+            processor has instructions for it, and float32 otherwise.
         cache_bytes: KV-cache limit; samples beyond it wait until others finish. In the PyTorch decoder it includes the tensors
             of a step.
         max_batch: maximum number of samples decoded at a time.
@@ -52,7 +53,11 @@ class NativeEngine:
         self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
         self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
-        self.decoder: CpuDecoder | DeviceDecoder = CpuDecoder(model.config) if in_cpp else DeviceDecoder(model, dtype, compiled)
+        self.decoder: CpuDecoder | DeviceDecoder
+        if in_cpp:
+            self.decoder = CpuDecoder(model.config, arithmetic_of(dtype))
+        else:
+            self.decoder = DeviceDecoder(model, dtype, compiled)
         self.load_weights(model)
 
     @property
@@ -63,7 +68,7 @@ class NativeEngine:
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
         if isinstance(self.decoder, CpuDecoder):
-            how = "C++, float32"
+            how = f"C++, {self.decoder.arithmetic}"
         else:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
             how += ", compiled" if self.compiled else ""

@@ -21,6 +21,7 @@ from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.ops import linear_loss
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
@@ -144,6 +145,21 @@ def test_what_the_engine_frees_does_not_count_in_the_update():
     assert native["key/value cache of at most 4096 samples"][2] > 0  # it is below a tenth of the memory
     small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
     assert small["key/value cache of at most 4096 samples"][2] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtype):
+    model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)  # keys are padded
+    flags = ("--dtype", dtype, "--prompts", "4", "--rollouts", "64", "--eval-samples", "1", "--max-new-tokens", "20")
+    memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
+    arithmetic = arithmetic_of(getattr(torch, dtype))
+    used = "float32" if arithmetic == "float32" else "bfloat16"
+    embedding, element = model.model.embed_tokens.weight.numel(), getattr(torch, used).itemsize
+    weights = sum(p.numel() for p in model.parameters())  # the embedding is tied to the output matrix, and kept in float32
+    assert memory[f"rollout weights ({used})"] == (element * weights + 4 * embedding,) * 3
+    of = CpuDecoder(model.config, arithmetic).cache_bytes
+    cache = 4 * of(MazeTask(9).prompt_length) + 256 * of(20)
+    assert memory["key/value cache of at most 256 samples"] == (cache,) * 3
 
 
 def test_neighbours_that_share_a_vllm_engine_divide_its_weights():

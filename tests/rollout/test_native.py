@@ -252,12 +252,6 @@ def test_load_weights_replaces_the_weights(in_cpp):
     assert torch.equal(after.logprobs, expected.logprobs)
 
 
-def test_a_cpu_decodes_in_cpp_for_every_training_dtype():
-    engine = NativeEngine(tiny_decoder(), torch.bfloat16)
-    assert engine.describe().startswith("native (C++, float32")
-    assert engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0).logprobs.isfinite().all()
-
-
 def reference_distribution(logits, sampling):
     """Return the distribution by the definition of the sampling options, token by token."""
     weights = [math.exp((z - max(logits)) / sampling.temperature) for z in logits]

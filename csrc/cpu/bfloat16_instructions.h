@@ -1,0 +1,37 @@
+// The instructions of a processor for bfloat16, found at run time.
+#pragma once
+#include <vector>
+
+#include "../generation.h"
+
+// AMX needs the permission of the operating system, which is asked for as on Linux. Older compilers lack the instructions.
+#if defined(__clang__)
+#define MAXRL_COMPILES_AMX (__clang_major__ >= 12)
+#else
+#define MAXRL_COMPILES_AMX (__GNUC__ >= 11)
+#endif
+#if defined(__x86_64__) && defined(__linux__) && MAXRL_COMPILES_AMX
+#define MAXRL_HAS_BFLOAT16_INSTRUCTIONS
+#include <immintrin.h>
+#define MAXRL_AVX512_BF16 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma"), flatten))
+#define MAXRL_AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma"), flatten))
+#endif
+
+namespace maxrl::cpu {
+
+// The ways to multiply in bfloat16 that this machine has, the fastest first; the last one, plain C++, is for tests.
+const std::vector<Arithmetic>& bfloat16_arithmetics();
+
+// AMX's tile registers of this thread, all of 16 rows of 64 bytes, in the scope of an object. Other arithmetic needs none.
+class TileRegisters {
+ public:
+  explicit TileRegisters(Arithmetic arithmetic);
+  ~TileRegisters();
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+
+ private:
+  bool is_used_;
+};
+
+}  // namespace maxrl::cpu

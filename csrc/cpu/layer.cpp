@@ -64,7 +64,7 @@ struct Norm {
 
 // Adds partial sums [pieces, size], in order; zeros without pieces.
 template <typename Real>
-void add_pieces(const std::vector<Real>& partials, int64_t pieces, int64_t size, Real* to) {
+void add_pieces(const Real* partials, int64_t pieces, int64_t size, Real* to) {
   std::fill(to, to + size, Real(0));
   for (int64_t piece = 0; piece < pieces; ++piece)
     for (int64_t i = 0; i < size; ++i) to[i] += partials[piece * size + i];
@@ -199,7 +199,7 @@ inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backwa
       const Element* const grad = backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
       const Element* const weight = in.norm[which];
       Element* const to = in.to[which] + row * to_stride[which] + head * in.head_dim;
-      Real* const grad_norm = grad_norms + which * in.head_dim;
+      Real* const grad_norm = grad_norms + (which * in.from[0].count + head) * in.head_dim;
       // use(place, lanes, x, its norm's gradient), for both halves
       const auto for_both = [&](const auto& use) {
         for_vectors<Vectors>(half, [&](int64_t i, int64_t n) {
@@ -291,7 +291,7 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_
         norm_backward_row<Vectors>(in, row * in.size, partials.data() + piece * in.size);
     });
   });
-  add_pieces(partials, pieces.count, in.size, in.grad_weight);
+  add_pieces(partials.data(), pieces.count, in.size, in.grad_weight);
 }
 
 template <typename Element, typename Real>
@@ -313,8 +313,8 @@ void rotate_heads(const RotateHeads<Element, Real>& in, const int64_t (&to_strid
 template <typename Element, typename Real>
 void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, const int64_t (&to_stride)[3], int num_threads) {
   const auto& in = backward.forward;
-  const Pieces pieces(in.num_rows, int64_t{in.from[0].count + in.from[1].count} * in.head_dim, kMostPieces);
-  const int64_t size = 2 * in.head_dim;
+  const int64_t size = int64_t{in.from[0].count + in.from[1].count} * in.head_dim;
+  const Pieces pieces(in.num_rows, size, kMostPieces);
   std::vector<Real> partials(pieces.count * size);
   with_widest<Real>([&](auto widest) {
     with_lanes_for<decltype(widest)>(in.head_dim / 2, [&](auto vectors) {
@@ -327,7 +327,11 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, c
       });
     });
   });
-  add_pieces(partials, pieces.count, size, backward.grad_norm);
+  std::vector<Real> of_heads(size);
+  add_pieces(partials.data(), pieces.count, size, of_heads.data());
+  add_pieces(of_heads.data(), in.from[0].count, in.head_dim, backward.grad_norm);
+  add_pieces(of_heads.data() + int64_t{in.from[0].count} * in.head_dim, in.from[1].count, in.head_dim,
+             backward.grad_norm + in.head_dim);
 }
 
 template <typename Element, typename Real>

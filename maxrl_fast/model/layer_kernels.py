@@ -56,8 +56,8 @@ class LayerParts(NamedTuple):
     rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
     # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
     swiglu: Callable[[Tensor, Tensor], Tensor]
-    # The last two, of the output of one matrix multiplication, if there are such: (packed [U, (Hq + 2 Hkv) D], numbers of heads,
-    # norms, rotary) and ([gate | up] [U, 2 F])
+    # The last two, of the output of one matrix multiplication, where that is better: (packed [U, (Hq + 2 Hkv) D], numbers of
+    # heads, norms, rotary) and ([gate | up] [U, 2 F])
     rotate_packed: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None = None
     swiglu_packed: Callable[[Tensor], Tensor] | None = None
 
@@ -167,7 +167,7 @@ def add_rms_norm_backward(
         num_partials=len(partials),
         grad_weight=call.keep(partials),
     )
-    return grad_x, partials.sum(0)
+    return grad_x, partials[0] if len(partials) == 1 else partials.sum(0)
 
 
 @register_fake(add_rms_norm_backward)

@@ -1,7 +1,7 @@
 """The parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix, and the choice of rows.
 
-One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the gradient in its output as one
-matrix too, so that autograd has nothing to add up or to copy (csrc/cpu/layer.cpp).
+One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the gradient in its output as
+one matrix too, so that autograd has nothing to add up or to copy (csrc/cpu/layer.cpp).
 """
 
 from typing import Any

@@ -222,13 +222,18 @@ inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backwa
 // sigmoid(x) and 1 - sigmoid(x), each to its own rounding error.
 template <typename Vectors>
 struct Sigmoid {
-  typename Vectors::Reals value, rest;
-  explicit Sigmoid(typename Vectors::Reals x) {
-    const auto none = Vectors::all(0), one = Vectors::all(1);
-    const auto e = Vectors::exponential(Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
-    const auto larger = one / (e + one), smaller = e * larger;
-    value = x > none ? larger : smaller;
-    rest = x > none ? smaller : larger;
+  using Reals = typename Vectors::Reals;
+  Reals value, rest;
+  explicit Sigmoid(Reals x) {
+    const Reals one = Vectors::all(1);
+    const Reals e = Vectors::exponential(Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
+    const Reals larger = one / (e + one), smaller = e * larger;
+    // Selection by the sign's bits: a comparison of 64 bytes would become scalars when it is inlined (attention_vectors.h).
+    using Integers = decltype(x > x);
+    const Integers is_negative = bits_as<Integers>(x) >> (8 * sizeof(typename Vectors::Real) - 1);
+    const Integers difference = (bits_as<Integers>(larger) ^ bits_as<Integers>(smaller)) & is_negative;
+    value = bits_as<Reals>(bits_as<Integers>(larger) ^ difference);
+    rest = bits_as<Reals>(bits_as<Integers>(smaller) ^ difference);
   }
 };
 

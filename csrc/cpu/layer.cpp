@@ -12,7 +12,7 @@
 namespace maxrl::cpu {
 namespace {
 
-constexpr int64_t kPieceNumbers = 1 << 14;  // of a piece, about: enough to hide the cost of starting it
+constexpr int64_t kPieceNumbers = 1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
 constexpr int64_t kMostPieces = 64;  // where each has sums of its own
 
 // Rows [begin, end) of pieces.

@@ -68,6 +68,23 @@ template <typename Real>
 void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads);
 
 // Both throw std::invalid_argument if the stream's lengths do not fit its tokens, or responses do not stand in order.
+// The parts of a layer (layer.h). to_stride: between rows of the results in queries, keys and values; grad_stride: of both
+// gradients. chosen_rows_backward throws std::invalid_argument for a row outside the U.
+template <typename Element, typename Real>
+void add_rms_norm(const AddRmsNorm<Element, Real>& in, int num_threads);
+template <typename Element, typename Real>
+void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_threads);
+template <typename Element, typename Real>
+void rotate_heads(const RotateHeads<Element, Real>& in, const int64_t (&to_stride)[3], int num_threads);
+template <typename Element, typename Real>
+void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& in, const int64_t (&to_stride)[3], int num_threads);
+template <typename Element, typename Real>
+void swiglu(const SwiGlu<Element>& in, int num_threads);
+template <typename Element, typename Real>
+void swiglu_backward(const SwiGluBackward<Element>& in, int64_t grad_stride, int num_threads);
+template <typename Element, typename Real>
+void chosen_rows_backward(const ChosenRows<Element>& in, int num_threads);
+
 template <typename Element, typename Real>
 void shared_prompt_attention(const SharedPromptAttention<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>

@@ -1,32 +1,32 @@
-// The elementwise parts of a decoder layer on a GPU: residual addition with RMS norm, rotary embedding, SwiGLU.
+// The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU, chosen rows.
 #pragma once
 #include <cstdint>
 
 namespace maxrl {
 
-// All addresses and strides are multiples of 16 bytes, strides in elements. U rows.
+// Strides are in elements. On a GPU all addresses and strides are multiples of 16 bytes. U rows. Real is the type of sums.
 
 // Rows of `size` elements H: sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight. All arrays are contiguous.
-template <typename Element>
+template <typename Element, typename Real = float>
 struct AddRmsNorm {
   int64_t num_rows;
   int size;
-  float eps;
+  Real eps;
   const Element *x, *delta;  // [U, H]; delta may be null: sum is x then, and not written
   const Element* weight;     // [H]
   Element *sum, *normed;     // [U, H]
 };
 
-template <typename Element>
+template <typename Element, typename Real = float>
 struct AddRmsNormBackward {
   int64_t num_rows;
   int size;
-  float eps;
+  Real eps;
   const Element *sum, *weight;
   const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
   Element* grad_x;                        // [U, H], also the gradient in delta
   int64_t num_partials;                   // P
-  float* grad_weight;                     // [P, H]: partial p has the rows p, p + P, ...
+  Real* grad_weight;                      // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -39,11 +39,11 @@ struct Heads {
 
 // Query and key heads with their RMS norm, if they have one, and the rotary embedding, which rotates dimension i with i + D/2;
 // value heads are copied. The results are contiguous.
-template <typename Element>
+template <typename Element, typename Real = float>
 struct RotateHeads {
   int64_t num_rows;
   int head_dim;
-  float eps, direction;         // direction -1: by the negative angles
+  Real eps, direction;          // direction -1: by the negative angles
   Heads<Element> from[3];       // queries, keys, values, of which there may be 0
   const Element* norm[2];       // [D] of queries and of keys, or null
   Element* to[3];               // [U, count, D]
@@ -52,13 +52,14 @@ struct RotateHeads {
   int64_t num_positions;        // heads at other positions become NaN
 };
 
-// The gradients in queries and keys that have norms.
-template <typename Element>
+// The gradients in queries and keys that have norms. On a CPU `from` and `to` may have the values' gradients, which are copied,
+// and grad_norm is [2, D]: of queries and of keys.
+template <typename Element, typename Real = float>
 struct RotateHeadsBackward {
-  RotateHeads<Element> forward;      // `to`: the gradients in the queries and keys; no values
-  const Element* grad[2];            // [U, count, D] in the rotated queries and keys
-  int64_t num_partials;              // P
-  float* grad_norm;                  // [P, all heads, D]: partial p has the rows p, p + P, ...
+  RotateHeads<Element, Real> forward;  // `to`: the gradients in the queries and keys
+  const Element* grad[2];              // [U, count, D] in the rotated queries and keys
+  int64_t num_partials;                // P
+  Real* grad_norm;                     // [P, all heads, D]: partial p has the rows p, p + P, ...
 };
 
 // out = gate sigmoid(gate) up, in rows of `size` elements F.
@@ -76,6 +77,16 @@ struct SwiGluBackward {
   SwiGlu<Element> forward;       // `out` is not used
   const Element* grad;           // [U, F]
   Element *grad_gate, *grad_up;  // [U, F]
+};
+
+// The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of `grad` with rows[i] = u.
+template <typename Element>
+struct ChosenRows {
+  int64_t num_rows, num_chosen;  // U, R
+  int size;
+  const int64_t* rows;  // [R]
+  const Element* grad;  // [R, H]
+  Element* to;          // [U, H]
 };
 
 }  // namespace maxrl

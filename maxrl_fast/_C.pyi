@@ -211,6 +211,100 @@ def swiglu_backward_cuda(
     grad_up: int,
     stream: int,
 ) -> None: ...
+def add_rms_norm_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    eps: float,
+    x: int,
+    delta: int,
+    weight: int,
+    sum: int,
+    normed: int,
+    num_threads: int,
+) -> None: ...
+def add_rms_norm_backward_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    eps: float,
+    sum: int,
+    weight: int,
+    grad_sum: int,
+    grad_normed: int,
+    grad_x: int,
+    num_partials: int,
+    grad_weight: int,
+    num_threads: int,
+) -> None: ...
+def rotate_heads_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    head_dim: int,
+    eps: float,
+    direction: float,
+    q: tuple[int, int, int],
+    k: tuple[int, int, int],
+    v: tuple[int, int, int],
+    q_norm: int,
+    k_norm: int,
+    to: tuple[int, int, int],
+    tables: tuple[int, int, int, int],
+    to_strides: list[int] = ...,  # of the results' rows; 0: contiguous
+    num_threads: int,
+) -> None: ...
+def rotate_heads_backward_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    head_dim: int,
+    eps: float,
+    q: tuple[int, int, int],
+    k: tuple[int, int, int],
+    v: tuple[int, int, int],
+    q_norm: int,
+    k_norm: int,
+    to: list[int],
+    grad: tuple[int, int],
+    tables: tuple[int, int, int, int],
+    num_partials: int,
+    grad_norm: int,
+    to_strides: list[int],  # of the results' rows; 0: contiguous
+    num_threads: int,
+) -> None: ...
+def swiglu_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    gate: int,
+    up: int,
+    gate_stride: int,
+    up_stride: int,
+    out: int,
+    num_threads: int,
+) -> None: ...
+def swiglu_backward_cpu(
+    *,
+    dtype: str,
+    num_rows: int,
+    size: int,
+    gate: int,
+    up: int,
+    gate_stride: int,
+    up_stride: int,
+    grad: int,
+    grad_gate: int,
+    grad_up: int,
+    grad_stride: int = ...,
+    num_threads: int,
+) -> None: ...
+def chosen_rows_backward_cpu(
+    *, dtype: str, num_rows: int, num_chosen: int, size: int, rows: int, grad: int, to: int, num_threads: int
+) -> None: ...
 
 class Pacs:
     def __init__(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary, has_kernels
-from maxrl_fast.model.linear import Linear, LoraLinear, whole
+from maxrl_fast.model.layer_kernels import PLAIN, HeadNorms, Heads, LayerParts, Rotary
+from maxrl_fast.model.linear import Linear, LoraLinear, can_join, joined, whole
+from maxrl_fast.model.packed_kernels import choose_rows, layer_parts
 from maxrl_fast.model.policy_model import PolicyModel
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
@@ -130,10 +131,13 @@ class SelfAttention(nn.Module):
 
     def qkv(self, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        norms = None
+        projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if parts.rotate_packed is not None and can_join(projections):
+            heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
+            return parts.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         return parts.rotate_heads((q, k, v), norms, rotary)
 
 
@@ -144,8 +148,14 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, parts: LayerParts) -> Tensor:
-        return self.down_proj(parts.swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, added: Tensor, parts: LayerParts) -> Tensor:
+        """Return added [U, H] + the feed-forward layer of x [U, H]."""
+        if parts.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
+            inner = parts.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
+        else:
+            inner = parts.swiglu(self.gate_proj(x), self.up_proj(x))
+        output: Tensor = self.down_proj(inner, added)
+        return output
 
 
 class Layer(nn.Module):
@@ -156,29 +166,32 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary, LayerParts], Heads] = before_attention
+        self.before: Callable[[Layer, Tensor, Rotary, LayerParts], tuple[Tensor, Heads]] = before_attention
         self.after: Callable[[Layer, Tensor, Tensor, LayerParts], Tensor] = after_attention
 
     def forward(
         self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, parts: LayerParts
     ) -> Tensor:
         """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
-        attended = attention(i, *self.before(self, x, rotary, parts)).flatten(1)  # [U, Hq * D]
+        x, heads = self.before(self, x, rotary, parts)
+        attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
         if rows is not None:
-            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+            x, attended = choose_rows(x, rows), choose_rows(attended, rows)
         return self.after(self, x, attended, parts)
 
 
-def before_attention(layer: Layer, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
-    """Return q, k and v of x [U, H]."""
-    return layer.self_attn.qkv(layer.input_layernorm(x, parts), rotary, parts)
+def before_attention(layer: Layer, x: Tensor, rotary: Rotary, parts: LayerParts) -> tuple[Tensor, Heads]:
+    """Return x [U, H], and q, k and v of it."""
+    norm = layer.input_layernorm
+    x, normed = parts.add_rms_norm(x, None, norm.weight, norm.eps)
+    return x, layer.self_attn.qkv(normed, rotary, parts)
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor, parts: LayerParts) -> Tensor:
     """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
     x, normed = parts.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
-    output: Tensor = x + layer.mlp(normed, parts)
+    output: Tensor = layer.mlp(normed, x, parts)
     return output
 
 
@@ -279,7 +292,7 @@ class Decoder(PolicyModel):
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         parts = self._parts(dtype, x.device)
         cos, sin = rotary_table(self.config, positions)
-        rotary = Rotary(cos, sin) if parts is KERNELS else Rotary(cos.to(dtype), sin.to(dtype))
+        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if parts is PLAIN else Rotary(cos, sin)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             arguments = (x, rotary, i, attention, rows if i == last else None, parts)
@@ -293,7 +306,7 @@ class Decoder(PolicyModel):
     def _parts(self, dtype: torch.dtype, device: torch.device) -> LayerParts:
         """Return which implementation of the elementwise parts of layers runs."""
         sizes = self.config.hidden_size, self.config.intermediate_size, self.config.head_dim
-        return KERNELS if not self.is_compiled and has_kernels(*sizes, dtype, device) else PLAIN
+        return PLAIN if self.is_compiled else layer_parts(*sizes, dtype, device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.

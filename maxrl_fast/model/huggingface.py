@@ -21,6 +21,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
 from maxrl_fast.model.linear import LoraLinear, whole
+from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 
 
@@ -118,7 +119,7 @@ class HuggingFacePolicy(PolicyModel):
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
             output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        hidden, weight = output[0][0].index_select(0, rows), self._output_matrix()
+        hidden, weight = choose_rows(output[0][0], rows), self._output_matrix()
         if weight.shape[1] > hidden.shape[1]:
             hidden = F.pad(hidden, (0, 1), value=1.0)
         return hidden if finish is None else finish(hidden, weight)

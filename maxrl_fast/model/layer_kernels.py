@@ -1,7 +1,9 @@
 """The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU.
 
-PLAIN has them in PyTorch, KERNELS as operators with one launch of csrc/cuda/layer.cu each, which compute in float32 and round
-once. Kernels sum gradients of weights over the rows in two stages, in an order that depends on the shapes alone.
+PLAIN has them in PyTorch, KERNELS as operators, one launch of csrc/cuda/layer.cu each on a GPU and one pass of
+csrc/cpu/layer.cpp on a CPU. They compute in float32 (float64 for float64) and round once. Kernels sum gradients of weights over
+the rows in two stages, in an order that depends on the shapes alone. On a CPU, packed_kernels.py adds the parts of a layer that
+take q, k and v, or gate and up, as one matrix.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,9 @@ from torch.nn import functional as F
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator, register_fake
 from maxrl_fast.ops.derivatives import first_order
+
+CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
 
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
 
@@ -45,21 +50,28 @@ class LayerParts(NamedTuple):
 
     # (x [U, H], weight [H], eps) -> the norm of x
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    # (x [U, H], delta [U, H], weight [H], eps) -> x + delta, and its norm
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have any stride
     rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
     # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
     swiglu: Callable[[Tensor, Tensor], Tensor]
+    # The last two, of the output of one matrix multiplication, where that is better: (packed [U, (Hq + 2 Hkv) D], numbers of
+    # heads, norms, rotary) and ([gate | up] [U, 2 F])
+    rotate_packed: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None = None
+    swiglu_packed: Callable[[Tensor], Tensor] | None = None
 
 
 def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether KERNELS serves a decoder of these sizes.
 
-    It needs a GPU that runs the extension's kernels; float32, bfloat16 or float16; rows of hidden states and of the MLP that
-    are multiples of 16 bytes, the former of at most 16 KiB; and heads that are multiples of 32 bytes, of at most 1 KiB.
+    On a CPU it takes all sizes of CPU_DTYPES. Otherwise it needs a GPU that runs the extension's kernels; float32, bfloat16 or
+    float16; rows of hidden states and of the MLP that are multiples of 16 bytes, the former of at most 16 KiB; and heads that
+    are multiples of 32 bytes, of at most 1 KiB.
     """
-    if dtype not in DEVICE_DTYPES or not (_gate.is_gpu(device) and _gate.has_kernels(device)):
+    if not _gate.is_gpu(device):
+        return device.type == "cpu" and dtype in CPU_DTYPES
+    if dtype not in DEVICE_DTYPES or not _gate.has_kernels(device):
         return False
     hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
     return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
@@ -72,8 +84,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = x + delta
+def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x if delta is None else x + delta
     return x, _rms_norm(x, weight, eps)
 
 
@@ -99,9 +111,14 @@ PLAIN = LayerParts(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)
 # Residual addition and RMS norm.
 
 
-def _partials(num_rows: int, width: int) -> int:
-    """Return into how many partial sums of `width` numbers the rows are added."""
-    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
+def _partials(like: Tensor, num_rows: int, width: int) -> int:
+    """Return into how many partial sums of `width` numbers a kernel adds the rows; on a CPU it adds those up itself."""
+    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width)) if _gate.is_gpu(like.device) else 1
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which kernels add numbers like those of x."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @operator()
@@ -111,7 +128,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
     call.launch(
         "add_rms_norm",
-        dtype=DEVICE_DTYPES[x.dtype],
+        dtype=DTYPE_NAMES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -133,12 +150,12 @@ def _(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tens
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, in float32."""
+    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, unrounded."""
     call, (num_rows, size) = Call(x.device), x.shape
-    grad_x, partials = torch.empty_like(x), x.new_empty(_partials(num_rows, size), size, dtype=torch.float32)
+    grad_x, partials = torch.empty_like(x), x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
     call.launch(
         "add_rms_norm_backward",
-        dtype=DEVICE_DTYPES[x.dtype],
+        dtype=DTYPE_NAMES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -150,37 +167,42 @@ def add_rms_norm_backward(
         num_partials=len(partials),
         grad_weight=call.keep(partials),
     )
-    return grad_x, partials.sum(0)
+    return grad_x, partials[0] if len(partials) == 1 else partials.sum(0)
 
 
 @register_fake(add_rms_norm_backward)
 def _(grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(weight, dtype=sum_dtype(x))
 
 
 class _AddRmsNorm(torch.autograd.Function):
+    """Without delta, the first result is x itself, so that both gradients in x are added in the kernel."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         rounded = weight.to(x.dtype)
         total, normed = add_rms_norm(x, delta, rounded, eps)
-        ctx.save_for_backward(x if delta is None else total, rounded)
+        total = x if delta is None else total
+        ctx.save_for_backward(total, rounded)
         ctx.has_delta, ctx.eps, ctx.weight_dtype = delta is not None, eps, weight.dtype
+        ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     @first_order("add_rms_norm")
-    def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad_total.contiguous() if ctx.has_delta else None
+    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_normed is None:
+            return grad_total, grad_total if ctx.has_delta else None, None, None
+        grad = None if grad_total is None else grad_total.contiguous()
         grad_x, grad_weight = add_rms_norm_backward(grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps)
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
 
 
 def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
-    return normed
+    return _add_rms_norm_in_kernel(x, None, weight, eps)[1]
 
 
-def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total, normed = _AddRmsNorm.apply(x, delta, weight, eps)
     return total, normed
 
@@ -188,7 +210,7 @@ def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor, weight: Tensor, eps: float
 # Rotary embedding.
 
 
-def _heads(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int, int]:
+def heads_argument(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int, int]:
     """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if it does not fit q [U, Hq, D]."""
     if x is None:
         return 0, 0, 0
@@ -202,7 +224,7 @@ def _heads(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int
     return call.keep(x), x.stride(0) if len(x) > 1 else 0, shape[1]
 
 
-def _tables(
+def tables_argument(
     call: Call, cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, dim: int
 ) -> tuple[int, int, int, int]:
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
@@ -232,18 +254,18 @@ def rotate_heads(
     to = [x.new_empty(x.shape) for x in (q, k)] + [q.new_empty(0) if v is None else v.new_empty(v.shape)]
     call.launch(
         "rotate_heads",
-        dtype=DEVICE_DTYPES[q.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
         num_rows=num_rows,
         head_dim=dim,
         eps=eps,
         direction=direction,
-        q=_heads(call, "q", q, q),
-        k=_heads(call, "k", k, q),
-        v=_heads(call, "v", v, q),
+        q=heads_argument(call, "q", q, q),
+        k=heads_argument(call, "k", k, q),
+        v=heads_argument(call, "v", v, q),
         q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
         k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
         to=[call.keep(x) for x in to],
-        tables=_tables(call, cos, sin, positions, num_rows, dim),
+        tables=tables_argument(call, cos, sin, positions, num_rows, dim),
     )
     return to[0], to[1], to[2]
 
@@ -266,23 +288,27 @@ def rotate_heads_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in q and k, and those of their norms' weights, in float32."""
+    """Return the gradients in q and k, and those of their norms' weights, unrounded."""
+    if not _gate.is_gpu(q.device):
+        own = [x.new_empty(x.shape) for x in (q, k)]
+        of_norms = rotate_back_on_cpu((grad_q, grad_k, None), q, k, (q_norm, k_norm), (cos, sin, positions), eps, own)
+        return own[0], own[1], of_norms[0], of_norms[1].clone()
     call, (num_rows, heads, dim) = Call(q.device), q.shape
     to, all_heads = [x.new_empty(x.shape) for x in (q, k)], heads + k.shape[1]
-    partials = q.new_empty(_partials(num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
+    partials = q.new_empty(_partials(q, num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
     call.launch(
         "rotate_heads_backward",
-        dtype=DEVICE_DTYPES[q.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
         num_rows=num_rows,
         head_dim=dim,
         eps=eps,
-        q=_heads(call, "q", q, q),
-        k=_heads(call, "k", k, q),
+        q=heads_argument(call, "q", q, q),
+        k=heads_argument(call, "k", k, q),
         q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
         k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
         to=[call.keep(x) for x in to],
         grad=[call.address("grad", g, q.dtype, x.shape) for g, x in ((grad_q, q), (grad_k, k))],
-        tables=_tables(call, cos, sin, positions, num_rows, dim),
+        tables=tables_argument(call, cos, sin, positions, num_rows, dim),
         num_partials=len(partials),
         grad_norm=call.keep(partials),
     )
@@ -291,8 +317,44 @@ def rotate_heads_backward(
 
 @register_fake(rotate_heads_backward)
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_norm: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_norm = torch.empty_like(q_norm, dtype=torch.float32)
+    of_norm = torch.empty_like(q_norm, dtype=sum_dtype(q_norm))
     return grad_q.new_empty(q.shape), grad_k.new_empty(k.shape), of_norm, torch.empty_like(of_norm)
+
+
+def rotate_back_on_cpu(
+    grads: tuple[Tensor, Tensor, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    norms: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor | None],
+    eps: float,
+    to: list[Tensor],
+) -> Tensor:
+    """Write the gradients in q and k before their norms, and a copy of the one in v, into `to`, whose rows may have any stride.
+
+    Return the gradients of the norms' weights [2, D], unrounded.
+    """
+    call, (num_rows, _, dim) = Call(q.device), q.shape
+    grad_norms = q.new_empty(2, dim, dtype=sum_dtype(q))
+    call.launch(
+        "rotate_heads_backward",
+        dtype=DTYPE_NAMES[q.dtype],
+        num_rows=num_rows,
+        head_dim=dim,
+        eps=eps,
+        q=heads_argument(call, "q", q, q),
+        k=heads_argument(call, "k", k, q),
+        v=heads_argument(call, "grad_v", grads[2], q),
+        q_norm=call.address("q_norm", norms[0], q.dtype, (dim,)),
+        k_norm=call.address("k_norm", norms[1], q.dtype, (dim,)),
+        to=[call.keep(x) for x in to] + [0] * (3 - len(to)),
+        to_strides=[x.stride(0) for x in to] + [0] * (3 - len(to)),
+        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in ((grads[0], q), (grads[1], k))],
+        tables=tables_argument(call, *tables, num_rows, dim),
+        num_partials=1,
+        grad_norm=call.keep(grad_norms),
+    )
+    return grad_norms
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -348,7 +410,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
     call.launch(
         "swiglu",
-        dtype=DEVICE_DTYPES[gate.dtype],
+        dtype=DTYPE_NAMES[gate.dtype],
         num_rows=len(gate),
         size=gate.shape[1],
         gate=gate_at,
@@ -372,7 +434,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
     call.launch(
         "swiglu_backward",
-        dtype=DEVICE_DTYPES[gate.dtype],
+        dtype=DTYPE_NAMES[gate.dtype],
         num_rows=len(gate),
         size=gate.shape[1],
         gate=gate_at,

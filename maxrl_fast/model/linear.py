@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,9 +15,24 @@ from maxrl_fast.errors import InputError
 
 
 class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        if added is None:
+            return F.linear(x, weight, bias)
+        return torch.addmm(added if bias is None else added + bias, x, weight.t())
+
+
+def can_join(layers: Sequence[nn.Module]) -> bool:
+    """Return whether `joined` computes these layers: none has an adapter."""
+    return all(type(layer) is Linear for layer in layers)
+
+
+def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
+    """Return the outputs of layers next to each other, [U, all of them], by one matrix multiplication. Weights are copied."""
+    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return F.linear(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 class LoraLinear(Linear):
@@ -37,9 +52,9 @@ class LoraLinear(Linear):
         self.lora_a = nn.Parameter(a.to(device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         low = F.linear(x, self.lora_a.to(x.dtype))  # [..., rank]
-        return super().forward(x) + self.scale * F.linear(low, self.lora_b.to(x.dtype))
+        return super().forward(x, added) + self.scale * F.linear(low, self.lora_b.to(x.dtype))
 
     def merged(self) -> Tensor:
         """Return W + (alpha / rank) B A, [out, in] float32."""

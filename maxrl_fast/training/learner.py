@@ -15,6 +15,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
 from maxrl_fast.model.linear import own_part, whole
+from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.records import Samples
@@ -85,7 +86,7 @@ def run_batch(
         return formed_attention(q, k, v, batch.layout, form)
 
     def of_targets(hidden: Tensor, weight: Tensor) -> Any:
-        hidden = hidden.index_select(0, batch.target_rows)
+        hidden = choose_rows(hidden, batch.target_rows)
         return hidden if finish is None else finish(hidden, weight)
 
     return module(batch.tokens, batch.positions, attention, batch.rows, dtype, of_targets)

@@ -1,0 +1,210 @@
+"""The parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix, and the choice of rows.
+
+One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the gradient in its output as
+one matrix too, so that autograd has nothing to add up or to copy (csrc/cpu/layer.cpp).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.model import layer_kernels
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops.derivatives import first_order
+
+
+def layer_parts(
+    hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> LayerParts:
+    """Return the implementation of the parts that a decoder of these sizes trains with on this device."""
+    if not layer_kernels.has_kernels(hidden_size, intermediate_size, head_dim, dtype, device):
+        return PLAIN
+    return KERNELS if _gate.is_gpu(device) else PACKED_KERNELS
+
+
+# q, k and v.
+
+
+@operator()
+def rotate_packed_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    packed: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient in `packed` [U, (Hq + 2 Hkv) D], and those of the norms' weights [2, D], unrounded.
+
+    Without norms neither `packed` nor the second result has numbers.
+    """
+    grads, (num_rows, _, dim) = (grad_q, grad_k, grad_v), grad_q.shape
+    counts = [x.shape[1] for x in grads]
+    grad = grad_q.new_empty(num_rows, sum(counts) * dim)
+    to = list(grad.view(num_rows, sum(counts), dim).split(counts, 1))
+    tables = cos, sin, positions
+    if packed is not None:
+        assert q_norm is not None
+        assert k_norm is not None
+        q, k, _ = packed.view(num_rows, sum(counts), dim).split(counts, 1)
+        return grad, layer_kernels.rotate_back_on_cpu(grads, q, k, (q_norm, k_norm), tables, eps, to)
+    call = Call(grad_q.device)
+    call.launch(
+        "rotate_heads",
+        dtype=DTYPE_NAMES[grad_q.dtype],
+        num_rows=num_rows,
+        head_dim=dim,
+        eps=0.0,
+        direction=-1.0,
+        **{name: layer_kernels.heads_argument(call, f"grad_{name}", x, grad_q) for name, x in zip("qkv", grads, strict=True)},
+        q_norm=0,
+        k_norm=0,
+        to=[call.keep(x) for x in to],
+        to_strides=[grad.shape[1]] * 3,
+        tables=layer_kernels.tables_argument(call, *tables, num_rows, dim),
+    )
+    return grad, grad_q.new_empty(0)
+
+
+@register_fake(rotate_packed_backward)
+def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, packed: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    num_rows, heads, dim = grad_q.shape
+    grad = grad_q.new_empty(num_rows, (heads + grad_k.shape[1] + grad_v.shape[1]) * dim)
+    if packed is None:
+        return grad, grad_q.new_empty(0)
+    return grad, grad_q.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad_q))
+
+
+class _RotatePacked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        counts: tuple[int, int, int],
+        *tables: Tensor | None,
+    ) -> Heads:
+        rounded = [None if norm is None else norm.to(packed.dtype) for norm in (q_norm, k_norm)]
+        ctx.save_for_backward(None if q_norm is None else packed, *rounded, *tables)
+        ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
+        q, k, v = packed.unflatten(1, (sum(counts), -1)).split(counts, 1)
+        heads: Heads = layer_kernels.rotate_heads(q, k, v, *rounded, *tables, eps, 1.0)
+        return heads
+
+    @staticmethod
+    @first_order("rotate_heads")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grad, of_norms = rotate_packed_backward(*(x.contiguous() for x in grads), *saved, ctx.eps)
+        norms = (None, None) if ctx.norm_dtype is None else of_norms.to(ctx.norm_dtype).unbind()
+        return grad, *norms, *(None,) * (len(saved) - 1)
+
+
+def _rotate_packed(packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary) -> Heads:
+    heads: Heads = _RotatePacked.apply(packed, *((None, None, 0.0) if norms is None else norms), counts, *rotary)
+    return heads
+
+
+# Gate and up.
+
+
+@operator()
+def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
+    """Return the gradient in [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
+    call, (num_rows, size), to = Call(grad.device), grad.shape, torch.empty_like(packed)
+    address, to_address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size)), call.keep(to)
+    half = size * grad.element_size()
+    call.launch(
+        "swiglu_backward",
+        dtype=DTYPE_NAMES[grad.dtype],
+        num_rows=num_rows,
+        size=size,
+        gate=address,
+        up=address + half,
+        gate_stride=2 * size,
+        up_stride=2 * size,
+        grad=call.address("grad", grad, grad.dtype, (num_rows, size)),
+        grad_gate=to_address,
+        grad_up=to_address + half,
+        grad_stride=2 * size,
+    )
+    return to
+
+
+@register_fake(swiglu_packed_backward)
+def _(grad: Tensor, packed: Tensor) -> Tensor:
+    return torch.empty_like(packed)
+
+
+class _SwiGluPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        out: Tensor = layer_kernels.swiglu(*packed.chunk(2, 1))
+        return out
+
+    @staticmethod
+    @first_order("swiglu")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        return (swiglu_packed_backward(grad.contiguous(), *ctx.saved_tensors),)
+
+
+PACKED_KERNELS = KERNELS._replace(rotate_packed=_rotate_packed, swiglu_packed=_SwiGluPacked.apply)
+
+# Rows.
+
+
+@operator()
+def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the gradient [num_rows, H] in what `rows` [R] were chosen from, from that of the chosen rows [R, H]."""
+    call, (num_chosen, size) = Call(grad.device), grad.shape
+    to = grad.new_empty(num_rows, size)
+    call.launch(
+        "chosen_rows_backward",
+        dtype=DTYPE_NAMES[grad.dtype],
+        num_rows=num_rows,
+        num_chosen=num_chosen,
+        size=size,
+        rows=call.address("rows", rows, torch.int64, (num_chosen,)),
+        grad=call.address("grad", grad, grad.dtype, grad.shape),
+        to=call.keep(to),
+    )
+    return to
+
+
+@register_fake(choose_rows_backward)
+def _(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    return grad.new_empty(num_rows, grad.shape[1])
+
+
+class _ChooseRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @first_order("choose_rows")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows), None
+
+
+def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows] for x [U, H] and rows [R] int64, of which some may be equal.
+
+    On a CPU the gradient adds equal rows in their order, on all threads; PyTorch's does it on one thread, number by number.
+    """
+    if x.device.type != "cpu" or _gate.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
+        return x.index_select(0, rows)
+    chosen: Tensor = _ChooseRows.apply(x, rows)
+    return chosen

@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "aligned.h"
 #include "key_value_cache.h"
 
 namespace maxrl::cpu {
@@ -18,8 +19,8 @@ struct DecoderRow {
 
 // Scratch memory of one thread.
 struct Workspace {
-  std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
-  std::vector<float> scores, mixed;   // of a tile of queries
+  AlignedVector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
+  AlignedVector<float> scores, mixed;   // of a tile of queries
   std::vector<float> probabilities;   // [vocab], for sampling
   std::vector<int64_t> order;         // [vocab], for sampling
 };
@@ -46,7 +47,7 @@ class Decoder {
  private:
   struct Matrix {  // packed into panels
     int64_t out = 0, in = 0;
-    std::vector<float> panels, bias;  // bias: padded to whole panels, or empty
+    AlignedVector<float> panels, bias;  // bias: padded to whole panels, or empty
     void pack(const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
     void reset(int64_t out, int64_t in);
   };

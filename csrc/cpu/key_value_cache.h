@@ -1,9 +1,8 @@
 // Keys and values of one sequence in all layers, packed in panels for two matrix multiplications: queries times keys gives
 // scores, and probabilities times values gives outputs.
 #pragma once
-#include <memory>
-
 #include "../generation.h"
+#include "aligned.h"
 #include "panels.h"
 
 namespace maxrl::cpu {
@@ -14,7 +13,7 @@ class KeyValueCache {
   KeyValueCache(const DecoderSizes& sizes, int64_t length)
       : head_dim_(sizes.head_dim), capacity_(padded(length)), keys_size_(capacity_ * head_dim_),
         head_size_(keys_size_ + capacity_ * padded(head_dim_)), layer_size_(sizes.kv_heads * head_size_),
-        data_(new float[sizes.layers * layer_size_]) {}  // uninitialised: a position is read only after it was written
+        data_(aligned_array<float>(sizes.layers * layer_size_)) {}  // uninitialised: a position is read only after it was written
 
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     return 4 * sizes.layers * sizes.kv_heads * padded(length) * (sizes.head_dim + padded(sizes.head_dim));
@@ -37,7 +36,7 @@ class KeyValueCache {
 
  private:
   int64_t head_dim_, capacity_, keys_size_, head_size_, layer_size_;
-  std::unique_ptr<float[]> data_;
+  AlignedArray<float> data_;
 };
 
 }  // namespace maxrl::cpu

@@ -1,6 +1,8 @@
 // Keys and values of one sequence in all layers, packed in panels for two matrix multiplications: queries times keys gives
 // scores, and probabilities times values gives outputs.
 #pragma once
+#include <cstring>
+
 #include "../generation.h"
 #include "aligned.h"
 #include "panels.h"
@@ -30,7 +32,7 @@ class KeyValueCache {
     for (int64_t first = 0; first < head_dim_; first += kPanel, row += values_panel_stride()) {
       const int64_t count = head_dim_ - first < kPanel ? head_dim_ - first : kPanel;
       for (int64_t d = 0; d < count; ++d, column += kPanel) *column = key[first + d];
-      for (int64_t d = 0; d < count; ++d) row[d] = value[first + d];
+      std::memcpy(row, value + first, count * sizeof(float));
     }
   }
 

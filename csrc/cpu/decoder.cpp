@@ -138,7 +138,7 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
     const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
       if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
       float* const upper = x + half;
-#pragma GCC ivdep
+#pragma GCC ivdep  // x and its upper half do not overlap
       for (int64_t d = 0; d < half; ++d) {
         const float x1 = x[d], x2 = upper[d];
         x[d] = (x1 * cos[d] - x2 * sin[d]) * scale;

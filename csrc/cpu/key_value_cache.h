@@ -15,8 +15,7 @@ class KeyValueCache {
   KeyValueCache(const DecoderSizes& sizes, int64_t length)
       : head_dim_(sizes.head_dim), capacity_(padded(length)), keys_size_(capacity_ * head_dim_),
         head_size_(keys_size_ + capacity_ * padded(head_dim_)), layer_size_(sizes.kv_heads * head_size_),
-        data_(aligned_array<float>(sizes.layers * layer_size_)) {
-  }  // uninitialised: a position is read only after it was written
+        data_(aligned_array<float>(sizes.layers * layer_size_)) {}
 
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     return 4 * sizes.layers * sizes.kv_heads * padded(length) * (sizes.head_dim + padded(sizes.head_dim));
@@ -39,7 +38,7 @@ class KeyValueCache {
 
  private:
   int64_t head_dim_, capacity_, keys_size_, head_size_, layer_size_;
-  AlignedArray<float> data_;
+  AlignedArray<float> data_;  // uninitialised: a position is read only after it was written
 };
 
 }  // namespace maxrl::cpu

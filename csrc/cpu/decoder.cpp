@@ -160,12 +160,14 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
   for (int64_t i = 0; i < num_rows; ++i) {
     float* const row = qkv + i * row_stride(qkv_size_);
     const float *const cos = cos_.data() + rows[i].position * half, *const sin = sin_.data() + rows[i].position * half;
-    const auto rotate = [&](float* __restrict x, const std::vector<float>& norm, float scale) {
+    const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
       if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
+      float* const upper = x + half;
+#pragma GCC ivdep  // x and its upper half do not overlap
       for (int64_t d = 0; d < half; ++d) {
-        const float x1 = x[d], x2 = x[d + half];
+        const float x1 = x[d], x2 = upper[d];
         x[d] = (x1 * cos[d] - x2 * sin[d]) * scale;
-        x[d + half] = (x2 * cos[d] + x1 * sin[d]) * scale;
+        upper[d] = (x2 * cos[d] + x1 * sin[d]) * scale;
       }
     };
     float *const keys = row + query_size_, *const values = keys + sizes_.kv_heads * dim;

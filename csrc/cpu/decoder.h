@@ -4,6 +4,7 @@
 #pragma once
 #include <vector>
 
+#include "aligned.h"
 #include "key_value_cache.h"
 
 namespace maxrl::cpu {
@@ -20,8 +21,8 @@ struct DecoderRow {
 
 // Scratch memory of one thread.
 struct Workspace {
-  std::vector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
-  std::vector<float> scores, mixed;   // of a tile of queries
+  AlignedVector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
+  AlignedVector<float> scores, mixed;   // of a tile of queries
   std::vector<float> probabilities;   // [vocab], for sampling
   std::vector<int64_t> order;         // [vocab], for sampling
   AlignedBytes rounded;               // BFloat16: the rows of a product
@@ -49,8 +50,8 @@ class Decoder {
  private:
   struct Matrix {  // packed into panels
     int64_t out = 0, in = 0;
-    AlignedBytes panels;      // in the Layout of the decoder's numbers
-    std::vector<float> bias;  // padded to whole panels, or empty
+    AlignedBytes panels;        // in the Layout of the decoder's numbers
+    AlignedVector<float> bias;  // padded to whole panels, or empty
     template <typename Layout>
     void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
     template <typename Layout>

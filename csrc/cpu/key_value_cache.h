@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../generation.h"
-#include "aligned_bytes.h"
+#include "aligned.h"
 #include "numbers.h"
 
 namespace maxrl::cpu {

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "aligned_bytes.h"
+#include "aligned.h"
 #include "numbers.h"
 
 namespace maxrl::cpu {

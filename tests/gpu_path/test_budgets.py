@@ -37,7 +37,7 @@ PACS_ADVANTAGES = 24
 UPDATE = 600  # of the maze's policy, in one micro-batch
 STEP = 720  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
-RATIO_ADVANTAGE = 100  # for short rows, in PyTorch around the kernel
+RATIO_ADVANTAGE = 110  # for short rows, in PyTorch around the kernel
 KEEPING = 16  # of the rollouts that a step keeps
 # The waits of an update: for the lengths and the advantages; for loss and gradient norm, before the weights change; and for
 # Adam's moments after that. A micro-batch has none.

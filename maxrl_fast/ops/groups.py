@@ -80,17 +80,21 @@ def padded(
 
     Args:
         shape: of the viewed rewards.
-        width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device.
+        width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
+            groups at the end have no row.
     """
     total = math.prod(shape)
     if offsets is None:
         index = torch.arange(total, device=device).view(shape)
         exists = torch.ones_like(index, dtype=torch.bool)
     else:
-        sizes = offsets.diff()
-        column = torch.arange(min(width, total) or (int(sizes.max()) if sizes.numel() else 0), device=device)
-        exists = column < sizes[:, None]
-        index = (offsets[:-1, None] + column).clamp_max(max(total - 1, 0))
+        starts, sizes = offsets[:-1], offsets.diff()
+        if not width and sizes.numel():
+            last = ((sizes > 0) * torch.arange(1, len(sizes) + 1, device=device)).max()
+            width, num_rows = torch.stack([sizes.max(), last]).tolist()
+            starts, sizes = starts[:num_rows], sizes[:num_rows]
+        exists = torch.arange(min(width, total), device=device) < sizes[:, None]
+        index = (starts[:, None] + torch.arange(exists.shape[1], device=device)).clamp_max(max(total - 1, 0))
         index = index if order is None or not total else order[index]
     if valid is not None and index.numel():
         exists = exists & valid.flatten()[index]

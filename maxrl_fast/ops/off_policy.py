@@ -42,12 +42,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.ops.groups import padded
 
 if TYPE_CHECKING:
     from maxrl_fast.ops.estimators import Inputs
 
-LARGEST_LOG_RATIO = 20.0  # as in the token losses
+LARGEST_LOG_RATIO: float = _C.MAX_LOG_RATIO  # 20, as in the token losses
 
 
 def maxpo(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
@@ -144,6 +145,7 @@ class _Sorted:
         log_ratios = inputs.log_ratios.flatten()[index].double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         delta, limit = torch.where(exists, log_ratios, 0.0).expm1(), options["clamp_delta"]
         delta = delta.clamp(-limit, limit) if limit else delta
+        delta = torch.where(delta.isnan().any(1, keepdim=True), torch.nan, delta)  # then all advantages of the group are NaN
         rewards = inputs.rewards.flatten()[index].double()
         # Among equal rewards by ratio, so that the order of the rollouts changes no bit; rollouts that are left out come last.
         order = delta.argsort(dim=1, stable=True)

@@ -701,6 +701,7 @@ def test_compiled_as_one_graph():
             ops.group_advantage(r, "opo", lengths=lengths),
             ops.group_advantage(r, "unlikeliness", logprobs=-r),
             ops.group_advantage(r, "reinforce_pp"),
+            ops.group_advantage(r, "maxrl_off_policy", log_ratios=r - 0.5, valid=valid),
         )
 
     valid = rewards > 0.3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.ops.groups import padded
 from tests import brute_force
 from tests.ops.definitions import OFF_POLICY, bon_off_policy, first_order, maxpo_off_policy, mean, product
 
@@ -169,6 +170,27 @@ def test_what_is_no_ratio_is_refused():
         ops.group_advantage(rewards, "maxpo_off_policy", k=2, log_ratios=rewards[0])
     with pytest.raises(ValueError, match="clamp_delta must be at least 0, got -1"):
         ops.group_advantage(rewards, "maxpo_off_policy", k=2, log_ratios=rewards, clamp_delta=-1)
+
+
+def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone():
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
+    log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])  # of the best rollout, whom no other's sums include
+    compiled = torch.compile(
+        lambda r, x: ops.group_advantage(r, "maxpo_off_policy", k=2, log_ratios=x), fullgraph=True, backend="aot_eager"
+    )
+    actual = compiled(rewards, log_ratios)
+    assert actual[0].isnan().all()
+    assert torch.equal(actual[1], ops.group_advantage(rewards[1], "maxpo_off_policy", k=2, log_ratios=log_ratios[1]))
+
+
+def test_equal_ids_take_memory_for_their_groups_alone():
+    """4096 rollouts of one prompt by id: a row for each possible group would be 4096 times as much."""
+    rewards = torch.randn(4096, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    log_ratios, ids = rewards.sin() / 10, torch.full((4096,), 7)
+    index, _ = padded((4096,), torch.tensor([0] + 4096 * [4096]), None, None, torch.device("cpu"))
+    assert index.shape == (1, 4096)
+    by_ids = ops.group_advantage(rewards, "maxpo_off_policy", k=8, log_ratios=log_ratios, group_ids=ids)
+    assert torch.equal(by_ids, ops.group_advantage(rewards, "maxpo_off_policy", k=8, log_ratios=log_ratios))
 
 
 # A bandit with three arms, all 3^N groups of it: sampled by the old policy, and the gradient of the new one is wanted.

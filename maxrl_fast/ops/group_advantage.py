@@ -72,9 +72,9 @@ def group_advantage(
         ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
             option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
             also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, a log-ratio is NaN, or an
-            advantage is beyond its dtype. On a GPU, where the check would wait for the device, the advantages of a group with such
-            a reward or log-ratio become NaN, for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage beyond its
-            dtype becomes infinite.
+            advantage is beyond its dtype. On a GPU, where the check would wait for the device, the advantages of a group with
+            such a reward or log-ratio become NaN, for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage
+            beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)

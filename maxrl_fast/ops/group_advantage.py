@@ -83,13 +83,7 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
-    given = {
-        "lengths": lengths,
-        "logprobs": logprobs,
-        "greedy_correct": greedy_correct,
-        "prompts": prompts,
-        "log_ratios": log_ratios,
-    }
+    given = dict(zip(INPUTS, (lengths, logprobs, greedy_correct, prompts, log_ratios), strict=True))
     if tuple(value is not None for value in given.values()) != plan.inputs:
         _complain_of_inputs(estimator, plan.row, given)
     _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct, log_ratios)

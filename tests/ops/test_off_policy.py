@@ -137,6 +137,28 @@ def test_the_order_of_rollouts_changes_no_bit():
         assert torch.equal(shuffled, actual[order])
 
 
+def test_groups_too_small_for_the_size_get_zero():
+    rewards, log_ratios = torch.tensor([0.0, 1, 3, 0, 2, 1, 3, 1]), torch.linspace(-0.3, 0.3, 8)
+    for name in NAMES:
+        together = ops.group_advantage(rewards, name, log_ratios=log_ratios, offsets=torch.tensor([0, 3, 8]), **size(name, 4))
+        assert together[:3].tolist() == [0, 0, 0]
+        assert torch.equal(together[3:], ops.group_advantage(rewards[3:], name, log_ratios=log_ratios[3:], **size(name, 4)))
+
+
+def test_the_scale_of_the_rewards_changes_no_bit_of_the_mantissa():
+    generator = torch.Generator().manual_seed(6)
+    rewards = torch.randn(3, 9, generator=generator).mul(4).round().double()
+    log_ratios = torch.randn(3, 9, generator=generator) / 4
+    for name in NAMES:
+        expected = ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, 3))
+        for exponent in (1010, -900):
+            scaled = ops.group_advantage(rewards * 2.0**exponent, name, log_ratios=log_ratios, **size(name, 3))
+            assert torch.equal(scaled, expected * 2.0**exponent)
+    largest = torch.tensor([-1.0, 1, 0.5], dtype=torch.float64) * torch.finfo(torch.float64).max  # a difference overflows
+    half = ops.group_advantage(largest / 4, "maxpo_off_policy", k=2, log_ratios=torch.tensor([0.0, -1, 0]))
+    assert torch.equal(ops.group_advantage(largest, "maxpo_off_policy", k=2, log_ratios=torch.tensor([0.0, -1, 0])), 4 * half)
+
+
 def test_equal_rewards_and_groups_of_one_have_zero_advantage():
     log_ratios = torch.randn(7, generator=torch.Generator().manual_seed(3))
     for name in ON_POLICY:

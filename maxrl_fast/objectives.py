@@ -23,7 +23,8 @@ from maxrl_fast.version import FLAG, version_text
 _NOTATION = (
     "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "
     "rate. S_i and S_-i: the mean of the maximum over the size-k subsets of rollouts with and without i; M_-i: the same over "
-    "the size-(k-1) subsets of the others. PACS: R_i the outcome, B the number of rollouts in the batch."
+    "the size-(k-1) subsets of the others; rho_i: the policy's probability of a response over the sampler's. PACS: R_i the "
+    "outcome, B the number of rollouts in the batch."
 )
 _PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
 _PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"

@@ -10,9 +10,10 @@ from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
-from tests.batches import make_prompts
+from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 
 LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]  # 4 responses to each of 5 prompts
@@ -48,6 +49,9 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     samples, advantages = step_inputs()
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module)
+    objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
+    objective.begin(collected(samples, advantages.view(5, 4)), learner)  # advantages as rewards, one group alike
+    off_policy = objective.advantages(torch.arange(20)).clone()
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
@@ -59,6 +63,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
+        "off_policy": off_policy,
         "nothing": vars(nothing),
         "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }

@@ -36,6 +36,7 @@ CHOICES = (
     *("", "--task chain", "--task gym:chain_sum --model DIR", "--task gsm8k --model DIR", "--resume DIR"),
     *("--objective maxrl", "--objective pacs_paper", "--objective qae", "--objective noisy_verifier_backward"),
     *("--objective w_reinforce", "--objective differential_smoothing", "--objective unlikeliness"),
+    "--objective maxpo_off_policy",
     f"--task {ROOT}/examples/sort_task.py:SortTask",
     *("--lora-rank 2", "--kl-coef 0.1", "--rollout vllm", "--reward rewards.py:score openai:http://localhost/v1/m"),
 )

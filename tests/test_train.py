@@ -153,6 +153,7 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
         "--objective reinforce --loss reinforce --temperature 0.8",
         "--objective pkpo --k 2 --token-budget 50",
         "--objective maxpo --k 2 --dtype bfloat16",
+        "--objective maxpo_off_policy --k 2 --updates-per-step 2",
         "--objective pacs --updates-per-step 2",
         "--objective pacs_paper --score grpo --ref-reset-interval 2",
     ],

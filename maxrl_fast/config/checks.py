@@ -117,7 +117,7 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     if not objective.owns_loss:
         return
     if options["importance_cap"]:
-        raise InputError(f"{name} takes no importance_cap: it learns from rollouts as from data, whoever sampled them")
+        raise InputError(f"{name} takes no importance_cap: its loss has no place for weights of tokens")
     for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
         if options[option] not in (None, needed):
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")

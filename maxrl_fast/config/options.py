@@ -70,6 +70,8 @@ class ObjectiveOptions:
     """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
     correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of correct rollouts in w_reinforce."""
+    clamp_delta: Annotated[float | None, unset("FLOAT", "0")] = None
+    """Clamp probability ratios of responses to at most this distance from 1, in the off-policy objectives; 0: do not."""
     false_positive_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
     """Probability that the verifier accepts a wrong rollout."""
     false_negative_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None

@@ -39,6 +39,7 @@ ESTIMATOR_OPTIONS = (
     "quantile",
     "penalty",
     "correct_weight",
+    "clamp_delta",
     "false_positive_rate",
     "false_negative_rate",
 )

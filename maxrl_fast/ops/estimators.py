@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import estimator_tables as tables
+from maxrl_fast.ops import off_policy
 from maxrl_fast.ops.arguments import check_finite, check_number
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.groups import Groups
@@ -48,6 +49,9 @@ class Inputs:
     logprobs: Tensor | None  # mean log-probability of each response's tokens
     greedy_correct: Tensor | None  # bool, whether the prompt's greedy response is correct
     prompts: Sequence[Any] | None  # [G]
+    log_ratios: Tensor | None = None  # log of the policy's probability of each response over the sampler's
+    size: int = 0  # k or the order; 0: the largest
+    max_group_size: int = 0  # an upper bound of the sizes of uneven groups; 0: not known
 
 
 def _unchanged(_: Mapping[str, float]) -> tuple[float, float]:
@@ -74,7 +78,7 @@ class Estimator:
     size: Size | None = None
     scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     options: Mapping[str, float | None] = field(default_factory=dict)  # name and default; None: must be given
-    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, prompts
+    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, prompts, log_ratios
     affine: Callable[[Mapping[str, float]], tuple[float, float]] = _unchanged  # of the options; returns gain and bias
     before: Callable[[Inputs, Mapping[str, float]], Tensor] | None = None  # returns the rewards to take instead
     after: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor] | None = None  # changes the kernel's advantages
@@ -160,6 +164,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "ddof": ("0 or 1", lambda x: x in (0.0, 1.0)),
     "eps": ("at least 0", lambda x: x >= 0),
     "quantile": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "clamp_delta": ("at least 0", lambda x: x >= 0),
     "false_positive_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
     "false_negative_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
 }
@@ -512,6 +517,41 @@ ESTIMATORS |= {
     "grpo_verl": _alias("grpo", "grpo as verl computes it"),
     "grpo_trl": _alias("grpo", "grpo as TRL computes it", eps=1e-4),
     "pkpo_sloo_minus_one": _alias("pkpo", "PKPO, Walder & Karkhanis 2025, sloo_minus_one"),
+}
+
+_OF_RATIOS: dict[str, Any] = {
+    "inputs": ("log_ratios",),
+    "options": {"clamp_delta": 0.0},
+    "scales_by_k": False,
+}
+ESTIMATORS |= {
+    "maxpo_off_policy": replace(
+        ESTIMATORS["maxpo"],
+        formula="rho_i (S_i - S_-i), subsets of the k-1 others weighted by 1 + the sum of their rho - 1",
+        source="maxpo with the ratios of The Best of N Worlds, Bagirov et al. 2025, section 3.3; ops/off_policy.py",
+        weight="depends on the ratios; (1-p)^(k-1) where they are 1",
+        after=off_policy.maxpo,
+        **_OF_RATIOS,
+    ),
+    "maxrl_off_policy": replace(
+        ESTIMATORS["maxrl"],
+        formula="the sum of maxpo_off_policy over k = 1..order",
+        source="maxrl with the ratios of The Best of N Worlds, Bagirov et al. 2025, section 3.3; ops/off_policy.py",
+        weight="depends on the ratios; (1-(1-p)^order)/p where they are 1",
+        after=off_policy.maxrl,
+        **_OF_RATIOS,
+    ),
+    "bon_off_policy": Estimator(
+        formula="(k/N) S_i, subsets weighted by 1 + the sum of their rho - 1",
+        table_form="at rho = 1 k/N times the table of S_i",
+        source="The Best of N Worlds, Bagirov et al. 2025, section 3.3, off-policy BoN",
+        weight="depends on the ratios; (k/N) (1-p)^(k-1) where they are 1",
+        table=tables.best_of_n,
+        value="rank",
+        size=_K_UP_TO_N,
+        after=off_policy.bon,
+        **_OF_RATIOS,
+    ),
 }
 
 # The rows that the kernel runs: the table, and the steps around it.

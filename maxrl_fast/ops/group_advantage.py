@@ -17,7 +17,7 @@ from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts")  # what estimators take beside the rewards
+INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts", "log_ratios")  # what estimators take beside the rewards
 _LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
@@ -34,6 +34,7 @@ def group_advantage(
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
     prompts: Sequence[Any] | None = None,
+    log_ratios: Tensor | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
     **options: float,
@@ -54,6 +55,9 @@ def group_advantage(
         greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
             `rewards`.
         prompts: one per group, for a registered function that asks for them.
+        log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses, for the estimators whose rollouts
+            the policy mu sampled and whose gradient is that of pi: bon_off_policy, maxpo_off_policy, maxrl_off_policy. Clamped
+            to [-20, 20].
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
         max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, estimators by rank keep
@@ -67,9 +71,10 @@ def group_advantage(
     Raises:
         ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
             option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
-            also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, or an advantage is beyond its
-            dtype. On a GPU, where the check would wait for the device, the advantages of a group with such a reward become NaN,
-            for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage beyond its dtype becomes infinite.
+            also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, a log-ratio is NaN, or an
+            advantage is beyond its dtype. On a GPU, where the check would wait for the device, the advantages of a group with
+            such a reward or log-ratio become NaN, for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage
+            beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -78,10 +83,10 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
-    if (lengths is not None, logprobs is not None, greedy_correct is not None, prompts is not None) != plan.inputs:
-        given = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct, "prompts": prompts}
+    given = dict(zip(INPUTS, (lengths, logprobs, greedy_correct, prompts, log_ratios), strict=True))
+    if tuple(value is not None for value in given.values()) != plan.inputs:
         _complain_of_inputs(estimator, plan.row, given)
-    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct)
+    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct, log_ratios)
     if max_group_size is not None:
         check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
@@ -99,11 +104,14 @@ def group_advantage(
         logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
         greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
         prompts=prompts,
+        log_ratios=None if log_ratios is None else groups.view(log_ratios.detach()),
+        size=int(plan.parameter) if plan.row.size is not None else 0,
+        max_group_size=max_group_size or 0,
     )
     if plan.row.custom is not None:
         advantages = _by_function(plan.row.custom, inputs, k)
     else:
-        advantages = _by_kernel(estimator, plan, inputs, max_group_size or 0)
+        advantages = _by_kernel(estimator, plan, inputs)
     if advantages.dtype != dtype:
         advantages = advantages.to(dtype)
     if plan.row.custom is None:
@@ -111,7 +119,7 @@ def group_advantage(
     return advantages if advantages.shape == shape else advantages.view(shape)
 
 
-def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: int) -> Tensor:
+def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs) -> Tensor:
     """Return the advantages, [G, N] or [S], from the kernel and the steps around it."""
     row, groups, rewards = plan.row, inputs.groups, inputs.rewards
     if row.before is not None:
@@ -129,7 +137,7 @@ def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: in
         plan.ddof,
         plan.gain,
         plan.bias,
-        max_group_size,
+        inputs.max_group_size,
     )
     if row.after is not None:
         advantages = row.after(advantages, inputs, plan.options)
@@ -196,7 +204,7 @@ class _Plan:
     """The checked numbers of a call."""
 
     row: Estimator
-    inputs: tuple[bool, bool, bool, bool]  # which of lengths, logprobs, greedy_correct, prompts it needs
+    inputs: tuple[bool, ...]  # which of INPUTS it needs
     options: dict[str, float]
     parameter: float  # the size (0: the largest that fits) or the quantile
     eps: float
@@ -223,7 +231,7 @@ def _plan(
     gain, bias = row.affine(options)
     return _Plan(
         row=row,
-        inputs=tuple(name in row.inputs for name in INPUTS),  # type: ignore[arg-type]  # four of them
+        inputs=tuple(name in row.inputs for name in INPUTS),
         options=options,
         parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
         eps=options.get("eps", 0.0),
@@ -279,6 +287,7 @@ def _check_tensors(
     lengths: Tensor | None,
     logprobs: Tensor | None,
     greedy_correct: Tensor | None,
+    log_ratios: Tensor | None,
 ) -> None:
     for name, tensor, kind in (
         ("offsets", offsets, None),
@@ -287,6 +296,7 @@ def _check_tensors(
         ("lengths", lengths, "integers"),
         ("logprobs", logprobs, "floating"),
         ("greedy_correct", greedy_correct, None),
+        ("log_ratios", log_ratios, "floating"),
     ):
         if tensor is not None:
             check_tensor(name, tensor, rewards.device, "the rewards are")
@@ -294,6 +304,10 @@ def _check_tensors(
                 _check_like_rewards(name, tensor, kind, rewards.shape)
     if lengths is not None and can_look_at(lengths):
         _check_lengths(lengths, valid)
+    if log_ratios is not None and can_look_at(log_ratios):
+        unknown = log_ratios.isnan() if valid is None else log_ratios.isnan() & valid
+        if bool(unknown.any()):
+            raise ValueError(f"log_ratios must be numbers, got nan at index {int(unknown.flatten().nonzero()[0])}")
 
 
 def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:

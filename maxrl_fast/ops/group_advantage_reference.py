@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops.estimators import KERNEL_ROWS, Estimator
+from maxrl_fast.ops.groups import padded
 
 _RATIOS = ("std", "length_std", "mean")  # scales that are 1 over a moment
 
@@ -30,17 +31,7 @@ def group_advantage_reference(
     """Return what the operator returns, computed in float64, for all groups of one size at a time."""
     row = KERNEL_ROWS[estimator]
     flat = rewards.flatten().double()
-    if offsets is None:
-        index = torch.arange(flat.numel(), device=rewards.device).view(rewards.shape)  # [G, N]
-        exists = torch.ones_like(index, dtype=torch.bool)
-    else:
-        sizes = offsets.diff()
-        column = torch.arange(int(sizes.max()) if sizes.numel() else 0, device=rewards.device)
-        exists = column < sizes[:, None]
-        index = (offsets[:-1, None] + column).clamp_max(max(flat.numel() - 1, 0))
-        index = index if order is None or not flat.numel() else order[index]
-    if valid is not None and index.numel():
-        exists = exists & valid.flatten()[index]
+    index, exists = padded(tuple(rewards.shape), offsets, order, valid, rewards.device)
     index = index.gather(1, (~exists).to(torch.uint8).argsort(dim=1, stable=True))  # valid rollouts first
     counts = exists.sum(1)
     out = torch.zeros_like(flat)

@@ -1,5 +1,6 @@
 """The layout of groups: rows of [G, N], runs of a flat [S] given by offsets, or equal ids in any order."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -65,3 +66,36 @@ class Groups:
         groups = torch.searchsorted(self.offsets, torch.arange(self.shape[0], device=device), right=True) - 1
         groups = groups.clamp(0, self.num_groups - 1)  # the kernel will refuse offsets that are out of range
         return groups if self.order is None else torch.zeros_like(groups).scatter(0, self.order, groups)
+
+
+def padded(
+    shape: tuple[int, ...],
+    offsets: Tensor | None,
+    order: Tensor | None,
+    valid: Tensor | None,
+    device: torch.device,
+    width: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the groups as rows: the index [G, W] of each rollout in the flattened rewards, and whether there is a valid one.
+
+    Args:
+        shape: of the viewed rewards.
+        width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
+            groups at the end have no row.
+    """
+    total = math.prod(shape)
+    if offsets is None:
+        index = torch.arange(total, device=device).view(shape)
+        exists = torch.ones_like(index, dtype=torch.bool)
+    else:
+        starts, sizes = offsets[:-1], offsets.diff()
+        if not width and sizes.numel():
+            last = ((sizes > 0) * torch.arange(1, len(sizes) + 1, device=device)).max()
+            width, num_rows = torch.stack([sizes.max(), last]).tolist()
+            starts, sizes = starts[:num_rows], sizes[:num_rows]
+        exists = torch.arange(min(width, total), device=device) < sizes[:, None]
+        index = (starts[:, None] + torch.arange(exists.shape[1], device=device)).clamp_max(max(total - 1, 0))
+        index = index if order is None or not total else order[index]
+    if valid is not None and index.numel():
+        exists = exists & valid.flatten()[index]
+    return index, exists

@@ -101,6 +101,7 @@ def _try(name: str, row: Estimator) -> None:
         "logprobs": -torch.arange(1.0, 13.0).view(3, 4) / 12,
         "greedy_correct": torch.tensor([False, True, False]),
         "prompts": ["first", "second", "third"],
+        "log_ratios": torch.arange(12.0).view(3, 4) / 12 - 0.5,
     }
     arguments: dict[str, Any] = {input_name: known[input_name] for input_name in row.inputs}
     arguments |= {option: 0.1 for option, default in row.options.items() if default is None}

@@ -46,6 +46,7 @@ class GroupObjective:
             "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
             "greedy_correct": torch.tensor([False, False]),
             "prompts": [0, 1],
+            "log_ratios": torch.zeros(shape),
         }
         rewards = torch.tensor([[0.0], [1.0]]).expand(shape)
         inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
@@ -61,10 +62,14 @@ class GroupObjective:
             "prompts": collected.prompts.ids.tolist,
         }
         inputs = {name: known[name]() for name in ESTIMATORS[self.estimator].inputs}
-        options = dict(self.options)
-        if collected.valid is not None and options.get("order") == rewards.shape[1] - 1:
-            options["order"] = None  # the full order of every group, by the samples that have a reward
+        options = self.options_for(collected)
         self._values = group_advantage(rewards, self.estimator, valid=collected.valid, **inputs, **options)
+
+    def options_for(self, collected: Collected) -> dict[str, Any]:
+        """Return the keywords of ops.group_advantage for a step's samples."""
+        if collected.valid is not None and self.options.get("order") == collected.num_rollouts - 1:
+            return self.options | {"order": None}  # the full order of every group, by the samples that have a reward
+        return self.options
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()

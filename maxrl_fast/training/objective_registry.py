@@ -9,6 +9,7 @@ from maxrl_fast.plugins import is_file, is_installed
 from maxrl_fast.training.custom_objective import CustomObjective, load_function
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.pacs_objective import PacsObjective
 
 DEFAULT_K = 4
@@ -63,4 +64,4 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
         raise ValueError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
     row.resolve_size(name, num_rollouts, options.get("k"), options.get("order"))
     row.resolve_options(name, {option: options[option] for option in row.options if options[option] is not None})
-    return GroupObjective(name, options)
+    return OffPolicyObjective(name, options) if "log_ratios" in row.inputs else GroupObjective(name, options)

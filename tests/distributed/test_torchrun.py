@@ -82,6 +82,8 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, num_ranks, t
             for key, weight in expected["weights"].items():
                 assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is lr times a sign
             assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
+            assert expected["off_policy"].abs().max() > 1e-2, name
+            assert relative(result["off_policy"], expected["off_policy"]) < max(limit, 1e-3), name
 
 
 def read(out, stream):

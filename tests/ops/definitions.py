@@ -4,7 +4,8 @@ It uses no code of the package, only sums over subsets (tests/brute_force.py) an
 """
 
 from fractions import Fraction
-from math import ceil, comb, sqrt
+from itertools import combinations
+from math import ceil, comb, prod, sqrt
 
 from tests import brute_force
 
@@ -93,6 +94,41 @@ def opo(r, lengths):
 def grpo(r, eps=1e-6, ddof=1):
     return standardised(r, mean(r), std(r, ddof), eps)
 
+
+def first_order(ratios, subset):
+    return 1 + sum(ratios[i] - 1 for i in subset)
+
+
+def product(ratios, subset):
+    return prod(ratios[i] for i in subset)
+
+
+def bon_off_policy(r, k, ratios, weight=first_order):
+    """Return sum_{I with i, |I| = k} weight(I) max_I / C(N,k)."""
+    subsets = list(combinations(range(len(r)), k))
+    values = [weight(ratios, chosen) * max(r[j] for j in chosen) for chosen in subsets]
+    return [sum(x for x, chosen in zip(values, subsets, strict=True) if i in chosen) / len(subsets) for i in range(len(r))]
+
+
+def maxpo_off_policy(r, k, ratios, weight=first_order):
+    """Return ratio_i times the mean of weight(J) (max(J, i) - max(J, j)) over J, k-1 of the others, and over the rest j."""
+    out = []
+    for i in range(len(r)):
+        others, gains = [j for j in range(len(r)) if j != i], []
+        for chosen in combinations(others, k - 1):
+            with_one = [max([r[j], *(r[m] for m in chosen)]) for j in range(len(r))]
+            gains.append(weight(ratios, chosen) * (with_one[i] - mean([with_one[j] for j in others if j not in chosen])))
+        out.append(ratios[i] * mean(gains))
+    return out
+
+
+def maxrl_off_policy(r, order, ratios, weight=first_order):
+    terms = [maxpo_off_policy(r, k, ratios, weight) for k in range(1, (order or len(r) - 1) + 1)]
+    return [sum(column) for column in zip(*terms, strict=True)]
+
+
+# Name -> function of the exact rewards, the size and the exact ratios.
+OFF_POLICY = {"bon_off_policy": bon_off_policy, "maxpo_off_policy": maxpo_off_policy, "maxrl_off_policy": maxrl_off_policy}
 
 # Name -> function of the exact rewards and the size. Estimators that need more inputs have tests of their own.
 DEFINITIONS = {

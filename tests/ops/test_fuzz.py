@@ -19,7 +19,7 @@ from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
-from tests.ops.definitions import DEFINITIONS, bon_mean, grpo, maxrl_ratio, mean, opo, pacs_first_update, qae
+from tests.ops.definitions import DEFINITIONS, OFF_POLICY, bon_mean, grpo, maxrl_ratio, mean, opo, pacs_first_update, qae
 from tests.ops.test_pacs import slow_loss
 
 # The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
@@ -56,11 +56,12 @@ FORMULAS = DEFINITIONS | {
 WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "pacs_first_update"}
 WITH_OPTIONS |= {"noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
+CHOICES |= {"clamp_delta": [0.0, 0.25]}
 CHOICES |= {"beta": [1.0, 0.5, -2], "penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
 ALONE = [name for name in ops.ESTIMATORS if not name.startswith("reinforce_pp")]  # these whiten the whole batch
 
 
-def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy):
+def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy, log_ratios=None):
     """Return the advantages [n] of one group of Fractions, from the definition."""
     o = {option: float(options.get(option, default or 0)) for option, default in ops.ESTIMATORS[name].options.items()}
     if name == "opo":
@@ -73,6 +74,10 @@ def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy):
         return grpo([x * Fraction(1 - o["penalty"] * rank) for x, rank in zip(r, ranks, strict=True)], o["eps"], int(o["ddof"]))
     if name == "self" or name.startswith("grpo"):
         return [0.0 if known else v for v, known in zip(grpo(r, o["eps"], int(o["ddof"])), greedy, strict=True)]
+    if name in OFF_POLICY:
+        limit = o["clamp_delta"] or math.inf
+        deltas = [min(max(math.exp(x) - 1, -limit), limit) for x in log_ratios]
+        return OFF_POLICY[name](r, size, [Fraction(1 + x) for x in deltas])
     return FORMULAS[name](r, size, o) if name in WITH_OPTIONS else FORMULAS[name](r, size)
 
 
@@ -96,14 +101,15 @@ def flat(tensor):
 
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
-                     logprobs=None, greedy_correct=None, scale_by_k=False, max_group_size=None, **options):  # fmt: skip
+                     logprobs=None, greedy_correct=None, log_ratios=None, scale_by_k=False, max_group_size=None,
+                     **options):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
         return
     r, row, greedy = flat(rewards), ops.ESTIMATORS[estimator], flat(greedy_correct)
-    lengths, logprobs = flat(lengths), flat(logprobs)
+    lengths, logprobs, log_ratios = flat(lengths), flat(logprobs), flat(log_ratios)
     groups = groups_of(rewards.shape, offsets, group_ids, valid)
     largest, size = max(map(len, groups)), k or order or 0
     actual = actual.flatten()
@@ -121,6 +127,7 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
             expected = [0.0] * n
         else:
             chosen = [None if x is None else [x[i] for i in group] for x in (lengths, logprobs)]
+            ratios = None if log_ratios is None else [log_ratios[i] for i in group]
             by_group = greedy is not None and group_ids is None and len(greedy) == len(groups)
             is_known = [0.0] * n if greedy is None else [greedy[g]] * n if by_group else [greedy[i] for i in group]
             if lengths is not None:
@@ -129,7 +136,7 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
             if max(map(abs, exactly)) > 1e100 or is_cancelled(estimator, exactly, options):
                 assert len(set(exactly)) == 1 or (actual[list(group)] != 0).any() or not row.is_centred
                 continue
-            expected = advantages_of_one_group(estimator, exactly, size, options, *chosen, is_known)
+            expected = advantages_of_one_group(estimator, exactly, size, options, *chosen, is_known, ratios)
         expected = torch.tensor([float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64)
         assert_close(actual[list(group)], expected.to(dtype), TOLERANCE[dtype])
 
@@ -186,6 +193,8 @@ def advantage_arguments(draw, names=ALONE):
         arguments["lengths"] = draw_tensor(draw, shape, [0, 1, 2, 9], integers)
     if "logprobs" in row.inputs:
         arguments["logprobs"] = draw_tensor(draw, shape, [-0.5, -1.0, -2.0], draw(st.sampled_from(FLOATS)))
+    if "log_ratios" in row.inputs:
+        arguments["log_ratios"] = draw_tensor(draw, shape, [-0.5, 0.0, 0.25], draw(st.sampled_from(FLOATS)))
     if "greedy_correct" in row.inputs:
         alike = math.prod(shape) == 0 or "group_ids" in arguments
         arguments["greedy_correct"] = draw_tensor(draw, shape if alike else (len(sizes),), [0, 1], torch.bool)

@@ -16,7 +16,7 @@ from maxrl_fast import ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from tests import brute_force
-from tests.ops.definitions import DEFINITIONS, OPTIONS, grpo, mean, opo, qae, standardised, std
+from tests.ops.definitions import DEFINITIONS, OFF_POLICY, OPTIONS, grpo, mean, opo, qae, standardised, std
 
 GROUPS = [
     [0, 1],
@@ -50,6 +50,7 @@ def call(name, rewards, **keywords):
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
+    inputs["log_ratios"] = (flat % 3 - 1).double() / 8
     size = {"k": 2} if row.size is not None and row.size.required else {}
     given = {"offsets", "group_ids"} & keywords.keys()
     if given:  # one per rollout, so that a permutation of the rewards permutes it too
@@ -88,7 +89,7 @@ def test_every_size_equals_the_definition(name):
 
 
 def test_every_estimator_has_a_definition_or_its_own_test():
-    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self"}
+    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self", *OFF_POLICY}
     assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
 
 
@@ -303,10 +304,12 @@ def test_uneven_groups_equal_each_group_alone(name):
     lengths = torch.randint(1, 9, rewards.shape, generator=generator)
     logprobs = -torch.rand(rewards.shape, generator=generator)
     greedy = torch.rand(len(sizes), generator=generator) < 0.5
+    log_ratios = logprobs + 0.5
     inputs = ops.ESTIMATORS[name].inputs
 
     def inputs_of(rows, group):
         known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group]}
+        known["log_ratios"] = log_ratios[rows]
         return {key: known[key] for key in inputs}
 
     size = ops.ESTIMATORS[name].size
@@ -343,6 +346,7 @@ def test_invalid_rollouts_are_left_out_of_their_group(name, n):
     rewards[~valid] = torch.nan
     lengths, logprobs = torch.randint(1, 9, (6, n), generator=generator), -torch.rand(6, n, generator=generator)
     known = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": torch.arange(6) % 2 == 0}
+    known["log_ratios"] = torch.where(valid, logprobs + 0.5, torch.nan)
     inputs = {key: known[key] for key in ops.ESTIMATORS[name].inputs}
     actual = call(name, rewards, valid=valid, **inputs)
     assert (actual[~valid] == 0).all()
@@ -622,7 +626,8 @@ def test_a_reward_far_below_the_others_changes_none_of_their_advantages():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_rewards_give_the_right_advantages_or_are_refused(dtype):
-    for name in set(ops.ESTIMATORS) - {"passk_training", "pacs_first_update", "differential_smoothing"}:  # rewards 0 or 1
+    binary = {"passk_training", "pacs_first_update", "differential_smoothing"}
+    for name in set(ops.ESTIMATORS) - binary - set(OFF_POLICY):  # what overflows before the ratios is refused there
         check_largest_rewards(name, dtype)
 
 
@@ -696,6 +701,7 @@ def test_compiled_as_one_graph():
             ops.group_advantage(r, "opo", lengths=lengths),
             ops.group_advantage(r, "unlikeliness", logprobs=-r),
             ops.group_advantage(r, "reinforce_pp"),
+            ops.group_advantage(r, "maxrl_off_policy", log_ratios=r - 0.5, valid=valid),
         )
 
     valid = rewards > 0.3

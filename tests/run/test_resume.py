@@ -38,6 +38,7 @@ OBJECTIVES = {
     "maxpo": "--objective maxpo --k 2",
     "maxrl": "--objective maxrl --kl-coef 0.1",
     "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",
+    "off-policy": "--objective maxrl_off_policy --updates-per-step 2",
     "lora": "--objective grpo --lora-rank 2 --loss gspo",
 }
 

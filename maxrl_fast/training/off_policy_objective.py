@@ -1,0 +1,92 @@
+"""Objectives that weight whole responses by the ratio of the policy to the sampler: the estimators with log_ratios.
+
+The ratios change with every update of a step, so the advantages are computed anew for each, from one more forward pass over its
+samples. Their gradient is that of -(1/S) sum_i A_i log pi(y_i), the log-probs summed over each response.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops import group_advantage, log_ratio_reward
+from maxrl_fast.ops.off_policy import LARGEST_LOG_RATIO
+from maxrl_fast.records import gather_sequences
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.objective import Needs
+from maxrl_fast.transfers import to_device, to_host
+
+
+@dataclass
+class _Step:
+    """What the updates of a step share."""
+
+    collected: Collected
+    learner: Learner
+    options: dict[str, Any]
+    cu_seqlens: Tensor  # [S+1] of the responses, on the host
+    learns: Tensor  # [G] bool on the host: groups whose advantages are not all 0, which no ratio can change
+    values: Tensor  # [S], the advantages of the updates so far
+    ratios: list[Tensor] = field(default_factory=list)  # of each update, one per response
+
+
+@dataclass
+class OffPolicyObjective(GroupObjective):
+    """The advantages of an estimator that takes log_ratios, for responses of the rollout engine; see GroupObjective."""
+
+    loss: str = "reinforce"
+    owns_loss: bool = True
+    _step: _Step | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def aggregation(self) -> str:
+        return "seq_mean_token_sum"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(logprob_passes=1)
+
+    def begin(self, collected: Collected, learner: Learner) -> None:
+        rewards, options = collected.rewards, self.options_for(collected)
+        at_one = group_advantage(
+            rewards, self.estimator, valid=collected.valid, log_ratios=torch.zeros_like(rewards), **options
+        )
+        cu_seqlens, learns = to_host(collected.rollouts.cu_seqlens, at_one.any(1))
+        self._step = _Step(collected, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten()))
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        step = self._step
+        assert step is not None, "begin comes first"
+        collected, shape = step.collected, step.collected.rewards.shape
+        sequences = sequences.cpu()
+        sequences = sequences[step.learns[sequences // collected.num_rollouts]]
+        if not len(sequences):
+            return step.values
+        groups = (sequences // collected.num_rollouts).unique()
+        logprobs = step.learner.logprobs(step.learner.model, collected, sequences)
+        index, cu_seqlens, chosen, groups = to_device(
+            step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
+        )
+        own_ratios = log_ratio_reward(logprobs, collected.rollouts.logprobs[index], cu_seqlens)
+        log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios)
+        step.values.view(shape)[groups] = group_advantage(
+            collected.rewards[groups],
+            self.estimator,
+            valid=None if collected.valid is None else collected.valid[groups],
+            log_ratios=log_ratios.view(shape)[groups],
+            **step.options,
+        )
+        step.ratios.append(own_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp())
+        return step.values
+
+    def end(self) -> dict[str, float]:
+        step, self._step = self._step, None
+        assert step is not None, "begin comes first"
+        if not step.ratios:
+            return {}
+        ratios = torch.cat(step.ratios)
+        numbers = to_host(ratios.mean(), ratios.amin(), ratios.amax())
+        return {f"sequence_ratio_{name}": float(x) for name, x in zip(("mean", "min", "max"), numbers, strict=True)}

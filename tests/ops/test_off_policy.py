@@ -1,0 +1,303 @@
+"""Off-policy max@k against sums over all subsets, and its mean gradient over all groups of a bandit against the exact one."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.ops.groups import padded
+from tests import brute_force
+from tests.ops.definitions import OFF_POLICY, bon_off_policy, first_order, maxpo_off_policy, mean, product
+
+NAMES = list(OFF_POLICY)
+ON_POLICY = {"maxpo_off_policy": "maxpo", "maxrl_off_policy": "maxrl"}
+
+
+def size(name, k):
+    return {"order" if name == "maxrl_off_policy" else "k": k}
+
+
+def sizes(name, n):
+    return range(1, n + (name == "bon_off_policy"))
+
+
+def advantages(name, rewards, ratios, k, **options):
+    rewards = torch.as_tensor([float(r) for r in rewards], dtype=torch.float64)
+    log_ratios = torch.as_tensor([math.log(x) for x in ratios], dtype=torch.float64)
+    return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, k), **options)
+
+
+def assert_close(actual, expected, tolerance=1e-12):
+    expected = torch.tensor([float(x) for x in expected], dtype=torch.float64)
+    assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (actual, expected)
+
+
+RATIOS = [Fraction(x, 8) for x in (1, 5, 8, 9, 12, 20)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@hypothesis.given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from(RATIOS)), min_size=2, max_size=6))
+@hypothesis.settings(deadline=None, max_examples=25)
+def test_every_size_equals_the_sum_over_subsets(name, group):
+    """Few different rewards, so that there are ties."""
+    rewards, ratios = zip(*group, strict=True)
+    for k in sizes(name, len(group)):
+        assert_close(advantages(name, rewards, ratios, k), OFF_POLICY[name]([Fraction(r) for r in rewards], k, ratios))
+
+
+def test_bon_is_the_sum_of_the_weights_of_the_paper():
+    """Compare with sum_j w'_ij r_j / C(n,k) for i in ascending order (Bagirov et al. 2025, section 3.3), written out."""
+    rewards, ratios = [-1, 0, 2, 2, 5, 9], RATIOS
+    n, delta = len(rewards), [x - 1 for x in ratios]
+
+    def choose(a, b):
+        return math.comb(a, b) if a >= 0 and b >= 0 else 0
+
+    def weight(i, j, k):
+        if j == i:
+            return choose(i - 1, k - 1) * (1 + delta[i - 1]) + choose(i - 2, k - 2) * sum(delta[: i - 1])
+        others = sum(delta[: j - 1]) - delta[i - 1]
+        return choose(j - 2, k - 2) * (1 + delta[i - 1] + delta[j - 1]) + choose(j - 3, k - 3) * others
+
+    for k in range(1, n + 1):
+        expected = [
+            sum(weight(i, j, k) * rewards[j - 1] for j in range(max(i, k), n + 1)) / math.comb(n, k) for i in range(1, n + 1)
+        ]
+        assert_close(advantages("bon_off_policy", rewards, ratios, k), expected)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_maxpo_is_the_ratio_times_ei_minus_l2o(k):
+    """L2O_i is the mean over j != i of EI_j without i, where EI weights the subsets of the others."""
+    rewards, ratios = [Fraction(x) for x in (3, 0, 1, 3, 2, 7)], RATIOS
+
+    def improvement(i, pool):
+        subsets = list(itertools.combinations([j for j in pool if j != i], k - 1))
+        return mean([first_order(ratios, c) * max(rewards[i] - max(rewards[j] for j in c), 0) for c in subsets])
+
+    expected = []
+    for i in range(6):
+        rest = [j for j in range(6) if j != i]
+        expected.append(ratios[i] * (improvement(i, range(6)) - mean([improvement(j, rest) for j in rest])))
+    assert_close(advantages("maxpo_off_policy", rewards, ratios, k), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_at_ratios_of_one_they_are_the_estimators_on_policy(dtype):
+    rewards = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    zeros = torch.zeros(5, 9)
+    for name, on_policy in ON_POLICY.items():
+        for k in range(1, 9):
+            expected = ops.group_advantage(rewards, on_policy, **size(name, k))
+            assert torch.equal(ops.group_advantage(rewards, name, log_ratios=zeros, **size(name, k)), expected)
+    exact = [Fraction(float(r)) for r in rewards[0]]
+    expected = [Fraction(3, 9) * s for s in brute_force.conditional_max(exact, 3)]
+    assert_close(ops.group_advantage(rewards[0].double(), "bon_off_policy", k=3, log_ratios=zeros[0]), expected)
+
+
+@pytest.mark.parametrize("n", [64, 4096])
+def test_equal_ratios_scale_the_advantages_of_every_k(n):
+    """With one ratio 1 + c for all, every subset of m has the weight 1 + m c: exact at sizes that no enumeration reaches."""
+    rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    c = 0.125
+    log_ratios = torch.full_like(rewards, math.log1p(c))
+
+    def off(name, k):
+        return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, k))
+
+    for k in (1, 2, n // 2, n - 1):
+        torch.testing.assert_close(
+            off("maxpo_off_policy", k), (1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k), rtol=1e-9, atol=1e-10
+        )
+        bon = ops.group_advantage(rewards, "bon_off_policy", k=k, log_ratios=torch.zeros_like(rewards))
+        torch.testing.assert_close(off("bon_off_policy", k), (1 + k * c) * bon, rtol=1e-9, atol=1e-10)
+    terms = [(1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k) for k in (1, 2, 3)]
+    torch.testing.assert_close(off("maxrl_off_policy", 3), sum(terms), rtol=1e-9, atol=1e-10)
+    # With one best rollout its advantage is 1 for every k, and its share of the others' is -1/(n-1).
+    best = torch.zeros(n, dtype=torch.float64)
+    best[5] = 1
+    actual = ops.group_advantage(best, "maxrl_off_policy", log_ratios=log_ratios[0])
+    total = (1 + c) * (n - 1 + c * (n - 1) * (n - 2) / 2)
+    torch.testing.assert_close(actual, best * total - (1 - best) * total / (n - 1), rtol=1e-10, atol=0)
+
+
+def test_the_order_of_rollouts_changes_no_bit():
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.randint(0, 4, (40,), generator=generator).double()
+    log_ratios = torch.randn(40, generator=generator, dtype=torch.float64)
+    order = torch.randperm(40, generator=generator)
+    for name in NAMES:
+        actual = ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, 5))
+        shuffled = ops.group_advantage(rewards[order], name, log_ratios=log_ratios[order], **size(name, 5))
+        assert torch.equal(shuffled, actual[order])
+
+
+def test_groups_too_small_for_the_size_get_zero():
+    rewards, log_ratios = torch.tensor([0.0, 1, 3, 0, 2, 1, 3, 1]), torch.linspace(-0.3, 0.3, 8)
+    for name in NAMES:
+        together = ops.group_advantage(rewards, name, log_ratios=log_ratios, offsets=torch.tensor([0, 3, 8]), **size(name, 4))
+        assert together[:3].tolist() == [0, 0, 0]
+        assert torch.equal(together[3:], ops.group_advantage(rewards[3:], name, log_ratios=log_ratios[3:], **size(name, 4)))
+
+
+def test_the_scale_of_the_rewards_changes_no_bit_of_the_mantissa():
+    generator = torch.Generator().manual_seed(6)
+    rewards = torch.randn(3, 9, generator=generator).mul(4).round().double()
+    log_ratios = torch.randn(3, 9, generator=generator) / 4
+    for name in NAMES:
+        expected = ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, 3))
+        for exponent in (1010, -900):
+            scaled = ops.group_advantage(rewards * 2.0**exponent, name, log_ratios=log_ratios, **size(name, 3))
+            assert torch.equal(scaled, expected * 2.0**exponent)
+    largest = torch.tensor([-1.0, 1, 0.5], dtype=torch.float64) * torch.finfo(torch.float64).max  # a difference overflows
+    half = ops.group_advantage(largest / 4, "maxpo_off_policy", k=2, log_ratios=torch.tensor([0.0, -1, 0]))
+    assert torch.equal(ops.group_advantage(largest, "maxpo_off_policy", k=2, log_ratios=torch.tensor([0.0, -1, 0])), 4 * half)
+
+
+def test_equal_rewards_and_groups_of_one_have_zero_advantage():
+    log_ratios = torch.randn(7, generator=torch.Generator().manual_seed(3))
+    for name in ON_POLICY:
+        assert (ops.group_advantage(torch.full((7,), 0.1), name, log_ratios=log_ratios, **size(name, 3)) == 0).all()
+        assert ops.group_advantage(torch.tensor([3.5]), name, log_ratios=log_ratios[:1], **size(name, 3)).tolist() == [0]
+    # bon has no baseline.
+    assert ops.group_advantage(torch.tensor([3.5]), "bon_off_policy", k=1, log_ratios=torch.zeros(1)).tolist() == [3.5]
+
+
+def test_ratios_are_clamped():
+    rewards = torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=torch.float64)
+    for name in NAMES:
+        far = ops.group_advantage(rewards, name, log_ratios=torch.tensor([0, torch.inf, -torch.inf, 50]), **size(name, 2))
+        at_limit = ops.group_advantage(rewards, name, log_ratios=torch.tensor([0.0, 20, -20, 20]), **size(name, 2))
+        assert torch.equal(far, at_limit)
+        assert_close(
+            advantages(name, rewards, [0.25, 1.125, 4.0, 1.0], 2, clamp_delta=0.5),
+            OFF_POLICY[name]([Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)]),
+        )
+
+
+def test_what_is_no_ratio_is_refused():
+    rewards = torch.tensor([[0.0, 1.0, 2.0]])
+    with pytest.raises(ValueError, match="maxpo_off_policy needs log_ratios"):
+        ops.group_advantage(rewards, "maxpo_off_policy", k=2)
+    with pytest.raises(ValueError, match="maxpo takes no log_ratios"):
+        ops.group_advantage(rewards, "maxpo", k=2, log_ratios=rewards)
+    with pytest.raises(ValueError, match="log_ratios must be numbers, got nan at index 1"):
+        ops.group_advantage(rewards, "maxpo_off_policy", k=2, log_ratios=rewards.masked_fill(rewards == 1, torch.nan))
+    with pytest.raises(ValueError, match=r"log_ratios must have the shape of rewards, \(1, 3\), got \(3,\)"):
+        ops.group_advantage(rewards, "maxpo_off_policy", k=2, log_ratios=rewards[0])
+    with pytest.raises(ValueError, match="clamp_delta must be at least 0, got -1"):
+        ops.group_advantage(rewards, "maxpo_off_policy", k=2, log_ratios=rewards, clamp_delta=-1)
+
+
+def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone():
+    rewards = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
+    log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])  # of the best rollout, whom no other's sums include
+    compiled = torch.compile(
+        lambda r, x: ops.group_advantage(r, "maxpo_off_policy", k=2, log_ratios=x), fullgraph=True, backend="aot_eager"
+    )
+    actual = compiled(rewards, log_ratios)
+    assert actual[0].isnan().all()
+    assert torch.equal(actual[1], ops.group_advantage(rewards[1], "maxpo_off_policy", k=2, log_ratios=log_ratios[1]))
+
+
+def test_equal_ids_take_memory_for_their_groups_alone():
+    """4096 rollouts of one prompt by id: a row for each possible group would be 4096 times as much."""
+    rewards = torch.randn(4096, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    log_ratios, ids = rewards.sin() / 10, torch.full((4096,), 7)
+    index, _ = padded((4096,), torch.tensor([0] + 4096 * [4096]), None, None, torch.device("cpu"))
+    assert index.shape == (1, 4096)
+    by_ids = ops.group_advantage(rewards, "maxpo_off_policy", k=8, log_ratios=log_ratios, group_ids=ids)
+    assert torch.equal(by_ids, ops.group_advantage(rewards, "maxpo_off_policy", k=8, log_ratios=log_ratios))
+
+
+# A bandit with three arms, all 3^N groups of it: sampled by the old policy, and the gradient of the new one is wanted.
+REWARDS = torch.tensor([0.0, 0.7, 2.0], dtype=torch.float64)
+OLD = torch.tensor([0.5, 0.1, -0.8], dtype=torch.float64)
+CHANGE = torch.tensor([-0.4, 0.1, 0.6], dtype=torch.float64)
+N = 4
+ARMS = torch.tensor(list(itertools.product(range(3), repeat=N)))
+
+
+def mean_gradient(values, policy):
+    """Return E[(1/N) sum_i A_i grad log pi(a_i)] over groups of the old policy, of advantages [3^N, N]."""
+    scores = torch.eye(3, dtype=torch.float64)[ARMS] - policy
+    probability = torch.softmax(OLD, 0)[ARMS].prod(1)
+    return (probability[:, None] * (values[..., None] * scores).mean(1)).sum(0)
+
+
+def max_at_k_gradient(logits, k):
+    logits = logits.clone().requires_grad_()
+    below = torch.softmax(logits, 0).cumsum(0)
+    expected = (torch.cat([below[:1] ** k, (below**k).diff()]) * REWARDS).sum()
+    return torch.autograd.grad(expected, logits)[0]
+
+
+def wanted(name, logits, k):
+    """Return what the mean gradient of an estimator should be."""
+    if name == "maxrl_off_policy":
+        return sum(max_at_k_gradient(logits, m) / m for m in range(1, k + 1))
+    return max_at_k_gradient(logits, k) / (N if name == "bon_off_policy" else k)
+
+
+def error(name, k, step, estimator=None):
+    """Return the largest error of the mean gradient after a change of the policy of this size."""
+    logits = OLD + step * CHANGE
+    policy = torch.softmax(logits, 0)
+    log_ratios = (policy / torch.softmax(OLD, 0)).log()[ARMS]
+    if estimator is None:
+        values = ops.group_advantage(REWARDS[ARMS], name, log_ratios=log_ratios, **size(name, k))
+    else:
+        values = estimator(log_ratios)
+    return float((mean_gradient(values, policy) - wanted(name, logits, k)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "is_exact"),
+    [
+        ("maxpo_off_policy", 1, True),
+        ("maxpo_off_policy", 2, True),
+        ("maxpo_off_policy", 3, False),
+        ("maxrl_off_policy", 2, True),
+        ("maxrl_off_policy", 3, False),
+        ("bon_off_policy", 1, True),
+        ("bon_off_policy", 2, False),
+        ("bon_off_policy", 4, False),
+    ],
+)
+def test_the_mean_gradient_is_that_of_max_at_k_to_the_first_order(name, k, is_exact):
+    scale = float(wanted(name, OLD, k).abs().max())
+    assert error(name, k, 0.0) <= 1e-12 * scale
+    if is_exact:
+        assert error(name, k, 1.0) <= 1e-12 * scale
+        return
+    errors = [error(name, k, step) for step in (0.1, 0.05, 0.025)]
+    assert errors[0] > 1e-5 * scale
+    for larger, smaller in itertools.pairwise(errors):
+        assert 3.5 < larger / smaller < 4.5  # of second order: a quarter at half the change
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_without_ratios_the_error_is_of_first_order(name):
+    def ignore(_):
+        return ops.group_advantage(REWARDS[ARMS], ON_POLICY[name], **size(name, 3))
+
+    larger, smaller = (error(name, 3, step, ignore) for step in (0.05, 0.025))
+    assert 1.8 < larger / smaller < 2.2
+    assert error(name, 3, 0.05) < larger / 5
+
+
+@pytest.mark.parametrize(("name", "definition"), [("bon_off_policy", bon_off_policy), ("maxpo_off_policy", maxpo_off_policy)])
+def test_products_of_ratios_are_exactly_unbiased(name, definition):
+    """What the first order stands for: the same sums with the product of the ratios, in any distance of the policies."""
+
+    def of_products(log_ratios):
+        groups = zip(REWARDS[ARMS].tolist(), log_ratios.exp().tolist(), strict=True)
+        return torch.tensor([definition(r, 3, ratios, product) for r, ratios in groups], dtype=torch.float64)
+
+    assert error(name, 3, 1.0, of_products) <= 1e-12
+    assert error(name, 3, 1.0) > 1e-3

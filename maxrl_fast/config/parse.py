@@ -44,7 +44,7 @@ ESTIMATOR_OPTIONS = (
 )
 # Options whose defaults follow from the objective: a run that resumes with another takes that one's.
 OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", "importance_cap")
-SEVERAL = ("reward", "reward_weights")  # options of one value or of several
+SEVERAL = ("reward", "reward_weights", "loss_options")  # options of one value or of several
 CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
@@ -199,7 +199,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     for name in ("lora_rank", "kl_coef"):
         with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
             choices[name] = float(choices.get(name, 0))
-    for name in ("objective", "task", "rollout"):  # a number in a file is refused later
+    for name in ("objective", "task", "rollout", "loss"):  # a number in a file is refused later
         if choices.get(name) is not None:
             choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.ops import policy_gradient_loss
+from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
@@ -21,10 +21,11 @@ def computed_logits():
     return HIDDEN @ WEIGHT.clone().requires_grad_().T
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_the_gradient_replaces_the_logits(loss, scale):
     options = {"loss": loss, "old_logprobs": -3 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "clip_high": 9.0}
+    options["aggregation"] = "seq_mean_token_sum"
     results = []
     for in_place in (False, True):
         weight = WEIGHT.clone().requires_grad_()
@@ -141,13 +142,14 @@ def test_operators_pass_opcheck():
         ref_logprobs=None,
         importance_weights=None,
         importance_weights_per_token=None,
-        loss="ppo",
+        loss="sapo",
         clip_low=0.2,
         clip_high=0.2,
         dual_clip=None,
         kl="k3",
         kl_coef=0.0,
         entropy_coef=0.0,
+        loss_options={"tau_positive": 2.0},
         temperature=1.0,
         aggregation="seq_mean_token_mean",
         mask=None,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import (
+    LOSSES,
     linear_policy_gradient_loss,
     linear_token_logprobs,
     policy_gradient_loss,
@@ -42,13 +43,14 @@ def assert_close(actual, expected, dtype):
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
     rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
     for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
-        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
+        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef}
+        options["aggregation"] = LOSSES[loss].aggregation or "seq_mean_token_mean"
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
         assert actual.item() == pytest.approx(expected.item(), rel=rel)

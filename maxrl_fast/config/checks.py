@@ -114,11 +114,11 @@ def objective_of(config: Config) -> Objective:
 
 
 def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
-    name = options["loss"] or objective_of(config).loss
+    name, numbers = options["loss"] or objective_of(config).loss, config.loss.own_numbers()
     try:
-        loss_numbers(name, config.loss.own_numbers())
+        loss_numbers(name, numbers)
     except ValueError as error:
-        raise InputError(f"--loss-options: {error}") from error
+        raise InputError(str(error)) from error
     needed = LOSSES[name].aggregation
     if needed and options["aggregation"] not in (None, needed):
         raise InputError(f"aggregation must be {needed} for {name}, whose loss it is a part of, got {options['aggregation']}")

@@ -111,7 +111,7 @@ def refuse_unknown(defaults: Any, arguments: Sequence[str]) -> None:
     """Raise InputError naming the first flag that is none of these options (Config or EvaluationConfig)."""
     names = defaults.flat()
     refuse({name.removeprefix("no_"): None for name in _names_of_flags(arguments)}, {})
-    refuse_unknown_flags(arguments, names, [name for name, value in names.items() if isinstance(value, bool)])
+    refuse_unknown_flags(arguments, names, [name for name, value in names.items() if isinstance(value, bool)], SEVERAL)
 
 
 def _names_of_flags(arguments: Sequence[str]) -> list[str]:

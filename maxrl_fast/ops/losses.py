@@ -152,8 +152,8 @@ def _holds(option: LossOption) -> Any:
 def _unknown(loss: str, name: Any) -> str:
     known = tuple(LOSSES[loss].options)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    options = f"has the options {', '.join(known)}" if known else "has no options"
-    return f"loss {loss} {options}, got {name!r:.80}" + (f"; did you mean {close[0]!r}?" if close else "")
+    wanted = f"loss_options of {loss} must be among {', '.join(known)}" if known else f"loss {loss} takes no options"
+    return f"{wanted}, got {name!r:.80}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def summands(loss: str, options: list[float], log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.ops import LOSSES, policy_gradient_loss
+from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
@@ -24,7 +24,9 @@ def computed_logits():
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_the_gradient_replaces_the_logits(loss, scale):
-    options = {"loss": loss, "old_logprobs": -3 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "clip_high": 9.0}
+    logp, _ = token_logprobs(HIDDEN @ WEIGHT.T, BATCH[0])
+    old = logp + 0.2 * torch.randn(T, generator=torch.Generator().manual_seed(1))
+    options = {"loss": loss, "old_logprobs": old, "clip_high": 9.0}
     options["aggregation"] = "seq_mean_token_sum"
     results = []
     for in_place in (False, True):

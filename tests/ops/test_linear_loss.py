@@ -266,7 +266,11 @@ def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
 def test_operators_pass_opcheck():
     hidden, weight, batch = make(torch.float32)
     absent = ("advantages_per_token", "importance_weights", "importance_weights_per_token", "ref_logprobs", "dual_clip")
-    given = dict.fromkeys((*absent, "denominator")) | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"} | batch
+    given = (
+        dict.fromkeys((*absent, "denominator", "loss_options"))
+        | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"}
+        | batch
+    )
     given |= {"kl_coef": 0.0, "entropy_coef": 0.0, "aggregation": "token_mean"}
     prepared = prepare(torch.float32, hidden.device, (T, V), **given)
     arguments, operators = loss_arguments(*prepared), torch.ops.maxrl_fast

@@ -126,6 +126,9 @@ LOSSES: dict[str, LossSpec] = {
 }
 
 
+NAMES = tuple(LOSSES)
+
+
 def loss_numbers(loss: str, given: Mapping[str, float] | None) -> list[float]:
     """Return the options of a loss as numbers, in their order.
 
@@ -133,10 +136,13 @@ def loss_numbers(loss: str, given: Mapping[str, float] | None) -> list[float]:
         ValueError: if there is no such loss or option, or if a number is out of its range.
         TypeError: if `given` is not a mapping.
     """
-    check_choice("loss", loss, tuple(LOSSES))
+    check_choice("loss", loss, NAMES)
+    options = LOSSES[loss].options
+    if given is None and not options:
+        return []
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"loss_options must be a mapping of names to numbers, got {type(given).__name__}")
-    values, options = dict(given or {}), LOSSES[loss].options
+    values = dict(given or {})
     if unknown := [name for name in values if name not in options]:
         raise ValueError(_unknown(loss, unknown[0]))
     return [

@@ -5,6 +5,7 @@ The forward pass of token_loss computes the gradient too, so that the logits are
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -55,10 +56,10 @@ def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
 
 def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
     """Return what `loss_arguments` has turned into arguments."""
-    named = dict(zip(_LOSS_ARGUMENTS, arguments, strict=True))
-    terms = LossTerms(**{name: named.pop(name) for name in LossTerms.__dataclass_fields__})
-    temperatures, temperature = named.pop("temperatures"), named.pop("temperature")
-    return TokenBatch(**named, temperature=temperature if temperatures is None else temperatures), terms
+    batch, terms = TokenBatch(*_OF_BATCH(arguments)), LossTerms(*_OF_TERMS(arguments))
+    if (temperatures := arguments[_LOSS_ARGUMENTS.index("temperatures")]) is not None:
+        batch.temperature = temperatures
+    return batch, terms
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -133,6 +134,9 @@ LOSS_SCHEMA = (
     "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef, float[] options"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
+_OF_BATCH, _OF_TERMS = (
+    itemgetter(*map(_LOSS_ARGUMENTS.index, record.__dataclass_fields__)) for record in (TokenBatch, LossTerms)
+)
 
 
 @operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")

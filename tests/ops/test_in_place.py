@@ -169,10 +169,14 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(ops.token_logprobs_backward_.default, (logits.clone(), batch.targets, None, 0.7, *slopes))
 
 
-def test_it_compiles_as_one_graph():
-    compiled = torch.compile(lambda z: loss_of(2 * z, temperature=0.5), fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize(
+    "options", [{}, {"loss": "gmpo", "loss_options": {"low": 0.1}, "old_logprobs": torch.full((T,), -4.0)}]
+)
+def test_it_compiles_as_one_graph(options):
+    options = {"temperature": 0.5, **options}
+    compiled = torch.compile(lambda z: loss_of(2 * z, **options), fullgraph=True, backend="aot_eager")
     logits = (HIDDEN @ WEIGHT.T).requires_grad_()
-    eager = loss_of(2 * logits, temperature=0.5)
+    eager = loss_of(2 * logits, **options)
     value = compiled(logits)
     assert value.item() == eager.item()
     torch.testing.assert_close(torch.autograd.grad(value, logits), torch.autograd.grad(eager, logits))

@@ -227,8 +227,9 @@ struct Sapo {  // options: tau_positive, tau_negative
 
 struct Dppo {  // options: low, high, kl
   MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
-    const double change = x.p - x.p / x.ratio;  // pi - pi_old
-    const bool low = x.advantage < 0.0 && change < -terms.options[0], high = x.advantage > 0.0 && change > terms.options[1];
+    const double change = x.p * (x.ratio - 1.0);  // (pi - pi_old) pi / pi_old: a division would take registers
+    const bool low = x.advantage < 0.0 && change < -terms.options[0] * x.ratio;
+    const bool high = x.advantage > 0.0 && change > terms.options[1] * x.ratio;
     const double free = low || high ? 0.0 : -x.advantage * x.ratio, kl = terms.options[2], d = x.log_ratio.value;
     return {free + kl * d * d, x.log_ratio.is_clamped ? 0.0 : free + 2.0 * kl * d, low, high};
   }

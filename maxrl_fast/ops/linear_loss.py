@@ -19,15 +19,7 @@ from maxrl_fast.ops.arguments import check_integer, check_number, check_tensor
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
-from maxrl_fast.ops.token_loss_kernel import (
-    DTYPES,
-    LOSS_SCHEMA,
-    NUM_SUMS,
-    batch_and_terms,
-    loss_arguments,
-    scaled,
-    split_temperature,
-)
+from maxrl_fast.ops.token_loss_kernel import DTYPES, NUM_SUMS, batch_and_terms, loss_arguments, scaled, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
@@ -299,8 +291,8 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @operator(
-    schema=f"(Tensor hidden, Tensor weight, {LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, bool needs_weight) "
-    "-> (Tensor, Tensor, Tensor)"
+    schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, "
+    "bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.

@@ -1,7 +1,8 @@
 """The token losses: what each computes, its options, and where it is from."""
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,8 +152,8 @@ def loss_numbers(loss: str, given: Mapping[str, float] | None) -> list[float]:
     ]
 
 
-def _holds(option: LossOption) -> Any:
-    return (lambda x: 0 < x < torch.inf) if option.wanted is _POSITIVE else (lambda x: 0 <= x < torch.inf)
+def _holds(option: LossOption) -> Callable[[float], bool]:
+    return lambda x: 0 <= x < math.inf and (x > 0 or option.wanted == _NOT_NEGATIVE)
 
 
 def _unknown(loss: str, name: Any) -> str:

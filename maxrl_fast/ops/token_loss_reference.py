@@ -153,9 +153,9 @@ def _sapo(terms: LossTerms, x: TokenTerms) -> Clipped:
 
 def _dppo(terms: LossTerms, x: TokenTerms) -> Clipped:
     low, high, kl = terms.options
-    p, ratio = x.logp.detach().exp(), x.ratio.detach()
-    change = p - p / ratio
-    below, above = (x.advantage < 0) & (change < -low), (x.advantage > 0) & (change > high)
+    ratio = x.ratio.detach()
+    change = x.logp.detach().exp() * (ratio - 1)  # times pi / pi_old, as the bounds
+    below, above = (x.advantage < 0) & (change < -low * ratio), (x.advantage > 0) & (change > high * ratio)
     return torch.where(below | above, 0.0, -x.advantage * x.ratio) + kl * x.log_ratio.square(), below, above
 
 

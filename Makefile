@@ -65,14 +65,14 @@ test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment
 # For SkyRL and verl the wheel is installed, for its entry point, from the objects that the set-up has compiled. The tests are copied to a folder
 # without the package, so that they import the wheel's.
 test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL, SkyRL and verl, in an environment for each (5 minutes)
-	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations/test_trl.py tests/integrations/test_trl_pacs.py
+	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations/test_trl*.py
 	rm -rf build/lib* build/bdist* build/wheels build/integrations
 	PATH="$(abspath $(VENV))/bin:$$PATH" \
 	  $(VENV)/bin/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w build/wheels .
 	mkdir -p build/integrations && cp -r tests pyproject.toml build/integrations
 	for peer in skyrl verl; do \
 	  .venv-$$peer/bin/pip $(PIP_INSTALL) -q --no-deps --force-reinstall build/wheels/maxrl_fast-*.whl && \
-	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer.py) || exit 1; \
+	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer*.py) || exit 1; \
 	done
 
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (4 minutes)

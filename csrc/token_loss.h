@@ -12,17 +12,29 @@ namespace maxrl {
 // cannot make the loss infinite. Beyond the limits the gradient is 0. verl and SkyRL limit ratios in the same way.
 constexpr double kMaxLogRatio = 20.0;
 
-enum class Loss { kReinforce, kPpo, kCispo, kGspo };
+// In the order of kLossNames, which is that of LOSSES in maxrl_fast/ops/losses.py; both are compared at import.
+enum class Loss { kReinforce, kPpo, kCispo, kGspo, kLuspo, kGmpo, kVespo, kSapo, kDppo, kDispo, kTopr, kToprToken, kCount };
+constexpr const char* kLossNames[] = {"reinforce", "ppo",  "cispo", "gspo",  "luspo", "gmpo",
+                                      "vespo",     "sapo", "dppo",  "dispo", "topr",  "topr_token"};
+static_assert(sizeof(kLossNames) / sizeof(*kLossNames) == static_cast<int>(Loss::kCount));
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
 
 struct LossTerms {
+  static constexpr int kMaxOptions = 4;
   Loss loss;
   double clip_low, clip_high;  // the ratio is clipped to [1 - clip_low, 1 + clip_high]
   double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
+  double options[kMaxOptions];  // the loss's own numbers, in the order of LOSSES in maxrl_fast/ops/losses.py
   // The fields of LossTerms in maxrl_fast/ops/token_batch.py, compared when maxrl_fast.ops is imported.
-  static constexpr const char* kNames[] = {"loss", "clip_low", "clip_high", "dual_clip", "kl", "kl_coef", "entropy_coef"};
+  static constexpr const char* kNames[] = {"loss", "clip_low", "clip_high",    "dual_clip",
+                                           "kl",   "kl_coef",  "entropy_coef", "options"};
+
+  // Whether tokens with advantage 0 have a gradient too.
+  MAXRL_HOST_DEVICE bool needs_every_row() const {
+    return kl_coef != 0.0 || entropy_coef != 0.0 || (loss == Loss::kDppo && options[2] != 0.0);
+  }
 };
 
 // Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have no gradient. The other sums
@@ -79,7 +91,7 @@ struct TokenLossInputs {
   bool importance_per_token;
   const Real* old_logprobs;        // [T]
   const Real* ref_logprobs;        // [T]
-  const Real* sequence_log_ratio;  // [S], for kGspo
+  const Real* sequence_log_ratio;  // [S], for the losses with a ratio of the whole sequence
   const bool* mask;                // [T]
   const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
@@ -113,18 +125,13 @@ MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const
   row.advantage = static_cast<double>(in.advantages[in.advantages_per_token ? t : row.sequence]);
   if (in.importance_weights)
     row.advantage *= static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
-  row.must_read = row.advantage != 0.0 || terms.kl_coef != 0.0 || terms.entropy_coef != 0.0;
+  row.must_read = row.advantage != 0.0 || terms.needs_every_row();
   if (row.must_read) {
     row.weight = 1.0 / *in.denominator;
     if (in.sequence_tokens) row.weight /= static_cast<double>(in.sequence_tokens[row.sequence]);
   }
   return row;
 }
-
-// The loss of a token and its gradient in the log-probability, without the token's weight.
-struct TokenLoss {
-  double value, grad_logp;
-};
 
 struct ClampedLogRatio {
   double value;
@@ -137,16 +144,138 @@ MAXRL_HOST_DEVICE inline ClampedLogRatio clamp_log_ratio(double x) {
   return {x, false};  // NaN too
 }
 
-MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, double advantage, double ratio, bool is_clamped,
-                                             double logp) {
-  if (advantage == 0.0) return {0.0, 0.0};  // even if the ratio is NaN
-  if (terms.loss == Loss::kReinforce) return {-advantage * logp, -advantage};
-  const double clipped = fmin(fmax(ratio, 1.0 - terms.clip_low), 1.0 + terms.clip_high);
-  if (terms.loss == Loss::kCispo) return {-clipped * advantage * logp, -clipped * advantage};
-  const double free = -advantage * ratio, bound = -advantage * clipped;
-  TokenLoss token = free >= bound ? TokenLoss{free, is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
-  if (advantage < 0.0 && token.value > -advantage * terms.dual_clip) token = {-advantage * terms.dual_clip, 0.0};
-  return free == free ? token : TokenLoss{free, free};  // comparisons would hide a NaN
+// What the policy-gradient term of a token is computed from.
+struct Token {
+  double advantage;  // times the importance weight
+  double logp, p;             // of the target
+  double own_log_ratio;       // logp - old, not clamped
+  ClampedLogRatio log_ratio;  // of the token, or of its sequence where the loss has a ratio of the sequence
+  double ratio;               // e^log_ratio
+};
+
+// The loss of a token and its gradient in the log-probability, without the token's weight.
+struct TokenLoss {
+  double value, grad_logp;
+  bool clipped_low = false, clipped_high = false;  // whether the loss has limited the ratio
+};
+
+// Unlike fmin and fmax this keeps NaN.
+MAXRL_HOST_DEVICE inline double clip(double x, double low, double high) {
+  const double raised = x < low ? low : x;
+  return raised > high ? high : raised;
+}
+
+// The policy-gradient terms, a struct each: `of` returns value and gradient. LOSSES in maxrl_fast/ops/losses.py has formulas,
+// sources and the names of the options.
+
+// -w A logp with a constant weight w.
+MAXRL_HOST_DEVICE inline TokenLoss weighted_logp(const Token& x, double weight) {
+  return {-weight * x.advantage * x.logp, -weight * x.advantage};
+}
+
+struct Reinforce {
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms&, const Token& x) { return {-x.advantage * x.logp, -x.advantage}; }
+};
+
+struct Ppo {  // with the ratio of the sequence also gspo and luspo
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high;
+    const double free = -x.advantage * x.ratio, bound = -x.advantage * clip(x.ratio, low, high);
+    TokenLoss token = free >= bound ? TokenLoss{free, x.log_ratio.is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
+    if (x.advantage < 0.0 && token.value > -x.advantage * terms.dual_clip) token = {-x.advantage * terms.dual_clip, 0.0};
+    if (free != free) token = {free, free};  // comparisons would hide a NaN
+    token.clipped_low = x.ratio < low && x.advantage < 0.0;
+    token.clipped_high = x.ratio > high && x.advantage > 0.0;
+    return token;
+  }
+};
+
+struct Cispo {
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high;
+    TokenLoss token = weighted_logp(x, clip(x.ratio, low, high));
+    token.clipped_low = x.ratio < low;
+    token.clipped_high = x.ratio > high;
+    return token;
+  }
+};
+
+struct Gmpo {  // options: low, high; bounds of the token's log-ratio, already applied in the ratio of the sequence
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const bool low = x.advantage < 0.0 && x.own_log_ratio < -terms.options[0];
+    const bool high = x.advantage > 0.0 && x.own_log_ratio > terms.options[1];
+    const double value = -x.advantage * x.ratio;
+    return {value, low || high || x.log_ratio.is_clamped ? 0.0 : value, low, high};
+  }
+};
+
+struct Vespo {  // options: k_positive, lambda_positive, k_negative, lambda_negative
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double* option = terms.options + (x.advantage < 0.0 ? 2 : 0);
+    return weighted_logp(x, exp(option[1] + option[0] * x.log_ratio.value - option[1] * x.ratio));
+  }
+};
+
+struct Sapo {  // options: tau_positive, tau_negative
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double tau = terms.options[x.advantage > 0.0 ? 0 : 1], u = tau * (x.ratio - 1.0);
+    const double e = exp(-fabs(u)), inverse = 1.0 / (1.0 + e);  // the sigmoid is 1 - e inverse or e inverse
+    const double value = -x.advantage * 4.0 / tau * (u < 0.0 ? e : 1.0) * inverse;
+    return {value, x.log_ratio.is_clamped ? 0.0 : -x.advantage * 4.0 * e * inverse * inverse * x.ratio};
+  }
+};
+
+struct Dppo {  // options: low, high, kl
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double change = x.p * (x.ratio - 1.0);  // (pi - pi_old) pi / pi_old: a division would take registers
+    const bool low = x.advantage < 0.0 && change < -terms.options[0] * x.ratio;
+    const bool high = x.advantage > 0.0 && change > terms.options[1] * x.ratio;
+    const double free = low || high ? 0.0 : -x.advantage * x.ratio, kl = terms.options[2], d = x.log_ratio.value;
+    return {free + kl * d * d, x.log_ratio.is_clamped ? 0.0 : free + 2.0 * kl * d, low, high};
+  }
+};
+
+struct Dispo {  // options: low_positive, high_positive, low_negative, high_negative
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double* bound = terms.options + (x.advantage < 0.0 ? 2 : 0);
+    TokenLoss token = weighted_logp(x, clip(x.ratio, bound[0], bound[1]));
+    token.clipped_low = x.ratio < bound[0];
+    token.clipped_high = x.ratio > bound[1];
+    return token;
+  }
+};
+
+struct Topr {  // topr with the ratio of the sequence, topr_token with that of the token
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms&, const Token& x) {
+    const bool is_tapered = x.advantage < 0.0;
+    TokenLoss token = weighted_logp(x, is_tapered ? clip(x.ratio, 0.0, 1.0) : 1.0);
+    token.clipped_high = is_tapered && x.ratio > 1.0;
+    return token;
+  }
+};
+
+// One thread of a row comes here, so that the switch costs nothing beside reading the row.
+MAXRL_HOST_DEVICE inline TokenLoss term_of(const LossTerms& terms, const Token& token) {
+  switch (terms.loss) {
+    case Loss::kPpo:
+    case Loss::kGspo:
+    case Loss::kLuspo: return Ppo::of(terms, token);
+    case Loss::kCispo: return Cispo::of(terms, token);
+    case Loss::kGmpo: return Gmpo::of(terms, token);
+    case Loss::kVespo: return Vespo::of(terms, token);
+    case Loss::kSapo: return Sapo::of(terms, token);
+    case Loss::kDppo: return Dppo::of(terms, token);
+    case Loss::kDispo: return Dispo::of(terms, token);
+    case Loss::kTopr:
+    case Loss::kToprToken: return Topr::of(terms, token);
+    default: return Reinforce::of(terms, token);
+  }
+}
+
+MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, const Token& token) {
+  TokenLoss term = term_of(terms, token);
+  if (token.advantage == 0.0 && terms.loss != Loss::kDppo) term.value = term.grad_logp = 0.0;  // even if the ratio is NaN
+  return term;
 }
 
 // Estimates of KL(policy || reference) of one token (Schulman 2020), d = logp - ref.
@@ -157,16 +286,19 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
   return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
-// Adds the row to the sums and returns its gradients.
+// Adds the row to the sums and returns its gradients. Each number is added as soon as it is known, which frees its registers.
 template <typename Real>
 MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t,
                                                const RowPlan& row, const Softmax& softmax, LossSums& sums) {
   const double log_ratio = in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
-  const bool by_sequence = terms.loss == Loss::kGspo && in.sequence_log_ratio;
   const ClampedLogRatio to_old =
-      clamp_log_ratio(by_sequence ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
+      clamp_log_ratio(in.sequence_log_ratio ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
   const double ratio = exp(to_old.value);
-  TokenLoss token = surrogate(terms, row.advantage, ratio, to_old.is_clamped, softmax.logp);
+  sums.values[LossSums::kRatio] += ratio;
+  sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
+  TokenLoss token = surrogate(terms, {row.advantage, softmax.logp, softmax.p, log_ratio, to_old, ratio});
+  sums.values[LossSums::kClippedLow] += token.clipped_low;
+  sums.values[LossSums::kClippedHigh] += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
   if (in.ref_logprobs) {
     const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - static_cast<double>(in.ref_logprobs[t]));
@@ -178,15 +310,10 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
       if (!to_ref.is_clamped) token.grad_logp += terms.kl_coef * kl.grad_logp;
     }
   }
-  if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
-  const bool either_sign = terms.loss == Loss::kCispo, has_clip = terms.loss != Loss::kReinforce;
-  sums.values[LossSums::kLoss] += row.weight * token.value;
-  sums.values[LossSums::kRatio] += ratio;
   sums.values[LossSums::kRatioClamped] += is_clamped;
-  sums.values[LossSums::kClippedLow] += has_clip && ratio < 1.0 - terms.clip_low && (either_sign || row.advantage < 0.0);
-  sums.values[LossSums::kClippedHigh] += has_clip && ratio > 1.0 + terms.clip_high && (either_sign || row.advantage > 0.0);
   sums.values[LossSums::kEntropy] += softmax.entropy;
-  sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
+  if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
+  sums.values[LossSums::kLoss] += row.weight * token.value;
   return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
 }
 

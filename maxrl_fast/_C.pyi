@@ -1,7 +1,7 @@
 """The compiled kernels: csrc/bindings/. Addresses are integers; only maxrl_fast.ops calls these."""
 
 cuda: bool
-FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: LossTerms, LossSums, PacsMetrics
+FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: Loss, LossTerms, LossSums, PacsMetrics
 MAX_LOG_RATIO: float
 
 class Formula:
@@ -43,7 +43,16 @@ PACS_WORKSPACE: int
 
 class LossTerms:
     def __init__(
-        self, *, loss: str, clip_low: float, clip_high: float, dual_clip: float, kl: str, kl_coef: float, entropy_coef: float
+        self,
+        *,
+        loss: str,
+        clip_low: float,
+        clip_high: float,
+        dual_clip: float,
+        kl: str,
+        kl_coef: float,
+        entropy_coef: float,
+        options: list[float],
     ) -> None: ...
 
 class Matrix:

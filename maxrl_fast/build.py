@@ -415,7 +415,8 @@ def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
     """Return the settings of the token loss in reinforcement learning."""
     options = config.rollout
-    return LossSettings(**vars(config.loss), temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+    own: dict[str, Any] = {"loss_options": config.loss.own_numbers()}
+    return LossSettings(**{**vars(config.loss), **own}, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
 
 
 def build_learner(

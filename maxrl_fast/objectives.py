@@ -1,9 +1,9 @@
 """The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source,
-and those that are installed."""
+those that are installed, and every token loss."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import effective_weight
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.output import protect_output
 from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights
@@ -38,6 +39,11 @@ _PACS_ROWS = {
     ),
 }
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
+_LOSS_NOTATION = (
+    "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; weight: the factor of "
+    "A grad logp, 1 for every loss at rho = 1."
+)
+_LOSS_COLUMNS = ("loss of a token", "weight", "--loss-options", "source")
 _TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
@@ -48,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protect_output()
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.objectives",
-        description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source. "
+        description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source; "
+        "and every token loss of --loss. "
         "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass rate p, exact at finite N.",
     )
     parser.add_argument(
@@ -70,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:
         if console.width < _TABLE_WIDTH:
-            _print_registry(console)
+            _print_rows(console, _COLUMNS, _registry(), _NOTATION)
+            _print_rows(console, _LOSS_COLUMNS, _losses(), _LOSS_NOTATION)
         else:
             console.print(_registry_table())
+            console.print(_table(_LOSS_COLUMNS, _losses(), _LOSS_NOTATION))
         return 0
     try:
         grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
@@ -117,21 +126,36 @@ def _registry() -> dict[str, tuple[str, str, str, str]]:
     return {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()} | _PACS_ROWS
 
 
-def _registry_table() -> Table:
-    table = Table(*("name", *_COLUMNS), show_lines=True, caption=_NOTATION, caption_justify="left")
-    for name, cells in _registry().items():
+def _losses() -> dict[str, tuple[str, str, str, str]]:
+    """Return the formula, the weight, the options and the source of every token loss."""
+    rows = {}
+    for name, row in LOSSES.items():
+        options = [f"{option}={number.default:g}" for option, number in row.options.items()]
+        options += ["--clip-low, --clip-high"] * row.clips
+        rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
+    return rows
+
+
+def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str) -> Table:
+    table = Table("name", *columns, show_lines=True, caption=notation, caption_justify="left")
+    for name, cells in rows.items():
         table.add_row(name, *cells)
+    return table
+
+
+def _registry_table() -> Table:
+    table = _table(_COLUMNS, _registry(), _NOTATION)
     for point in installed("objective"):
         table.add_row(point.name, "a function of the rewards", "-", "-", f"installed: {owner(point)}, {point.value}")
     return table
 
 
-def _print_registry(console: Console) -> None:
-    """Print what the table has as lines, for a terminal in which its columns would be too narrow for their words."""
-    for name, cells in _registry().items():
-        lines = [name, *(f"  {column}: {cell}" for column, cell in zip(_COLUMNS, cells, strict=True))]
+def _print_rows(console: Console, columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str) -> None:
+    """Print what a table has as lines, for a terminal in which its columns would be too narrow for their words."""
+    for name, cells in rows.items():
+        lines = [name, *(f"  {column}: {cell}" for column, cell in zip(columns, cells, strict=True))]
         console.print(wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True)
-    console.print(wrapped(f"\n{_NOTATION}", console.width), markup=False, highlight=False, soft_wrap=True)
+    console.print(wrapped(f"\n{notation}\n", console.width), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

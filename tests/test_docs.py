@@ -38,7 +38,13 @@ CHOICES = (
     *("--objective w_reinforce", "--objective differential_smoothing", "--objective unlikeliness"),
     "--objective maxpo_off_policy",
     f"--task {ROOT}/examples/sort_task.py:SortTask",
-    *("--lora-rank 2", "--kl-coef 0.1", "--rollout vllm", "--reward rewards.py:score openai:http://localhost/v1/m"),
+    *(
+        "--lora-rank 2",
+        "--kl-coef 0.1",
+        "--loss sapo",
+        "--rollout vllm",
+        "--reward rewards.py:score openai:http://localhost/v1/m",
+    ),
 )
 
 

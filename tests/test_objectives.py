@@ -6,14 +6,14 @@ import pytest
 
 from maxrl_fast import objectives
 from maxrl_fast.objectives import main
-from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.ops import ESTIMATORS, LOSSES
 from maxrl_fast.training.objective_registry import OBJECTIVES
 
 
 def test_the_table_has_every_estimator(capsys):
     assert main([]) == 0
     words = capsys.readouterr().out.split()
-    assert {*ESTIMATORS, *OBJECTIVES} <= set(words)
+    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES} <= set(words)
 
 
 @pytest.mark.parametrize("width", [60, 80, 129, 130, 200])
@@ -23,7 +23,7 @@ def test_no_word_is_cut_in_a_terminal(width, capsys, monkeypatch):
     assert main([]) == 0
     printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "…" not in printed
-    assert {*ESTIMATORS, *OBJECTIVES} <= set(printed.split())
+    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES} <= set(printed.split())
     assert max(map(len, printed.splitlines())) <= width
 
 

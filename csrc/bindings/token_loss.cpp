@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <vector>
+
 #include "bindings.h"
 
 namespace maxrl::bindings {
@@ -65,13 +68,18 @@ struct Sequences {
   }
 };
 
+Loss loss_of(std::string_view name) {
+  for (int i = 0; i < static_cast<int>(Loss::kCount); ++i)
+    if (kLossNames[i] == name) return static_cast<Loss>(i);
+  throw py::value_error("unknown loss '" + std::string(name) + "'");
+}
+
 LossTerms loss_terms(std::string_view loss, double clip_low, double clip_high, double dual_clip, std::string_view kl,
-                     double kl_coef, double entropy_coef) {
+                     double kl_coef, double entropy_coef, const std::vector<double>& options) {
   using namespace std::string_view_literals;
-  return {
-      choose<Loss>(
-          "loss", loss,
-          {{"reinforce"sv, Loss::kReinforce}, {"ppo"sv, Loss::kPpo}, {"cispo"sv, Loss::kCispo}, {"gspo"sv, Loss::kGspo}}),
+  if (options.size() > LossTerms::kMaxOptions) throw py::value_error("a loss has at most four options");
+  LossTerms terms{
+      loss_of(loss),
       clip_low,
       clip_high,
       dual_clip,
@@ -79,7 +87,10 @@ LossTerms loss_terms(std::string_view loss, double clip_low, double clip_high, d
           "kl", kl,
           {{"k1"sv, Divergence::kK1}, {"k2"sv, Divergence::kK2}, {"k3"sv, Divergence::kK3}, {"k3+"sv, Divergence::kK3Plus}}),
       kl_coef,
-      entropy_coef};
+      entropy_coef,
+      {}};
+  std::copy(options.begin(), options.end(), terms.options);
+  return terms;
 }
 
 }  // namespace
@@ -88,7 +99,7 @@ void bind_token_loss(py::module_& m) {
   py::class_<LossTerms>(m, "LossTerms")
       .def(py::init(&loss_terms), py::kw_only(), py::arg(LossTerms::kNames[0]), py::arg(LossTerms::kNames[1]),
            py::arg(LossTerms::kNames[2]), py::arg(LossTerms::kNames[3]), py::arg(LossTerms::kNames[4]),
-           py::arg(LossTerms::kNames[5]), py::arg(LossTerms::kNames[6]));
+           py::arg(LossTerms::kNames[5]), py::arg(LossTerms::kNames[6]), py::arg(LossTerms::kNames[7]));
   py::class_<Matrix>(m, "Matrix").def(py::init([](Address data, std::int64_t stride) { return Matrix{data, stride}; }));
   py::class_<Tokens>(m, "Tokens")
       .def(py::init([](std::int64_t num_tokens, std::int64_t vocab_size, Address targets, Address temperatures,
@@ -105,6 +116,7 @@ void bind_token_loss(py::module_& m) {
            py::kw_only(), "num_sequences"_a, "cu_seqlens"_a, "advantages"_a, "advantages_per_token"_a, "importance_weights"_a,
            "importance_per_token"_a, "old_logprobs"_a, "ref_logprobs"_a, "sequence_log_ratio"_a, "mask"_a, "sequence_tokens"_a,
            "denominator"_a);
+  export_fields(m, "Loss", kLossNames);
   export_fields(m, "LossTerms", LossTerms::kNames);
   export_fields(m, "LossSums", LossSums::kNames);
   m.attr("MAX_LOG_RATIO") = kMaxLogRatio;

@@ -9,6 +9,7 @@ from maxrl_fast.config.hints import nearest
 from maxrl_fast.config.options import Config, several
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
+from maxrl_fast.ops.losses import LOSSES, loss_numbers
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
@@ -67,6 +68,7 @@ def check(config: Config) -> None:
     refuse_not_taken(options, Config().flat())
     check_ranges(options)
     _check_objective(config, options)
+    _check_loss(config, options)
     check_tracker(options["log_to"])
     if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
@@ -108,6 +110,17 @@ def objective_of(config: Config) -> Objective:
         raise
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
+    name, numbers = options["loss"] or objective_of(config).loss, config.loss.own_numbers()
+    try:
+        loss_numbers(name, numbers)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    needed = LOSSES[name].aggregation
+    if needed and options["aggregation"] not in (None, needed):
+        raise InputError(f"aggregation must be {needed} for {name}, whose loss it is a part of, got {options['aggregation']}")
 
 
 def _check_objective(config: Config, options: Mapping[str, Any]) -> None:

@@ -45,6 +45,8 @@ _OTHER_NAMES = {
     "checkpoint_activations": "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing",
     "loss": "policy_loss_type loss_fn policy_loss loss_mode",
     "loss gspo": "importance_sampling_level",
+    "loss_options": "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg vespo_lambda_pos "
+    "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
     "clip_low": "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low clip_eps clip_range",
     "clip_high": "epsilon_high clip_ratio_high eps_clip_high",
     "aggregation": "loss_type loss_agg_mode loss_reduction",
@@ -117,26 +119,29 @@ def key_hint(key: str, known: Collection[str]) -> str:
     return f"; did you mean {meant.partition(' ')[0]!r}?" if meant else ""
 
 
-def refuse_unknown_flags(arguments: Sequence[str], known: Collection[str], switches: Collection[str]) -> None:
+def refuse_unknown_flags(
+    arguments: Sequence[str], known: Collection[str], switches: Collection[str], several: Collection[str] = ()
+) -> None:
     """Refuse flags that do not exist, with the one that was probably meant.
 
     Args:
         known: the options.
         switches: those of them that are on or off, which have a --no-... too.
+        several: those of them that take several values, such as --loss-options kl=0 low=0.1.
 
     Raises:
         InputError: naming the flag. Options without two dashes, as in trainer.lr=1e-3 of other libraries, are named too.
     """
     flags = {*known, *(f"no_{name}" for name in switches), "help", ""}
-    is_value = False  # whether the word before is a flag that may take this one as its value
+    is_value, takes_more = False, False  # whether a flag before may take this word as its value, and those behind it
     for argument in arguments:
         given = argument.partition("=")[0][:80]
         name = given.lstrip("-+").replace("-", "_")
         if argument.startswith("--"):
             if name not in flags and not name.startswith("tyro_"):  # tyro's own print completions for shells
                 raise InputError(f"unknown option {given}{flag_hint(name, known) or '; --help lists the options'}")
-            is_value = "=" not in argument
+            is_value, takes_more = "=" not in argument, name in several
             continue
         if not is_value and re.match(r"-[a-zA-Z_]{2}|\+{0,2}[a-zA-Z_][\w.]*=", argument) and meant_by(name, known):
             raise InputError(f"unknown option {given}: options begin with two dashes{flag_hint(name, known)}")
-        is_value = False
+        is_value = is_value and takes_more

@@ -8,9 +8,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
+LossName = Literal[
+    "reinforce", "ppo", "cispo", "gspo", "luspo", "gmpo", "vespo", "sapo", "dppo", "dispo", "topr", "topr_token"
+]  # fmt: skip
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
 
 
@@ -234,22 +238,43 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Annotated[Literal["ppo", "reinforce", "cispo", "gspo"] | None, unset("STR", "ppo; reinforce for pacs")] = None
-    """Policy-gradient loss: ppo, reinforce, cispo or gspo. With one update per step the ratio is 1, and all have the same
+    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs")] = None
+    """Policy-gradient loss: ppo, reinforce, cispo, gspo, luspo, gmpo, vespo, sapo, dppo, dispo, topr or topr_token
+    (`python -m maxrl_fast.objectives` has their formulas). With one update per step the ratio is 1, and all have the same
     gradient."""
+    loss_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the loss's own")] = ()
+    """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
+    """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo and luspo."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo and luspo."""
     aggregation: Annotated[str | None, unset("STR", "the objective's")] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
-    (pacs), or seq_sum_constant (dr_grpo)."""
+    (pacs, luspo), or seq_sum_constant (dr_grpo)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, per nat."""
     kl_coef: float = 0.0
     """Coefficient of the divergence from the reference policy, the policy when reinforcement learning begins, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator of the divergence from the reference policy."""
+
+    def own_numbers(self) -> dict[str, float]:
+        """Return the options of the loss by name.
+
+        Raises:
+            InputError: where one is not NAME=VALUE with a number, or is given twice.
+        """
+        numbers: dict[str, float] = {}
+        for text in self.loss_options:
+            name, _, value = text.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                raise InputError(f"loss_options must be NAME=VALUE with a number, got {text!r:.80}") from None
+            if name in numbers:
+                raise InputError(f"loss_options must have each name once, got {name} twice")
+            numbers[name] = number
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -411,7 +436,7 @@ class ResolvedOptimizer(OptimizerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLoss(LossOptions):
-    loss: Literal["ppo", "reinforce", "cispo", "gspo"]
+    loss: LossName
     aggregation: str
 
 

@@ -45,7 +45,7 @@ ESTIMATOR_OPTIONS = (
 )
 # Options whose defaults follow from the objective: a run that resumes with another takes that one's.
 OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", "importance_cap")
-SEVERAL = ("reward", "reward_weights")  # options of one value or of several
+SEVERAL = ("reward", "reward_weights", "loss_options")  # options of one value or of several
 CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
@@ -112,7 +112,7 @@ def refuse_unknown(defaults: Any, arguments: Sequence[str]) -> None:
     """Raise InputError naming the first flag that is none of these options (Config or EvaluationConfig)."""
     names = defaults.flat()
     refuse({name.removeprefix("no_"): None for name in _names_of_flags(arguments)}, {})
-    refuse_unknown_flags(arguments, names, [name for name, value in names.items() if isinstance(value, bool)])
+    refuse_unknown_flags(arguments, names, [name for name, value in names.items() if isinstance(value, bool)], SEVERAL)
 
 
 def _names_of_flags(arguments: Sequence[str]) -> list[str]:
@@ -200,7 +200,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     for name in ("lora_rank", "kl_coef"):
         with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
             choices[name] = float(choices.get(name, 0))
-    for name in ("objective", "task", "rollout"):  # a number in a file is refused later
+    for name in ("objective", "task", "rollout", "loss"):  # a number in a file is refused later
         if choices.get(name) is not None:
             choices[name] = str(choices[name])
     hidden = not_taken(Choices.of(choices))

@@ -7,6 +7,7 @@ from typing import Any
 
 from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.rewards.judge import JUDGE
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, objective_options
@@ -27,6 +28,7 @@ class Choices:
     model: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
+    loss: str | None = None
     rollout: str = "native"
     vllm_url: str | None = None
 
@@ -47,6 +49,10 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
+    loss = LOSSES.get(choices.loss or "ppo")  # a name that is none is refused later
+    if loss is not None:
+        who = "a run without --loss" if choices.loss is None else f"loss {choices.loss}"
+        found |= dict.fromkeys(("clip_low", "clip_high") * (not loss.clips) + ("loss_options",) * (not loss.options), who)
     if choices.rollout != "vllm":
         found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
     elif choices.vllm_url is not None:  # they are options of the server

@@ -29,6 +29,7 @@ from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.plugins import is_file
 from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
@@ -171,10 +172,9 @@ def _optimizer(config: Config) -> ResolvedOptimizer:
 
 def _loss(config: Config) -> ResolvedLoss:
     options, objective = config.loss, objective_of(config)
-    chosen: dict[str, Any] = {
-        "loss": options.loss or objective.loss,
-        "aggregation": options.aggregation or objective.aggregation,
-    }
+    loss = options.loss or objective.loss
+    aggregation = options.aggregation or LOSSES[loss].aggregation or objective.aggregation
+    chosen: dict[str, Any] = {"loss": loss, "aggregation": aggregation}
     return ResolvedLoss(**{**vars(options), **chosen})
 
 

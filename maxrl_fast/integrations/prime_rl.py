@@ -1,11 +1,14 @@
 """prime-rl: `[trainer.loss]` with `type = "custom"` and `import_path = "maxrl_fast.integrations.prime_rl.policy_loss"`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from maxrl_fast import _C
+from maxrl_fast.ops.losses import LOSSES, summands
 from maxrl_fast.ops.token_batch import loss_terms
-from maxrl_fast.ops.token_loss_reference import clamped, kl_estimates, surrogate
+from maxrl_fast.ops.token_loss_reference import TokenTerms, clamped, kl_estimates, surrogate
 
 
 def policy_loss(
@@ -16,6 +19,7 @@ def policy_loss(
     dual_clip: float | None = None,
     kl: str = "k3",
     kl_coef: float = 0.0,
+    loss_options: Mapping[str, float] | None = None,
 ) -> Any:
     """Return prime-rl's LossOutputs: the loss of one sequence, summed over its tokens, and means over them.
 
@@ -30,22 +34,24 @@ def policy_loss(
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
-    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, 0.0)
+    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, 0.0, loss_options)
     if kl_coef and inputs.ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so prime-rl must have ref_logprobs")
     keep = inputs.loss_mask
     logp, advantage = inputs.trainer_logprobs[keep].float(), inputs.advantages[keep].float()
     difference = logp - inputs.inference_logprobs[keep].float()
     log_ratio = difference
-    if loss == "gspo":  # the mean over the sequence, with the gradient of each token
-        log_ratio = _mean(difference.detach()) + (logp - logp.detach())
-    ratio = clamped(log_ratio)[0].exp()
-    value = surrogate(terms, advantage, ratio, logp)
+    if terms.by_sequence:  # one number for the sequence, with the gradient of each token
+        added = summands(loss, terms.options, difference.detach(), advantage, _C.MAX_LOG_RATIO)
+        log_ratio = (added.sum() if LOSSES[loss].sequence == "sum" else _mean(added)) + (logp - logp.detach())
+    log_ratio = clamped(log_ratio)[0]
+    ratio = log_ratio.exp()
+    value, low, high = surrogate(terms, TokenTerms(advantage, logp, difference.detach(), log_ratio, ratio))
     if kl_coef:
         value = value + kl_coef * kl_estimates(clamped(logp - inputs.ref_logprobs[keep].float())[0], kl)
     if inputs.loss_weights is not None:
         value = value * inputs.loss_weights[keep]
-    is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) if LOSSES[loss].clips else low | high
     metrics = {"ratio": ratio.detach(), "outside_clip": is_outside.float(), "logprob_diff": difference.detach().abs()}
     return LossOutputs(loss=value.sum(), metrics={name: _mean(values) for name, values in metrics.items()})
 

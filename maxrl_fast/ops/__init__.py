@@ -16,12 +16,14 @@ from maxrl_fast.ops.group_advantage import (
     rloo_advantage,
 )
 from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
 from maxrl_fast.ops.register import register_estimator
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
 __all__ = [
     "ESTIMATORS",
+    "LOSSES",
     "effective_weight",
     "expected_improvement",
     "group_advantage",

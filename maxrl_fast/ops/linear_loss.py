@@ -5,6 +5,7 @@ operators they are opaque to torch.compile, which could not trace the number of 
 """
 
 import math
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -46,6 +47,7 @@ def linear_policy_gradient_loss(
     kl: str = "k3",
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
+    loss_options: Mapping[str, float] | None = None,
     temperature: float | Tensor = 1.0,
     aggregation: str = "token_mean",
     mask: Tensor | None = None,
@@ -59,7 +61,7 @@ def linear_policy_gradient_loss(
     its matrix multiplications with weight and hidden states. Beside the gradients of hidden [T, H] and of weight [V, H], the
     latter in float32 until the end, it needs memory for one chunk of logits (and its float32 copy where a CPU multiplies half
     precision), for any T. On a GPU the rows of a chunk are padded to a multiple of 64 logits, so that a chunk of C tokens takes
-    C ceil(V / 64) 64 numbers. gspo takes two passes, the first for the ratios of its sequences.
+    C ceil(V / 64) 64 numbers. Losses with the ratio of a sequence take two passes, the first for these ratios.
 
     Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, since the host waits for the
     number of these tokens; without a mask no call waits, and all tokens are multiplied.
@@ -101,6 +103,7 @@ def linear_policy_gradient_loss(
         kl=kl,
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
+        loss_options=loss_options,
         temperature=temperature,
         aggregation=aggregation,
         mask=mask,
@@ -287,13 +290,9 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 17).all() & (unwritten == 16).all())
 
 
-# The arguments of token_loss between the logits and needs_gradient, as its schema has them.
-_LOSS_SCHEMA = ", ".join(str(kernels.token_loss._schema).split("(")[1].split(")")[0].split(", ")[1:-1])
-
-
 @operator(
-    schema=f"(Tensor hidden, Tensor weight, {_LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, bool needs_weight) "
-    "-> (Tensor, Tensor, Tensor)"
+    schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, "
+    "bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.
@@ -305,8 +304,9 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     index, rows = _needed_index(batch, terms), hidden
     if index is not None:
         rows, batch = hidden.index_select(0, index), batch.take(index)
-    if terms.loss == "gspo" and batch.old_logprobs is not None:
-        batch = with_sequence_ratios(batch, _logprobs(rows, weight, batch.targets, batch.temperature, chunk, softcap)[0])
+    if terms.by_sequence and batch.old_logprobs is not None:
+        logprobs, _ = _logprobs(rows, weight, batch.targets, batch.temperature, chunk, softcap)
+        batch = with_sequence_ratios(batch, terms, logprobs)
     chunks = _Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     for start, stop, logits in chunks:

@@ -1,16 +1,17 @@
 """The checked arguments of ops.policy_gradient_loss, beside the logits."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
+from maxrl_fast.ops.losses import LOSSES, loss_numbers, summands
 
-LOSSES = ("reinforce", "ppo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
 
@@ -26,11 +27,22 @@ class LossTerms:
     kl: str
     kl_coef: float
     entropy_coef: float
+    options: list[float] = field(default_factory=list)  # the loss's own, in the order of LOSSES
 
     @property
     def needs_every_row(self) -> bool:
         """Return whether tokens with advantage 0 have a gradient too."""
-        return self.kl_coef != 0 or self.entropy_coef != 0
+        return self.kl_coef != 0 or self.entropy_coef != 0 or has_term_without_advantage(self.loss, self.options)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Return whether the loss has a ratio of the whole sequence."""
+        return LOSSES[self.loss].sequence is not None
+
+
+def has_term_without_advantage(loss: str, options: list[float]) -> bool:
+    """Return whether the loss has a term for tokens with advantage 0 too: dppo, unless its coefficient is 0."""
+    return loss == "dppo" and options[2] != 0
 
 
 @dataclass
@@ -49,7 +61,7 @@ class TokenBatch:
     mask: Tensor | None  # [T] bool
     sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
     denominator: Tensor  # [] float64
-    sequence_log_ratio: Tensor | None = None  # [S], for gspo
+    sequence_log_ratio: Tensor | None = None  # [S], for losses with a ratio of the whole sequence
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -101,20 +113,23 @@ class TokenBatch:
         return keep
 
     def needed_rows(self, terms: LossTerms) -> Tensor:
-        """Return which tokens [T] the loss reads: those with a gradient; for gspo all that are not masked, since the ratio of a
-        sequence is a mean over them, unless whole sequences have no gradient."""
-        if terms.loss == "gspo" and (self.advantages_per_token or self.importance_weights_per_token):
+        """Return which tokens [T] the loss reads: those with a gradient; where the ratio is that of a sequence all that are not
+        masked, since it is a mean or a sum over them, unless whole sequences have no gradient."""
+        if terms.by_sequence and (self.advantages_per_token or self.importance_weights_per_token):
             return self.counted()
         return self.has_gradient(terms)
 
-    def mean_log_ratio(self, logprobs: Tensor) -> Tensor:
-        """Return the mean of logprobs [T] - old_logprobs over the tokens of each sequence that are not masked: [S]."""
+    def log_ratio_of_sequences(self, terms: LossTerms, logprobs: Tensor) -> Tensor:
+        """Return the log-ratio of each sequence [S] from logprobs [T], over the tokens that are not masked."""
         assert self.old_logprobs is not None
-        log_ratio = logprobs - self.old_logprobs
+        advantage = self.factors()[0]
+        added = summands(terms.loss, terms.options, logprobs - self.old_logprobs, advantage, _C.MAX_LOG_RATIO)
         keep = self.counted()
         # Not index_add: its order of additions on a GPU changes from call to call.
-        sums = _sums(torch.where(keep, log_ratio, 0.0).double(), self.cu_seqlens)
-        return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
+        sums = _sums(torch.where(keep, added, 0.0).double(), self.cu_seqlens)
+        if LOSSES[terms.loss].sequence != "sum":
+            sums = sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)
+        return sums.to(logprobs.dtype)
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -142,6 +157,7 @@ def prepare(
     kl: str,
     kl_coef: float,
     entropy_coef: float,
+    loss_options: Mapping[str, float] | None,
     temperature: float | Tensor,
     aggregation: str,
     mask: Tensor | None,
@@ -152,8 +168,10 @@ def prepare(
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
     """
-    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options)
     check_choice("aggregation", aggregation, AGGREGATIONS)
+    if aggregation != (needed := LOSSES[loss].aggregation or aggregation):
+        raise ValueError(f"aggregation must be {needed} for {loss}, whose loss it is a part of, got {aggregation}")
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
@@ -243,9 +261,10 @@ def loss_terms(
     kl: str,
     kl_coef: float,
     entropy_coef: float,
+    loss_options: Mapping[str, float] | None = None,
 ) -> LossTerms:
-    """Return the terms; raise ValueError where policy_gradient_loss does not have such a loss or number."""
-    check_choice("loss", loss, LOSSES)
+    """Return the terms; raise ValueError where policy_gradient_loss does not have such a loss, option or number."""
+    options = loss_numbers(loss, loss_options)
     check_choice("kl", kl, KL_ESTIMATORS)
     return LossTerms(
         loss,
@@ -255,6 +274,7 @@ def loss_terms(
         kl,
         check_finite("kl_coef", kl_coef),
         check_finite("entropy_coef", entropy_coef),
+        options,
     )
 
 

@@ -1,5 +1,6 @@
 """Policy-gradient losses of packed responses, and log-probabilities, from logits."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.arguments import check_flag, check_tensor
 from maxrl_fast.ops.derivatives import needs_gradient
 from maxrl_fast.ops.in_place import overwrite
-from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 
@@ -63,6 +64,7 @@ def policy_gradient_loss(
     kl: str = "k3",
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
+    loss_options: Mapping[str, float] | None = None,
     temperature: float | Tensor = 1.0,
     aggregation: str = "token_mean",
     mask: Tensor | None = None,
@@ -79,13 +81,16 @@ def policy_gradient_loss(
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
         gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
                     their GSPO-token
+        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token: as `ops.LOSSES` says, with options and sources
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
-    The log-ratios logp - old, for gspo their mean, and logp - ref are clamped to +-20, so that one wrong log-prob cannot make
-    the loss infinite. As for any clamp, the gradient of a clamped ratio or divergence is 0; cispo's ratio never has one.
+    At rho = 1, as in the first update, every loss has the gradient of reinforce. The log-ratios logp - old, or the sequence's,
+    and logp - ref are clamped to +-20, so that one wrong log-prob cannot make the loss infinite. As for any clamp, the gradient
+    of a clamped ratio or divergence is 0; a ratio that is a constant factor never has one.
 
-    The forward pass reads the logits once and writes their gradient once; gspo reads them twice. Tokens with zero gradient
+    The forward pass reads the logits once and writes their gradient once; losses with the ratio of a sequence (gspo, luspo,
+    gmpo, vespo, topr) read them twice. Tokens with zero gradient
     (masked, or advantage 0 with neither divergence nor entropy term) are not read. Arithmetic is in float32, or in float64 for
     float64 logits.
 
@@ -101,6 +106,7 @@ def policy_gradient_loss(
         importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that another
             policy or engine has sampled.
         importance_weights_per_token: like advantages_per_token, for importance_weights.
+        loss_options: numbers of the loss by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
         aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" takes each
@@ -149,6 +155,7 @@ def policy_gradient_loss(
         kl=kl,
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
+        loss_options=loss_options,
         temperature=temperature,
         aggregation=aggregation,
         mask=mask,
@@ -159,8 +166,8 @@ def policy_gradient_loss(
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device):
         return loss_and_metrics(token_loss_reference(logits, batch, terms), logits)
-    if terms.loss == "gspo" and batch.old_logprobs is not None:
-        batch = with_sequence_ratios(batch, _counted_logprobs(logits.detach(), batch))
+    if terms.by_sequence and batch.old_logprobs is not None:
+        batch = with_sequence_ratios(batch, terms, _counted_logprobs(logits.detach(), batch))
     arguments = loss_arguments(batch, terms)
     if in_place:
         sums = overwrite(logits, arguments)
@@ -169,9 +176,9 @@ def policy_gradient_loss(
     return loss_and_metrics(sums, logits)
 
 
-def with_sequence_ratios(batch: TokenBatch, logprobs: Tensor) -> TokenBatch:
-    """Return the batch with the ratio of each sequence, for gspo, from the log-probabilities [T] of its targets."""
-    return replace(batch, sequence_log_ratio=batch.mean_log_ratio(logprobs))
+def with_sequence_ratios(batch: TokenBatch, terms: LossTerms, logprobs: Tensor) -> TokenBatch:
+    """Return the batch with the log-ratio of each sequence, from the log-probabilities [T] of its targets."""
+    return replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(terms, logprobs))
 
 
 def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:

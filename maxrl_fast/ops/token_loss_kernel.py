@@ -5,6 +5,7 @@ The forward pass of token_loss computes the gradient too, so that the logits are
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from maxrl_fast import _C
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
 from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -42,6 +44,7 @@ class LossSums(NamedTuple):
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
+check_fields("Loss", tuple(LOSSES))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
@@ -53,10 +56,10 @@ def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
 
 def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
     """Return what `loss_arguments` has turned into arguments."""
-    named = dict(zip(_LOSS_ARGUMENTS, arguments, strict=True))
-    terms = LossTerms(**{name: named.pop(name) for name in LossTerms.__dataclass_fields__})
-    temperatures, temperature = named.pop("temperatures"), named.pop("temperature")
-    return TokenBatch(**named, temperature=temperature if temperatures is None else temperatures), terms
+    batch, terms = TokenBatch(*_OF_BATCH(arguments)), LossTerms(*_OF_TERMS(arguments))
+    if (temperatures := arguments[_LOSS_ARGUMENTS.index("temperatures")]) is not None:
+        batch.temperature = temperatures
+    return batch, terms
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -123,57 +126,24 @@ class _Call(Call):
             raise ValueError(f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}")
 
 
-@operator()
-def token_loss(
-    logits: Tensor,  # [T, V]
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
-    advantages_per_token: bool,
-    importance_weights: Tensor | None,
-    importance_weights_per_token: bool,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sequence_log_ratio: Tensor | None,
-    mask: Tensor | None,
-    sequence_tokens: Tensor | None,
-    denominator: Tensor,
-    loss: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-    needs_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+# The arguments of token_loss and token_loss_ behind the logits: the fields of TokenBatch and LossTerms.
+LOSS_SCHEMA = (
+    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
+    "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
+    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str loss, float clip_low, "
+    "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef, float[] options"
+)
+_LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
+_OF_BATCH, _OF_TERMS = (
+    itemgetter(*map(_LOSS_ARGUMENTS.index, record.__dataclass_fields__)) for record in (TokenBatch, LossTerms)
+)
+
+
+@operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")
+def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the LossSums [10] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
-    batch = TokenBatch(
-        targets=targets,
-        cu_seqlens=cu_seqlens,
-        advantages=advantages,
-        advantages_per_token=advantages_per_token,
-        importance_weights=importance_weights,
-        importance_weights_per_token=importance_weights_per_token,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        temperature=temperature if temperatures is None else temperatures,
-        mask=mask,
-        sequence_tokens=sequence_tokens,
-        denominator=denominator,
-        sequence_log_ratio=sequence_log_ratio,
-    )
-    terms = LossTerms(
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-    )
+    *of_loss, needs_gradient = arguments
+    batch, terms = batch_and_terms(of_loss)
     if not needs_gradient:
         return _run_token_loss(logits, None, batch, terms), logits.new_empty(0, 0)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -181,31 +151,8 @@ def token_loss(
 
 
 @register_fake(token_loss)
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
-    advantages_per_token: bool,
-    importance_weights: Tensor | None,
-    importance_weights_per_token: bool,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sequence_log_ratio: Tensor | None,
-    mask: Tensor | None,
-    sequence_tokens: Tensor | None,
-    denominator: Tensor,
-    loss: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-    needs_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    needs_gradient = arguments[-1]
     shape = logits.shape if needs_gradient else (0, 0)
     return logits.new_empty(NUM_SUMS, dtype=torch.float64), logits.new_empty(shape)
 
@@ -230,88 +177,15 @@ def _token_loss_backward(ctx: Any, grad_sums: Tensor | None, _: None) -> tuple[T
 register_backward(token_loss, "policy_gradient_loss", _token_loss_backward, save=_save_gradient)
 
 
-@operator(mutates=("logits",))
-def token_loss_(
-    logits: Tensor,  # [T, V]
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
-    advantages_per_token: bool,
-    importance_weights: Tensor | None,
-    importance_weights_per_token: bool,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sequence_log_ratio: Tensor | None,
-    mask: Tensor | None,
-    sequence_tokens: Tensor | None,
-    denominator: Tensor,
-    loss: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-) -> Tensor:
+@operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
+def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
     """Return the LossSums [10], and write the gradient of the loss in the logits over the logits."""
-    batch = TokenBatch(
-        targets=targets,
-        cu_seqlens=cu_seqlens,
-        advantages=advantages,
-        advantages_per_token=advantages_per_token,
-        importance_weights=importance_weights,
-        importance_weights_per_token=importance_weights_per_token,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        temperature=temperature if temperatures is None else temperatures,
-        mask=mask,
-        sequence_tokens=sequence_tokens,
-        denominator=denominator,
-        sequence_log_ratio=sequence_log_ratio,
-    )
-    terms = LossTerms(
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-    )
-    return _run_token_loss(logits, logits, batch, terms)
+    return _run_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
 @register_fake(token_loss_)
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
-    advantages_per_token: bool,
-    importance_weights: Tensor | None,
-    importance_weights_per_token: bool,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sequence_log_ratio: Tensor | None,
-    mask: Tensor | None,
-    sequence_tokens: Tensor | None,
-    denominator: Tensor,
-    loss: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-) -> Tensor:
+def _(logits: Tensor, *arguments: Any) -> Tensor:
     return logits.new_empty(NUM_SUMS, dtype=torch.float64)
-
-
-_LOSS_ARGUMENTS = tuple(argument.name for argument in token_loss_._schema.arguments)[1:]
 
 
 def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:

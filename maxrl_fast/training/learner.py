@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from maxrl_fast.model.linear import own_part, whole
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.losses import loss_numbers
+from maxrl_fast.ops.token_batch import has_term_without_advantage
 from maxrl_fast.records import Samples
 from maxrl_fast.training.optimizer import moment_variance
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
@@ -40,6 +42,7 @@ class LossSettings:
     entropy_coef: float = 0.0
     temperature: float = 1.0
     max_new_tokens: int = 1  # the constant of seq_sum_constant
+    loss_options: Mapping[str, float] = field(default_factory=dict)
 
     def denominator(self, lengths: Tensor) -> float:
         """Return what the summed loss of responses of these lengths [S] is divided by, however they are split into
@@ -50,7 +53,8 @@ class LossSettings:
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
         """Return which sequences [S] have a gradient at all, given their advantages [S]."""
-        if self.kl_coef or self.entropy_coef:
+        own = has_term_without_advantage(self.loss, loss_numbers(self.loss, self.loss_options))
+        if self.kl_coef or self.entropy_coef or own:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0
 
@@ -224,6 +228,7 @@ class Learner:
                 kl=settings.kl,
                 kl_coef=settings.kl_coef,
                 entropy_coef=settings.entropy_coef,
+                loss_options=settings.loss_options,
                 temperature=settings.temperature / self.model.logit_scale,
                 softcap=self.model.softcap / self.model.logit_scale,
                 aggregation=settings.aggregation,

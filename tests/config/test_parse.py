@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
+from maxrl_fast.build import build_loss_settings
 from maxrl_fast.config import evaluation_parse, options
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.hints import OTHER_NAMES
@@ -48,6 +49,15 @@ def test_defaults_are_resolved():
     assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
     assert resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"] == 0
+
+
+def test_the_options_of_a_loss_reach_the_learner():
+    assert resolved("--loss", "luspo")["aggregation"] == "seq_mean_token_sum"
+    config = parse(["--loss", "vespo", "--loss-options", "k_negative=2.5", "lambda_negative=1"])
+    assert build_loss_settings(resolve(config, MazeTask(9))).loss_options == {"k_negative": 2.5, "lambda_negative": 1.0}
+    again = parse_options({name: value for name, value in config.flat().items() if name in ("loss", "loss_options")})
+    assert again.loss == config.loss  # as from the config.json of a run
+    assert parse_options({"loss": "dppo", "loss_options": "kl=0"}).loss.own_numbers() == {"kl": 0.0}
 
 
 @pytest.fixture
@@ -304,6 +314,15 @@ def test_bad_flags_exit_with_2(flags, capsys):
         ("--kv-cache-gb 0", "kv_cache_gb must be a finite number above 0, got 0"),
         ("--importance-cap -1", "importance_cap must be finite and at least 0, got -1"),
         ("--objective pacs --importance-cap 2", "pacs takes no importance_cap"),
+        ("--loss sapo --loss-options tau_pos=1", r"loss_options of sapo must be among .*; did you mean 'tau_positive'\?"),
+        ("--loss sapo --loss-options tau_positive=0", "tau_positive of sapo must be a finite number above 0, got 0"),
+        ("--loss sapo --loss-options tau_positive", "loss_options must be NAME=VALUE with a number, got 'tau_positive'"),
+        ("--loss dppo --loss-options kl=0 kl=1", "loss_options must have each name once, got kl twice"),
+        ("--loss sapo --clip-low 0.1", "loss sapo takes no clip_low"),
+        ("--loss topr --loss-options low=1", "loss topr takes no loss_options"),
+        ("--loss-options low=1", "a run without --loss takes no loss_options"),
+        ("--loss luspo --aggregation token_mean", "aggregation must be seq_mean_token_sum for luspo, .* got token_mean"),
+        ("--objective pacs --loss sapo", "loss must be reinforce for pacs"),
         ("--beta2 1", "beta2 must be in"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),
         ("--hidden-size 100 --heads 3", "hidden_size must be a multiple of heads, got 100 and 3"),

@@ -64,7 +64,7 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   in.ref_logprobs = ref.data();
   in.mask = mask.data();
   in.denominator = &denominator;
-  const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
+  const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05, {}};
   std::vector<double> workspace(cuda::loss_workspace());
   cuda::token_loss<Element, float>({logits.data, stride}, in, terms, {in_place ? logits.data : gradient.data, stride},
                                    workspace.data(), nullptr);

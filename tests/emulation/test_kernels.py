@@ -180,7 +180,8 @@ def test_clamped_log_ratios(dtype):
     for name, t, wrong in (("old", 3, -1e4), ("old", 14, 1e4), ("ref", 4, 100.0), ("ref", 20, -torch.inf)):
         batch[f"{name}_logprobs"][t] = wrong
     batch["mask"][:] = True
-    for options in ({"loss": "ppo", "kl_coef": 0.1}, {"loss": "cispo", "kl": "k2", "kl_coef": 0.1}, {"loss": "gspo"}):
+    others = ({"loss": loss} for loss in ("gspo", "sapo", "dppo", "gmpo", "topr_token"))
+    for options in ({"loss": "ppo", "kl_coef": 0.1}, {"loss": "cispo", "kl": "k2", "kl_coef": 0.1}, *others):
         expected = gradient_of(logits, batch, **options)
         with emulated_gpu():
             actual = gradient_of(logits, batch, **options)

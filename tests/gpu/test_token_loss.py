@@ -51,6 +51,8 @@ OPTIONS = [
     {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0},
     {"loss": "cispo", "kl_coef": 0.1, "kl": "k2"},
     {"loss": "gspo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
+    *({"loss": loss, "aggregation": row.aggregation or "token_mean"} for loss, row in ops.LOSSES.items() if row.options),
+    *({"loss": loss, "aggregation": "seq_mean_token_sum"} for loss in ("luspo", "topr", "topr_token")),
 ]
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.token_batch import AGGREGATIONS, LOSSES
+from maxrl_fast.ops.losses import LOSSES
+from maxrl_fast.ops.token_batch import AGGREGATIONS
 from tests.gpu_path.pretend import GPU
 
 T, S, V = 24, 4, 32
@@ -28,6 +29,7 @@ def logits(gpu):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss(gpu, tokens, loss, aggregation):
+    aggregation = LOSSES[loss].aggregation or aggregation
     values, x = gpu.put(torch.arange(float(T))), logits(gpu)
     options = {"old_logprobs": values, "ref_logprobs": values, "importance_weights": values, "kl_coef": 0.1}
     options |= {"mask": gpu.put(torch.arange(T) % 3 > 0), "entropy_coef": 0.1, "temperature": gpu.put(torch.ones(T))}

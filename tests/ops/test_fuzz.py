@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossTerms, TokenBatch
+from maxrl_fast.ops.token_batch import AGGREGATIONS, KL_ESTIMATORS, LossTerms, TokenBatch, loss_terms
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
@@ -345,7 +345,8 @@ def test_token_logprobs(data):
 
 def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=None, ref_logprobs=None, mask=None,
                importance_weights=None, loss="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, kl="k3", kl_coef=0.0,
-               entropy_coef=0.0, temperature=1.0, aggregation="token_mean", denominator=None, in_place=False, values=None,
+               entropy_coef=0.0, loss_options=None, temperature=1.0, aggregation="token_mean", denominator=None,
+               in_place=False, values=None,
                chunk_tokens=None, leaves=None, tolerance=None, advantages_per_token=None,
                importance_weights_per_token=None):  # fmt: skip
     """Compare with the reference on the same numbers in float64. `values`: the logits before they were overwritten."""
@@ -379,17 +380,21 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     matters = by_token(adv, per_token) != 0
     if weights is not None:
         matters = matters & (by_token(weights, of_tokens) != 0)
-    read = [c and (t or bool(kl_coef) or bool(entropy_coef)) for c, t in zip(counts, matters.tolist(), strict=True)]
-    # The sequence ratio of gspo also needs the tokens that have no gradient.
-    is_whole = loss == "gspo" and (per_token or of_tokens)
+    clips = [as_float(x) for x in (clip_low, clip_high)]
+    assert min(clips) >= 0
+    options = loss_terms(
+        loss, *clips, None if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef, loss_options
+    )
+    assert ops.LOSSES[loss].aggregation in (None, aggregation)
+    always = bool(kl_coef) or bool(entropy_coef) or (loss == "dppo" and options.options[2] != 0)
+    read = [c and (t or always) for c, t in zip(counts, matters.tolist(), strict=True)]
+    # The ratio of a sequence also needs the tokens that have no gradient.
+    is_whole = ops.LOSSES[loss].sequence is not None and (per_token or of_tokens)
     needed = counts if leaves is None or is_whole else read
     targets, tau = reference_rows(z, targets, temperature, needed)
     means = {"token_mean": sum(counted), "seq_sum_constant": 0}.get(aggregation, sequences)
     divisor = max(means, 1) if denominator is None else float(denominator)
     assert is_positive(divisor)
-    clips = [as_float(x) for x in (clip_low, clip_high)]
-    assert min(clips) >= 0
-    options = LossTerms(loss, *clips, math.inf if dual_clip is None else as_float(dual_clip), kl, kl_coef, entropy_coef)
     by_sequence = torch.tensor(counted) if aggregation == "seq_mean_token_mean" else None
     keep = torch.tensor(counts, dtype=torch.bool)
     bounds = torch.tensor(bounds)
@@ -449,10 +454,15 @@ def loss_arguments(draw):
         "dual_clip": lambda: draw(st.sampled_from([None, 3, 1.5])),
         "entropy_coef": lambda: draw(st.sampled_from([0, 0.1, -0.1])),
         "denominator": lambda: draw(st.sampled_from([3, 7.5, torch.tensor(2.0), torch.tensor([4])])),
-        "loss": lambda: draw(st.sampled_from(LOSSES)),
+        "loss": lambda: draw(st.sampled_from(tuple(ops.LOSSES))),
         "aggregation": lambda: draw(st.sampled_from(AGGREGATIONS)),
     }
     arguments |= {name: make() for name, make in maybe.items() if draw(st.booleans())}
+    row = ops.LOSSES[arguments.get("loss", "ppo")]
+    if row.options and draw(st.booleans()):
+        arguments["loss_options"] = {name: draw(st.sampled_from([0.2, 0.9, 1, 2.5])) for name in row.options}
+    if row.aggregation:
+        arguments["aggregation"] = row.aggregation
     if draw(st.booleans()):
         arguments |= {"ref_logprobs": some([-0.5, -1.0, -2.5], FLOATS), "kl": draw(st.sampled_from(KL_ESTIMATORS))}
         arguments["kl_coef"] = draw(st.sampled_from([0, 0.1]))
@@ -642,8 +652,8 @@ _LOSS = {
     **_ROWS,
     **{"advantages": torch.tensor([1.0, -1.0]), "cu_seqlens": torch.tensor([0, 1, 3]), "ref_logprobs": -torch.ones(3)},
     **{"old_logprobs": -torch.ones(3), "importance_weights": torch.ones(2), "mask": torch.tensor([True, True, False])},
-    **{"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "kl": "k2", "kl_coef": 0.1, "entropy_coef": 0.1},
-    **{"aggregation": "seq_mean_token_mean", "denominator": 2.0},
+    **{"loss": "gmpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "kl": "k2", "kl_coef": 0.1, "entropy_coef": 0.1},
+    **{"loss_options": {"low": 0.3}, "aggregation": "seq_mean_token_mean", "denominator": 2.0},
 }
 _REWARDS = {"rewards": torch.tensor([[0.0, 1.0, 1.0]]), "valid": torch.tensor([[True, True, True]]), "max_group_size": 3}
 PLAIN = {

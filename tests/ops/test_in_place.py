@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.ops import policy_gradient_loss
+from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
 
@@ -21,10 +21,13 @@ def computed_logits():
     return HIDDEN @ WEIGHT.clone().requires_grad_().T
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_the_gradient_replaces_the_logits(loss, scale):
-    options = {"loss": loss, "old_logprobs": -3 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "clip_high": 9.0}
+    logp, _ = token_logprobs(HIDDEN @ WEIGHT.T, BATCH[0])
+    old = logp + 0.2 * torch.randn(T, generator=torch.Generator().manual_seed(1))
+    options = {"loss": loss, "old_logprobs": old, "clip_high": 9.0}
+    options["aggregation"] = "seq_mean_token_sum"
     results = []
     for in_place in (False, True):
         weight = WEIGHT.clone().requires_grad_()
@@ -141,13 +144,14 @@ def test_operators_pass_opcheck():
         ref_logprobs=None,
         importance_weights=None,
         importance_weights_per_token=None,
-        loss="ppo",
+        loss="sapo",
         clip_low=0.2,
         clip_high=0.2,
         dual_clip=None,
         kl="k3",
         kl_coef=0.0,
         entropy_coef=0.0,
+        loss_options={"tau_positive": 2.0},
         temperature=1.0,
         aggregation="seq_mean_token_mean",
         mask=None,
@@ -165,10 +169,14 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(ops.token_logprobs_backward_.default, (logits.clone(), batch.targets, None, 0.7, *slopes))
 
 
-def test_it_compiles_as_one_graph():
-    compiled = torch.compile(lambda z: loss_of(2 * z, temperature=0.5), fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize(
+    "options", [{}, {"loss": "gmpo", "loss_options": {"low": 0.1}, "old_logprobs": torch.full((T,), -4.0)}]
+)
+def test_it_compiles_as_one_graph(options):
+    options = {"temperature": 0.5, **options}
+    compiled = torch.compile(lambda z: loss_of(2 * z, **options), fullgraph=True, backend="aot_eager")
     logits = (HIDDEN @ WEIGHT.T).requires_grad_()
-    eager = loss_of(2 * logits, temperature=0.5)
+    eager = loss_of(2 * logits, **options)
     value = compiled(logits)
     assert value.item() == eager.item()
     torch.testing.assert_close(torch.autograd.grad(value, logits), torch.autograd.grad(eager, logits))

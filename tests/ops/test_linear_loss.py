@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import (
+    LOSSES,
     linear_policy_gradient_loss,
     linear_token_logprobs,
     policy_gradient_loss,
@@ -42,13 +43,14 @@ def assert_close(actual, expected, dtype):
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens):
     hidden, weight, batch = make(dtype)
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
     rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
     for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
-        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef, "aggregation": "seq_mean_token_mean"}
+        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef}
+        options["aggregation"] = LOSSES[loss].aggregation or "seq_mean_token_mean"
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
         assert actual.item() == pytest.approx(expected.item(), rel=rel)
@@ -264,7 +266,11 @@ def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
 def test_operators_pass_opcheck():
     hidden, weight, batch = make(torch.float32)
     absent = ("advantages_per_token", "importance_weights", "importance_weights_per_token", "ref_logprobs", "dual_clip")
-    given = dict.fromkeys((*absent, "denominator")) | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"} | batch
+    given = (
+        dict.fromkeys((*absent, "denominator", "loss_options"))
+        | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"}
+        | batch
+    )
     given |= {"kl_coef": 0.0, "entropy_coef": 0.0, "aggregation": "token_mean"}
     prepared = prepare(torch.float32, hidden.device, (T, V), **given)
     arguments, operators = loss_arguments(*prepared), torch.ops.maxrl_fast

@@ -354,7 +354,7 @@ def test_wrong_logprobs_leave_losses_and_gradients_finite(example, loss, dtype):
             assert metrics["ratio_clamped"].item() == 1
             assert all(metrics[name].isfinite() for name in ("ratio", "kl"))
     given["old_logprobs"] = torch.full((T,), math.nan)  # a clamp that hid it would train on nothing
-    if loss in ("ppo", "gspo"):
+    if loss != "reinforce":
         assert policy_gradient_loss(logits, **given)[0].isnan()
 
 
@@ -391,7 +391,7 @@ def test_the_reference_in_pytorch_equals_the_kernel(example, loss, monkeypatch):
         ({"advantages": torch.zeros(5)}, r"advantages must be \[S\] = \[3\] or \[T\] = \[8\], got the shape \(5,\)"),
         ({"mask": torch.ones(8)}, "mask must be bool"),
         ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
-        ({"loss": "ppoo"}, "loss must be one of reinforce, ppo, cispo, gspo, got 'ppoo'"),
+        ({"loss": "ppoo"}, "loss must be one of reinforce, ppo, cispo, gspo, luspo, .*, got 'ppoo'"),
         ({"kl": "k4"}, "kl must be one of"),
         ({"aggregation": "mean"}, "aggregation must be one of"),
         ({"kl_coef": 0.1, "ref_logprobs": None}, "ref_logprobs must be given"),

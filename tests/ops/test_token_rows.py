@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from maxrl_fast.ops import policy_gradient_loss, token_logprobs
+from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
+from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.ops.token_loss_kernel import token_logprobs_backward_
 
 VOCABULARIES = [1, 2, 127, 32000, 50257, 151936, 262144]
@@ -208,8 +209,10 @@ def gradient_of(logits, batch, scale=1.0, **options):
     return loss.detach(), torch.autograd.grad(scale * loss, z)[0], metrics
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"])
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [(loss, how) for loss, row in LOSSES.items() for how in AGGREGATIONS if row.aggregation in (None, how)],
+)
 def test_losses_of_any_split_add_up(loss, aggregation):
     logits, batch = packed()
     denominator = {"token_mean": float(batch["mask"].sum()), "seq_sum_constant": 50.0}.get(aggregation, 7.0)
@@ -260,36 +263,36 @@ def test_packed_equals_padded():
     torch.testing.assert_close(gradient, expected.view(63, 64)[slots], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_no_tokens_and_all_masked_give_zero(loss):
     empty = torch.zeros(0, 5, requires_grad=True)
     none = torch.zeros(0)
-    value, metrics = policy_gradient_loss(
-        empty, none.long(), none, torch.tensor([0]), loss=loss, old_logprobs=none, ref_logprobs=none, kl_coef=0.1
-    )
+    options = {"loss": loss, "aggregation": "seq_mean_token_sum"}
+    rows = (empty, none.long(), none, torch.tensor([0]))
+    value, metrics = policy_gradient_loss(*rows, **options, old_logprobs=none, ref_logprobs=none, kl_coef=0.1)
     value.backward()
     assert (value.item(), tuple(empty.grad.shape)) == (0.0, (0, 5))
     logits, batch = packed()
     z = logits.requires_grad_()
     nothing = torch.zeros_like(batch["mask"])
     for denominator in (None, 5.0):
-        value, metrics = policy_gradient_loss(z, **(batch | {"mask": nothing}), loss=loss, denominator=denominator)
+        value, metrics = policy_gradient_loss(z, **(batch | {"mask": nothing}), **options, denominator=denominator)
         assert value.item() == 0.0
         assert (torch.autograd.grad(value, z)[0] == 0).all()
         assert all(metric.item() == 0 for metric in metrics.values())
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_masked_values_may_be_anything(loss):
     logits, batch = packed()
-    _, clean, _ = gradient_of(logits, batch, loss=loss)
+    _, clean, _ = gradient_of(logits, batch, loss=loss, aggregation="seq_mean_token_sum")
     masked = ~batch["mask"]
     poisoned = {name: batch[name].clone() for name in ("targets", "old_logprobs", "ref_logprobs")}
     logits[masked] = torch.nan
     poisoned["targets"][masked] = -100
     poisoned["old_logprobs"][masked] = torch.inf
     poisoned["ref_logprobs"][masked] = torch.nan
-    value, gradient, metrics = gradient_of(logits, batch | poisoned, loss=loss)
+    value, gradient, metrics = gradient_of(logits, batch | poisoned, loss=loss, aggregation="seq_mean_token_sum")
     assert value.isfinite()
     assert torch.equal(gradient, clean)
     assert (gradient[masked] == 0).all()

@@ -43,7 +43,7 @@ def worst_difference(a, b):
     return max(float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-6)) for name in a)
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", ops.LOSSES)
 def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
     """Only the output matrix W is trained, by SGD, so the logits are z = W h with a fixed h. The mean of A_i log p(a_i) over S
     one-token rollouts has the gradient (1/S) sum_i A_i (1[a_i = a] - p_a) h with respect to W_a. A step therefore adds lr |h|^2
@@ -67,7 +67,7 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
     factor = (advantages[:, None] * (chosen - p)).mean(0)
     expected = (z + 0.05 * h.square().sum() * factor).softmax(-1)
 
-    settings = LossSettings(loss=loss, aggregation="token_mean")
+    settings = LossSettings(loss=loss, aggregation=ops.LOSSES[loss].aggregation or "token_mean")
     trained = Learner(model, torch.optim.SGD([weight], lr=0.05), settings, 1e9, 1000, torch.float32)
     trained.update(Samples(prompts, rollouts), advantages, torch.arange(4), when="step 1", lr=0.05)
     after = response_logits(model, one_batch(prompts, rollouts), torch.float32)[0].softmax(-1)
@@ -165,6 +165,10 @@ def test_on_policy_metrics():
     assert gspo.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
     assert reinforce.clipped_high == 0  # REINFORCE does not clip
+    for options, num_sequences in (({}, 12), ({"kl": 0.0}, 6)):  # dppo's (log rho)^2 is also there where the advantage is 0
+        dppo = dataclasses.replace(PPO, loss="dppo", loss_options=options)
+        half = update(tiny_decoder(), shifted, torch.tensor([1.0, 0.0]).repeat(6), settings=dppo)
+        assert half.num_sequences == num_sequences
     assert metrics.ratio_clamped == 0
     shifted.logprobs[[1, 4]] = -1e4
     metrics = update(tiny_decoder(), shifted, -torch.ones(12))

@@ -38,6 +38,7 @@ class Inputs:
     lengths: Tensor | None  # int64, tokens of each response
     logprobs: Tensor | None  # mean log-probability of each response's tokens
     greedy_correct: Tensor | None  # bool, whether the prompt's greedy response is correct
+    greedy_rewards: Tensor | None  # reward of the prompt's greedy response
     prompts: Sequence[Any] | None  # [G]
 
 
@@ -65,11 +66,12 @@ class Estimator:
     size: Size | None = None
     scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     options: Mapping[str, float | None] = field(default_factory=dict)  # name and default; None: must be given
-    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, prompts
+    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, greedy_rewards, prompts
     affine: Callable[[Mapping[str, float]], tuple[float, float]] = unchanged  # of the options; returns gain and bias
     before: Callable[[Inputs, Mapping[str, float]], Tensor] | None = None  # returns the rewards to take instead
     after: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor] | None = None  # changes the kernel's advantages
     custom: CustomAdvantage | None = None  # a function that is called instead of the kernel
+    over_batch: bool = False  # whether the advantages of a group depend on the other groups
     min_rollouts: int = 2  # the smallest group that training makes sense with
 
     @property

@@ -46,6 +46,22 @@ def standardised(advantages: Tensor, inputs: Inputs, options: Mapping[str, float
     return whitened.view_as(advantages)
 
 
+def over_batch_std(inputs: Inputs, options: Mapping[str, float]) -> Tensor:
+    """Return the rewards divided by their standard deviation over the batch, in float64: their differences are what counts."""
+    rewards, valid = (None if x is None else x.view(1, -1) for x in (inputs.rewards, inputs.groups.valid))
+    assert rewards is not None
+    kernel = torch.ops.maxrl_fast.group_advantage.default
+    eps, ddof = options["eps"], int(options["ddof"])
+    scaled = kernel(rewards.double(), None, None, valid, None, "batch_std", 0.0, eps, ddof, 1.0, 0.0, 0)
+    return scaled.view_as(inputs.rewards)
+
+
+def minus_greedy(inputs: Inputs, _: Mapping[str, float]) -> Tensor:
+    """Return the rewards minus the reward of the prompt's greedy response, in float64."""
+    assert inputs.greedy_rewards is not None
+    return inputs.rewards.double() - inputs.greedy_rewards.double()
+
+
 def smoothed(advantages: Tensor, inputs: Inputs, options: Mapping[str, float]) -> Tensor:
     assert inputs.logprobs is not None
     direction = 1 - 2 * inputs.rewards.to(advantages.dtype)  # -1 where correct, 1 where wrong

@@ -17,7 +17,7 @@ from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts")  # what estimators take beside the rewards
+INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "prompts")  # what estimators take beside the rewards
 _LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
@@ -33,6 +33,7 @@ def group_advantage(
     lengths: Tensor | None = None,
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
+    greedy_rewards: Tensor | None = None,
     prompts: Sequence[Any] | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
@@ -53,6 +54,7 @@ def group_advantage(
             unlikeliness.
         greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
             `rewards`.
+        greedy_rewards: reward of the greedy response of the prompt, for remax: one per group, or of the shape of `rewards`.
         prompts: one per group, for a registered function that asks for them.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
@@ -69,7 +71,7 @@ def group_advantage(
             option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
             also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, or an advantage is beyond its
             dtype. On a GPU, where the check would wait for the device, the advantages of a group with such a reward become NaN,
-            for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage beyond its dtype becomes infinite.
+            for estimators that scale by the whole batch all advantages, and an advantage beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -78,10 +80,11 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
-    if (lengths is not None, logprobs is not None, greedy_correct is not None, prompts is not None) != plan.inputs:
-        given = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct, "prompts": prompts}
+    given: dict[str, Any] = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct}
+    given |= {"greedy_rewards": greedy_rewards, "prompts": prompts}
+    if tuple(value is not None for value in given.values()) != plan.inputs:
         _complain_of_inputs(estimator, plan.row, given)
-    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct)
+    _check_tensors(rewards, offsets, group_ids, valid, given)
     if max_group_size is not None:
         check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
@@ -98,6 +101,7 @@ def group_advantage(
         lengths=None if lengths is None else groups.view(lengths.long()),
         logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
         greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        greedy_rewards=None if greedy_rewards is None else _spread_rewards(groups, greedy_rewards, shape),
         prompts=prompts,
     )
     if plan.row.custom is not None:
@@ -196,7 +200,7 @@ class _Plan:
     """The checked numbers of a call."""
 
     row: Estimator
-    inputs: tuple[bool, bool, bool, bool]  # which of lengths, logprobs, greedy_correct, prompts it needs
+    inputs: tuple[bool, ...]  # which of INPUTS it needs
     options: dict[str, float]
     parameter: float  # the size (0: the largest that fits) or the quantile
     eps: float
@@ -223,7 +227,7 @@ def _plan(
     gain, bias = row.affine(options)
     return _Plan(
         row=row,
-        inputs=tuple(name in row.inputs for name in INPUTS),  # type: ignore[arg-type]  # four of them
+        inputs=tuple(name in row.inputs for name in INPUTS),
         options=options,
         parameter=float(size) if row.size is not None else options.get("quantile", 0.0),
         eps=options.get("eps", 0.0),
@@ -272,36 +276,42 @@ def _complain_of_inputs(estimator: str, row: Estimator, given: dict[str, Any]) -
 
 
 def _check_tensors(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    group_ids: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    logprobs: Tensor | None,
-    greedy_correct: Tensor | None,
+    rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None, inputs: dict[str, Any]
 ) -> None:
-    for name, tensor, kind in (
-        ("offsets", offsets, None),
-        ("group_ids", group_ids, "integers"),
-        ("valid", valid, "bool"),
-        ("lengths", lengths, "integers"),
-        ("logprobs", logprobs, "floating"),
-        ("greedy_correct", greedy_correct, None),
-    ):
+    layout = {"offsets": offsets, "group_ids": group_ids, "valid": valid}
+    for name, kind in _KINDS.items():
+        tensor = layout[name] if name in layout else inputs[name]
         if tensor is not None:
             check_tensor(name, tensor, rewards.device, "the rewards are")
             if kind is not None:
-                _check_like_rewards(name, tensor, kind, rewards.shape)
-    if lengths is not None and can_look_at(lengths):
-        _check_lengths(lengths, valid)
+                _check_kind(name, tensor, kind)
+                if name != "greedy_correct" and tensor.shape != rewards.shape:  # it may have one value per group
+                    raise ValueError(
+                        f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(tensor.shape)}"
+                    )
+    if inputs["lengths"] is not None and can_look_at(inputs["lengths"]):
+        _check_lengths(inputs["lengths"], valid)
 
 
-def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have the shape of rewards, {tuple(shape)}, got {tuple(tensor.shape)}")
+# None: any real dtype, and a shape that is checked elsewhere.
+_KINDS = {"offsets": None, "group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating"}
+_KINDS |= {"greedy_correct": "bool", "greedy_rewards": None}
+
+
+def _check_kind(name: str, tensor: Tensor, kind: str) -> None:
     is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
     if not is_kind[kind]:
         raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def _spread_rewards(groups: Groups, greedy_rewards: Tensor, shape: torch.Size) -> Tensor:
+    """Return the greedy reward of each rollout, 0 for those that are not valid."""
+    spread = groups.spread("greedy_rewards", _kernel_dtype(greedy_rewards.detach()), shape)
+    if groups.valid is not None:
+        spread = spread.masked_fill(~groups.valid, 0)
+    if can_look_at(spread) and not bool(spread.isfinite().all()):
+        raise ValueError(f"greedy_rewards must be finite, got {float(spread[~spread.isfinite()][0])}")
+    return spread
 
 
 def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:

@@ -47,9 +47,7 @@ class Groups:
         return tensor if tensor.shape == self.shape else tensor.view(self.shape)
 
     def spread(self, name: str, per_group: Tensor, shape: torch.Size) -> Tensor:
-        """Return a bool tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
-        if per_group.dtype != torch.bool:
-            raise ValueError(f"{name} must be bool, got {per_group.dtype}")
+        """Return a tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
         if per_group.numel() == self.num_groups > 0 and self.order is None:
             return per_group.flatten()[self._index(per_group.device)]
         if per_group.shape == shape:

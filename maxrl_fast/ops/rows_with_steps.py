@@ -4,6 +4,23 @@ from maxrl_fast.ops import estimator_steps as steps
 from maxrl_fast.ops.estimator import STD, Estimator
 
 ROWS: dict[str, Estimator] = {
+    "lite_ppo": Estimator(
+        formula="(r - mean)/(std of r over the batch + eps); eps 1e-6, ddof 1",
+        source="Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's scale_rewards=batch has eps 1e-4",
+        weight="depends on the batch",
+        baseline="mean",
+        options=STD,
+        before=steps.over_batch_std,
+        over_batch=True,
+    ),
+    "remax": Estimator(
+        formula="r - reward of the prompt's greedy response",
+        source="ReMax, Li et al. 2023, arXiv:2310.10505, as verl computes it",
+        weight="is 1, whatever the greedy response",
+        inputs=("greedy_rewards",),
+        before=steps.minus_greedy,
+        min_rollouts=1,
+    ),
     "reinforce_pp": Estimator(
         formula="r - mean, then divided by (std over the batch + eps)",
         source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262",
@@ -12,6 +29,7 @@ ROWS: dict[str, Estimator] = {
         options={"eps": 1e-8, "ddof": 1.0},
         affine=steps.quarter,
         after=steps.standardised,
+        over_batch=True,
     ),
     "reinforce_pp_tokens": Estimator(
         formula="x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the batch",
@@ -22,6 +40,7 @@ ROWS: dict[str, Estimator] = {
         inputs=("lengths",),
         affine=steps.quarter,
         after=steps.standardised,
+        over_batch=True,
     ),
     "differential_smoothing": Estimator(
         formula="grpo (ddof 0) - tau (mean logp) where r = 1, + tau (mean logp) where r = 0; tau .05",

@@ -37,7 +37,8 @@ class GroupObjective:
     @property
     def needs(self) -> Needs:
         row = ESTIMATORS[self.estimator]
-        return Needs(greedy="greedy_correct" in row.inputs, binary=row.binary)
+        greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
+        return Needs(greedy=greedy, binary=row.binary)
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
@@ -45,6 +46,7 @@ class GroupObjective:
             "lengths": torch.ones(shape, dtype=torch.int64),
             "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
             "greedy_correct": torch.tensor([False, False]),
+            "greedy_rewards": torch.tensor([0.5, 0.5]),
             "prompts": [0, 1],
         }
         rewards = torch.tensor([[0.0], [1.0]]).expand(shape)
@@ -58,6 +60,7 @@ class GroupObjective:
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
+            "greedy_rewards": lambda: greedy,  # [G]
             "prompts": collected.prompts.ids.tolist,
         }
         inputs = {name: known[name]() for name in ESTIMATORS[self.estimator].inputs}

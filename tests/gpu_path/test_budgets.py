@@ -176,6 +176,7 @@ def test_group_advantages_do_not_wait(gpu, estimator):
         "lengths": gpu.put(torch.arange(1, 33).view(4, 8)),
         "logprobs": gpu.put(-torch.arange(1.0, 33.0).view(4, 8)),
         "greedy_correct": gpu.put(torch.tensor([False, True, False, True])),
+        "greedy_rewards": gpu.put(torch.tensor([0.0, 1.0, 0.0, 0.5])),
         "prompts": [0, 1, 2, 3],
     }
     chosen |= {name: known[name] for name in row.inputs}

@@ -30,7 +30,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-OVER_THE_BATCH = ("reinforce_pp", "reinforce_pp_tokens")
+OVER_THE_BATCH = [name for name, row in ops.ESTIMATORS.items() if row.over_batch]
 
 
 def tensor(rewards, dtype=torch.float64):
@@ -50,6 +50,7 @@ def call(name, rewards, **keywords):
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
+    inputs["greedy_rewards"] = flat % 3 / 4
     size = {"k": 2} if row.size is not None and row.size.required else {}
     given = {"offsets", "group_ids"} & keywords.keys()
     if given:  # one per rollout, so that a permutation of the rewards permutes it too
@@ -88,7 +89,7 @@ def test_every_size_equals_the_definition(name):
 
 
 def test_every_estimator_has_a_definition_or_its_own_test():
-    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self"}
+    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self", "remax"}
     assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
 
 
@@ -128,6 +129,46 @@ def test_whitening_over_the_batch():
     kept = ops.group_advantage(rewards, "reinforce_pp", eps=0.0, valid=valid)[valid]
     groups = [row[keep] - row[keep].mean() for row, keep in zip(rewards, valid, strict=True)]
     torch.testing.assert_close(kept, torch.cat(groups) / torch.cat(groups).std())
+
+
+@pytest.mark.parametrize(("eps", "ddof"), [(1e-6, 1), (0.25, 0)])
+def test_lite_ppo_divides_by_the_standard_deviation_of_the_rewards_of_the_batch(eps, ddof):
+    groups = [[0, 1, 1, 1], [5, 5, 5, 5], [1, 0, 0, 2]]
+    given = {"eps": eps, "ddof": ddof}
+    everything = [Fraction(r) for group in groups for r in group]
+    expected = [
+        float(Fraction(r) - mean([*map(Fraction, group)])) / (std(everything, ddof) + eps) for group in groups for r in group
+    ]
+    actual = ops.group_advantage(torch.tensor(groups), "lite_ppo", **given)
+    assert_matches(actual.double().flatten(), expected, 1e-6)
+    assert_matches(ops.group_advantage(torch.tensor(groups).double(), "lite_ppo", **given).flatten(), expected)
+    assert (actual[1] == 0).all()
+    valid = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 0, 0]]).bool()  # the last group is a group of one
+    kept = [[Fraction(r) for r, keep in zip(*row, strict=True) if keep] for row in zip(groups, valid.tolist(), strict=True)]
+    spread = std([r for group in kept for r in group], ddof) + eps
+    part = ops.group_advantage(torch.tensor(groups).double(), "lite_ppo", valid=valid, **given)
+    assert_matches(part[valid], [float(r - mean(group)) / spread for group in kept for r in group])
+    assert (part[~valid] == 0).all()
+    assert part[2, 1] == 0
+    assert (ops.group_advantage(torch.full((2, 3), 0.1), "lite_ppo", **given) == 0).all()
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response():
+    rewards = torch.tensor([[1.0, 0, 0.5], [1, 1, 1], [0, 0, 0]], dtype=torch.float64)
+    greedy = torch.tensor([0.5, 1, -1])
+    expected = torch.tensor([[0.5, -0.5, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.float64)
+    assert torch.equal(ops.group_advantage(rewards, "remax", greedy_rewards=greedy), expected)
+    assert torch.equal(ops.group_advantage(rewards, "remax", greedy_rewards=greedy[:, None].expand(3, 3)), expected)
+    alone = ops.group_advantage(torch.tensor([[3.5]]), "remax", greedy_rewards=torch.tensor([1.0]))
+    assert alone.tolist() == [[2.5]]  # a group of one has a baseline too
+    valid = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()
+    greedy[1] = torch.nan  # as where the greedy response has no reward
+    part = ops.group_advantage(rewards, "remax", greedy_rewards=greedy, valid=valid)
+    assert torch.equal(part, expected.masked_fill(~valid, 0.0))
+    with pytest.raises(ValueError, match="greedy_rewards must be finite, got nan"):
+        ops.group_advantage(rewards, "remax", greedy_rewards=greedy)
+    with pytest.raises(ValueError, match="remax needs greedy_rewards"):
+        ops.group_advantage(rewards, "remax")
 
 
 def whitened_over_tokens(groups, eps, ddof):
@@ -302,11 +343,12 @@ def test_uneven_groups_equal_each_group_alone(name):
         rewards = rewards + 0.25 * torch.rand(len(rewards), generator=generator)
     lengths = torch.randint(1, 9, rewards.shape, generator=generator)
     logprobs = -torch.rand(rewards.shape, generator=generator)
-    greedy = torch.rand(len(sizes), generator=generator) < 0.5
+    greedy = torch.rand(len(sizes), generator=generator)
     inputs = ops.ESTIMATORS[name].inputs
 
     def inputs_of(rows, group):
-        known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group]}
+        known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group] < 0.5}
+        known["greedy_rewards"] = greedy[group]
         return {key: known[key] for key in inputs}
 
     size = ops.ESTIMATORS[name].size
@@ -343,6 +385,7 @@ def test_invalid_rollouts_are_left_out_of_their_group(name, n):
     rewards[~valid] = torch.nan
     lengths, logprobs = torch.randint(1, 9, (6, n), generator=generator), -torch.rand(6, n, generator=generator)
     known = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": torch.arange(6) % 2 == 0}
+    known["greedy_rewards"] = torch.arange(6) / 4
     inputs = {key: known[key] for key in ops.ESTIMATORS[name].inputs}
     actual = call(name, rewards, valid=valid, **inputs)
     assert (actual[~valid] == 0).all()

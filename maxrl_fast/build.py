@@ -44,6 +44,7 @@ from maxrl_fast.tasks.own import json_object, own_task
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.exactness import check_engine, check_exact
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -516,8 +517,17 @@ def build_trainer(
         config.rollout.importance_cap,
         clock,
         config.evaluation.keep_rollouts,
+        build_length_penalty(config),
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
+
+
+def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
+    """Return the length penalty of a run, or None where it has none."""
+    options = config.shaping
+    if not options.overlong_buffer:
+        return None
+    return LengthPenalty(config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty)
 
 
 def build_evaluator(

@@ -26,13 +26,14 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     (
         "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
-        "ref_reset_interval keep_rollouts",
+        "ref_reset_interval keep_rollouts overlong_buffer",
         "at least 0",
         lambda x: x >= 0,
     ),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     (
-        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta",
+        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta "
+        "overlong_penalty",
         "a finite number above 0",
         lambda x: 0 < x < math.inf,
     ),
@@ -115,6 +116,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
+    if options["overlong_buffer"] and objective.needs.binary:
+        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
     if not objective.owns_loss:
         return
     if options["importance_cap"]:

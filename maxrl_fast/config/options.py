@@ -156,6 +156,17 @@ class RewardOptions:
 
 
 @dataclass(frozen=True)
+class ShapingOptions:
+    """What training makes of the rewards; evaluation leaves them as they are."""
+
+    overlong_buffer: int = 0
+    """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
+    longer they are; 0: none."""
+    overlong_penalty: float = 1.0
+    """Reward that a response of --max-new-tokens tokens loses."""
+
+
+@dataclass(frozen=True)
 class RolloutOptions:
     """How responses are sampled."""
 
@@ -358,6 +369,7 @@ class Config:
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     task: TaskOptions = field(default_factory=TaskOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
+    shaping: ShapingOptions = field(default_factory=ShapingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

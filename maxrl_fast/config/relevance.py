@@ -27,6 +27,7 @@ class Choices:
     model: Any = None
     lora_rank: int = 0
     kl_coef: float = 0.0
+    overlong_buffer: int = 0
     rollout: str = "native"
     vllm_url: str | None = None
 
@@ -47,6 +48,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
+    if not choices.overlong_buffer:
+        found["overlong_penalty"] = "a run without --overlong-buffer"
     if choices.rollout != "vllm":
         found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
     elif choices.vllm_url is not None:  # they are options of the server

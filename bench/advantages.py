@@ -91,7 +91,7 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
     """Return a call of every estimator by name, with the inputs and options that it needs."""
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
-    known["greedy_rewards"] = rewards.flip(-1)
+    known |= {"greedy_rewards": rewards.flip(-1), "reward_parts": torch.stack([(rewards > 0.5).float(), rewards.flip(-1)])}
 
     def call(name: str) -> Callable[[], Tensor]:
         row = ESTIMATORS[name]

@@ -483,6 +483,7 @@ def build_collector(
         max_batches=max(options.dynamic_sampling, 1),
         needs_greedy=needs.greedy,
         needs_binary=needs.binary,
+        needs_parts=needs.parts,
         make_prompts=PromptsAhead(task).take if is_ahead else None,
         clock=clock or Stopwatch(),
         ranks=ranks or Ranks(),

@@ -116,6 +116,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
+    if objective.needs.parts:
+        _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
         raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
     if not objective.owns_loss:
@@ -125,6 +127,19 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
         if options[option] not in (None, needed):
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+
+
+def _check_parts(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
+    rewards = several(options["reward"])
+    if len(rewards) < 2:
+        raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+    for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
+        if options[option] != none:
+            raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
+    weights = several(options["reward_weights"]) or [1.0]
+    if name == "hero" and weights[0] != 1:
+        raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")
 
 
 def _check_multiples(options: Mapping[str, Any]) -> None:

@@ -68,6 +68,8 @@ class ObjectiveOptions:
     """Quantile of the group's rewards that is the baseline of qae."""
     penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
+    score_range: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Half of the range in which hero puts the scores of rollouts that its verifier takes for the same, below .5."""
     correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of correct rollouts in w_reinforce."""
     false_positive_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None

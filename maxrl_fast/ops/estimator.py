@@ -40,6 +40,8 @@ class Inputs:
     greedy_correct: Tensor | None  # bool, whether the prompt's greedy response is correct
     greedy_rewards: Tensor | None  # reward of the prompt's greedy response
     prompts: Sequence[Any] | None  # [G]
+    reward_parts: Tensor | None  # [R, ...], the rewards of which `rewards` is the sum; NaN where one does not apply
+    reward_weights: tuple[float, ...]  # [R], empty without parts
 
 
 def unchanged(_: Mapping[str, float]) -> tuple[float, float]:
@@ -66,7 +68,7 @@ class Estimator:
     size: Size | None = None
     scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     options: Mapping[str, float | None] = field(default_factory=dict)  # name and default; None: must be given
-    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, greedy_rewards, prompts
+    inputs: tuple[str, ...] = ()  # beside the rewards: lengths, logprobs, greedy_correct, greedy_rewards, ...
     affine: Callable[[Mapping[str, float]], tuple[float, float]] = unchanged  # of the options; returns gain and bias
     before: Callable[[Inputs, Mapping[str, float]], Tensor] | None = None  # returns the rewards to take instead
     after: Callable[[Tensor, Inputs, Mapping[str, float]], Tensor] | None = None  # changes the kernel's advantages
@@ -155,6 +157,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "quantile": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "false_positive_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
     "false_negative_rate": ("in [0, 1)", lambda x: 0 <= x < 1),
+    "score_range": ("above 0 and below .5", lambda x: 0 < x < 0.5),
 }
 
 

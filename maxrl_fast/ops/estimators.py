@@ -51,6 +51,7 @@ KERNEL_ROWS = {
         scale="length_std",
         inputs=("lengths",),
     ),
+    "size_share": Estimator(formula="r/N", source="a step of hero", weight="", scale="size"),
     "rank_fraction": Estimator(
         formula="smaller values/N", source="the first step of unlikeliness", weight="", value="order", scale="size"
     ),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer, is_traced
+from maxrl_fast.ops.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer, is_traced
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
@@ -17,7 +17,8 @@ from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "prompts")  # what estimators take beside the rewards
+# What estimators take beside the rewards.
+INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts")
 _LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
@@ -34,6 +35,8 @@ def group_advantage(
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
     greedy_rewards: Tensor | None = None,
+    reward_parts: Tensor | None = None,
+    reward_weights: Sequence[float] | None = None,
     prompts: Sequence[Any] | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
@@ -55,6 +58,9 @@ def group_advantage(
         greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
             `rewards`.
         greedy_rewards: reward of the greedy response of the prompt, for remax: one per group, or of the shape of `rewards`.
+        reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is, for gdpo and hero, which take them one
+            by one, and `rewards` not at all. NaN where a reward does not apply to a rollout.
+        reward_weights: R numbers, the weights of the parts, by default 1.
         prompts: one per group, for a registered function that asks for them.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
@@ -81,7 +87,7 @@ def group_advantage(
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
     given: dict[str, Any] = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct}
-    given |= {"greedy_rewards": greedy_rewards, "prompts": prompts}
+    given |= {"greedy_rewards": greedy_rewards, "reward_parts": reward_parts, "prompts": prompts}
     if tuple(value is not None for value in given.values()) != plan.inputs:
         _complain_of_inputs(estimator, plan.row, given)
     _check_tensors(rewards, offsets, group_ids, valid, given)
@@ -103,6 +109,10 @@ def group_advantage(
         greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
         greedy_rewards=None if greedy_rewards is None else _spread_rewards(groups, greedy_rewards, shape),
         prompts=prompts,
+        reward_parts=None
+        if reward_parts is None
+        else _kernel_dtype(reward_parts.detach()).contiguous().view(-1, *groups.shape),
+        reward_weights=_weights(estimator, reward_parts, reward_weights),
     )
     if plan.row.custom is not None:
         advantages = _by_function(plan.row.custom, inputs, k)
@@ -289,19 +299,36 @@ def _check_tensors(
                     raise ValueError(
                         f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(tensor.shape)}"
                     )
+    parts = inputs["reward_parts"]
+    if parts is not None and (parts.dim() != rewards.dim() + 1 or parts.shape[1:] != rewards.shape or not len(parts)):
+        wanted = ", ".join(["R", *map(str, rewards.shape)])
+        raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(parts.shape)}")
     if inputs["lengths"] is not None and can_look_at(inputs["lengths"]):
         _check_lengths(inputs["lengths"], valid)
 
 
 # None: any real dtype, and a shape that is checked elsewhere.
 _KINDS = {"offsets": None, "group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating"}
-_KINDS |= {"greedy_correct": "bool", "greedy_rewards": None}
+_KINDS |= {"greedy_correct": "bool", "greedy_rewards": None, "reward_parts": None}
 
 
 def _check_kind(name: str, tensor: Tensor, kind: str) -> None:
     is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
     if not is_kind[kind]:
         raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def _weights(estimator: str, parts: Tensor | None, weights: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the weight of each part; raise ValueError where there is not one finite number for each."""
+    if parts is None:
+        if weights is not None:
+            raise ValueError(f"{estimator} takes no reward_weights")
+        return ()
+    given = [1.0] * len(parts) if weights is None else weights
+    checked = tuple(check_finite("each of reward_weights", weight) for weight in given)
+    if len(checked) != len(parts):
+        raise ValueError(f"reward_weights must be a number for each of the {len(parts)} rewards, got {len(checked)}")
+    return checked
 
 
 def _spread_rewards(groups: Groups, greedy_rewards: Tensor, shape: torch.Size) -> Tensor:

@@ -13,6 +13,28 @@ ROWS: dict[str, Estimator] = {
         before=steps.over_batch_std,
         over_batch=True,
     ),
+    "gdpo": Estimator(
+        formula="x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k; eps 1e-4, ddof 1",
+        source="GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's normalize_then_sum compute it",
+        weight="depends on the rewards that are summed",
+        options={"eps": 1e-4, "ddof": 1.0},
+        inputs=("reward_parts",),
+        affine=steps.quarter,
+        before=steps.sum_of_normalised,
+        after=steps.standardised,
+        over_batch=True,
+    ),
+    "hero": Estimator(
+        formula="w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min and max over "
+        "equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a = score_range .05, eps 1e-6, ddof 1",
+        source="HERO, Tao et al. 2025, arXiv:2510.07242 (from the paper; w's constants from another's code)",
+        weight="depends on the scores",
+        baseline="mean",
+        options={"score_range": 0.05, **STD},
+        inputs=("reward_parts",),
+        before=steps.stratified,
+        over_batch=True,
+    ),
     "remax": Estimator(
         formula="r - reward of the prompt's greedy response",
         source="ReMax, Li et al. 2023, arXiv:2310.10505, as verl computes it",

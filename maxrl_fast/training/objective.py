@@ -16,6 +16,7 @@ class Needs:
     reference: bool = False  # a frozen copy of the policy as it was when reinforcement learning began
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
+    parts: bool = False  # each of several rewards, beside their sum
     logprob_passes: int = 0  # forward passes over a step's samples, beside the passes of the loss
 
 

@@ -36,6 +36,13 @@ _PACS_ROWS = {
         "PACS, eqs. 5, 8",
     ),
 }
+_ZVP_ROW = (
+    "grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, H_t its "
+    "entropy, max over its response; alpha .1",
+    "-",
+    "rewards 0 or 1, N >= 1; one more forward pass over these groups",
+    "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
+)
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
@@ -113,7 +120,11 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
 
 def _registry() -> dict[str, tuple[str, str, str, str]]:
     """Return the formula, the weight, the needs and the source of every objective."""
-    return {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()} | _PACS_ROWS
+    return (
+        {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
+        | _PACS_ROWS
+        | {"rl_zvp": _ZVP_ROW}
+    )
 
 
 def _registry_table() -> Table:

@@ -35,7 +35,13 @@ PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\
 CHOICES = (
     *("", "--task chain", "--task gym:chain_sum --model DIR", "--task gsm8k --model DIR", "--resume DIR"),
     *("--objective maxrl", "--objective pacs_paper", "--objective qae", "--objective noisy_verifier_backward"),
-    *("--objective w_reinforce", "--objective differential_smoothing", "--objective unlikeliness", "--objective hero"),
+    *(
+        "--objective w_reinforce",
+        "--objective differential_smoothing",
+        "--objective unlikeliness",
+        "--objective hero",
+        "--objective rl_zvp",
+    ),
     f"--task {ROOT}/examples/sort_task.py:SortTask",
     *(
         "--lora-rank 2",

@@ -33,7 +33,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     (
         "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta "
-        "overlong_penalty",
+        "overlong_penalty alpha",
         "a finite number above 0",
         lambda x: 0 < x < math.inf,
     ),
@@ -116,6 +116,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
+    if objective.needs.token_weights and options["loss"] == "gspo":
+        raise InputError(f"{name} weights single tokens, so loss cannot be gspo, whose ratio is one of whole responses")
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:

@@ -64,6 +64,8 @@ class ObjectiveOptions:
     """1: sample standard deviation; 0: population standard deviation."""
     tau: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of the log-probs in differential_smoothing."""
+    alpha: Annotated[float | None, unset("FLOAT", "0.1")] = None
+    """Weight of the tokens' entropies in rl_zvp, per nat."""
     quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Quantile of the group's rewards that is the baseline of qae."""
     penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None

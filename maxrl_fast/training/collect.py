@@ -46,6 +46,14 @@ class Collected(Samples):
         """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
+    def weighted(self, weights: Tensor | None) -> "Collected":
+        """Return the samples with these factors [T] of their tokens in the loss, times their importance weights; None: all 1."""
+        if weights is None:
+            return self
+        if self.rollouts.importance_weights is not None:
+            weights = weights * self.rollouts.importance_weights
+        return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
+
     def minibatches(self, count: int) -> list[Tensor]:
         """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64 on the host,
         ascending."""

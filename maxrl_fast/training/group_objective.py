@@ -41,6 +41,10 @@ class GroupObjective:
         greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
         return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
 
+    @property
+    def token_weights(self) -> None:
+        return None
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
         wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(shape)

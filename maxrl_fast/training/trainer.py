@@ -75,9 +75,10 @@ class Trainer:
             corrections |= more
         with self.clock("advantage") as lap:
             self.objective.begin(collected, self.learner)
+            learned = collected.weighted(self.objective.token_weights)
         train_seconds = lap.seconds
         self.engine.sleep()
-        diagnostics = diagnostics_record(sampled, self._prompt_gradient_norms(collected)) if diagnose else None
+        diagnostics = diagnostics_record(sampled, self._prompt_gradient_norms(collected, learned)) if diagnose else None
 
         lr, updates = self.learning_rate.at(n), list[UpdateMetrics]()
         for sequences in collected.minibatches(self.updates_per_step):
@@ -88,7 +89,7 @@ class Trainer:
                 advantages = self.objective.advantages(sequences)  # [S]
             train_seconds += lap.seconds
             with self.clock("update") as lap:
-                updates.append(self.learner.update(collected, advantages, sequences, when=f"step {n}", lr=lr))
+                updates.append(self.learner.update(learned, advantages, sequences, when=f"step {n}", lr=lr))
             train_seconds += lap.seconds
         own_metrics = self.objective.end()
         with self.clock("weights to rollout"):
@@ -108,11 +109,11 @@ class Trainer:
             rollouts=rollouts,
         )
 
-    def _prompt_gradient_norms(self, collected: Collected) -> list[float]:
+    def _prompt_gradient_norms(self, collected: Collected, learned: Collected) -> list[float]:
         """Return the norm of each prompt's own gradient before the first update."""
         with self.clock("diagnosis"):
             known = collected.with_reward
             advantages = self.objective.advantages(known)
-            norms = prompt_gradient_norms(self.learner, collected, advantages, known, self.clock.beat)
+            norms = prompt_gradient_norms(self.learner, learned, advantages, known, self.clock.beat)
             self.objective.begin(collected, self.learner)  # anew, as if nothing had been asked of it
         return norms

@@ -27,6 +27,7 @@ from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.vote import MajorityVote
 from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
@@ -509,7 +510,7 @@ def build_trainer(
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
     trainer = Trainer(
-        build_collector(config, task, engine, scorer, objective, clock, ranks),
+        build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks),
         objective,
         build_learner(config, model, ranks, module, reference),
         engine,
@@ -521,6 +522,11 @@ def build_trainer(
         build_length_penalty(config),
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
+
+
+def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
+    """Return what scores the rollouts of training, which is not what scores the evaluation where labels are voted for."""
+    return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
 
 
 def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:

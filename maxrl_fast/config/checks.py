@@ -118,6 +118,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
     if objective.needs.token_weights and options["loss"] == "gspo":
         raise InputError(f"{name} weights single tokens, so loss cannot be gspo, whose ratio is one of whole responses")
+    if options["labels"] == "vote" and (objective.needs.greedy or objective.needs.parts):
+        raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:

@@ -163,6 +163,9 @@ class RewardOptions:
 class ShapingOptions:
     """What training makes of the rewards; evaluation leaves them as they are."""
 
+    labels: Literal["given", "vote"] = "given"
+    """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most responses to the prompt
+    give, 0 for others, without any label (SRT, TTRL)."""
     overlong_buffer: int = 0
     """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
     longer they are; 0: none."""

@@ -47,7 +47,7 @@ class Collected(Samples):
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def weighted(self, weights: Tensor | None) -> "Collected":
-        """Return the samples with these factors [T] of their tokens in the loss, times their importance weights; None: all 1."""
+        """Return the samples with these factors [T] of the loss of their tokens, times importance weights; None: all are 1."""
         if weights is None:
             return self
         if self.rollouts.importance_weights is not None:

@@ -509,10 +509,12 @@ def build_trainer(
     reference = frozen_copy(model) if config.loss.kl_coef or objective.needs.reference else None
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
+    learner = build_learner(config, model, ranks, module, reference)
+    learner.objective_state = objective.state
     trainer = Trainer(
         build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks),
         objective,
-        build_learner(config, model, ranks, module, reference),
+        learner,
         engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,

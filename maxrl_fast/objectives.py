@@ -43,6 +43,13 @@ _ZVP_ROW = (
     "rewards 0 or 1, N >= 1; one more forward pass over these groups",
     "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
 )
+_RISKPO_ROW = (
+    "(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 prompts, a and b "
+    "its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
+    "-",
+    "N >= 2; --prompts a multiple of --bundle-size",
+    "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
+)
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
@@ -123,7 +130,7 @@ def _registry() -> dict[str, tuple[str, str, str, str]]:
     return (
         {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
         | _PACS_ROWS
-        | {"rl_zvp": _ZVP_ROW}
+        | {"rl_zvp": _ZVP_ROW, "riskpo": _RISKPO_ROW}
     )
 
 

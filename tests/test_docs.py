@@ -41,6 +41,7 @@ CHOICES = (
         "--objective unlikeliness",
         "--objective hero",
         "--objective rl_zvp",
+        "--objective riskpo",
     ),
     f"--task {ROOT}/examples/sort_task.py:SortTask",
     *(

@@ -14,13 +14,14 @@ from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, make_objective
+from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
 
 # Names of options, what their values must be, and whether a value is that. None is always right: not given.
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (
         "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-        "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel",
+        "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens "
+        "vllm_tensor_parallel bundle_size",
         "at least 1",
         lambda x: x >= 1,
     ),
@@ -151,6 +152,9 @@ def _check_multiples(options: Mapping[str, Any]) -> None:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
         )
+    bundle = options["bundle_size"] or DEFAULT_BUNDLE
+    if options["objective"] == "riskpo" and options["prompts"] % bundle:
+        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {bundle}")
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:
             raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")

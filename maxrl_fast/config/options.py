@@ -66,6 +66,8 @@ class ObjectiveOptions:
     """Weight of the log-probs in differential_smoothing."""
     alpha: Annotated[float | None, unset("FLOAT", "0.1")] = None
     """Weight of the tokens' entropies in rl_zvp, per nat."""
+    bundle_size: Annotated[int | None, unset("INT", "5")] = None
+    """Prompts in a bundle of riskpo; it divides --prompts."""
     quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Quantile of the group's rewards that is the baseline of qae."""
     penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None

@@ -45,6 +45,10 @@ class GroupObjective:
     def token_weights(self) -> None:
         return None
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
         wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(shape)

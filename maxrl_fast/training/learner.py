@@ -101,6 +101,7 @@ class Learner:
         token_budget: largest number of tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
         reference: the reference policy, of settings.kl_coef and of objectives that need one.
+        objective_state: tensors of the objective that checkpoints keep, by name.
         module: what runs the policy's passes (sharding.distribute); the model itself with one process.
     """
 
@@ -113,6 +114,7 @@ class Learner:
     reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     module: nn.Module | None = None
+    objective_state: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module

@@ -48,6 +48,10 @@ class Objective(Protocol):
     def token_weights(self) -> Tensor | None:
         """Factors [T] of the policy-gradient terms of the step's tokens, at least 0, once it has begun; None: all are 1."""
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the next step needs of this one, by name: tensors on the host that checkpoints keep and load in place."""
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group that failed altogether, or succeeded altogether, has advantages other than zero."""
 

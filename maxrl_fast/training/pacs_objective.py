@@ -63,6 +63,10 @@ class PacsObjective:
     def token_weights(self) -> None:
         return None
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return False
 

@@ -46,6 +46,10 @@ class ZvpObjective:
     def token_weights(self) -> Tensor | None:
         return self._token_weights
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 

@@ -101,19 +101,7 @@ def group_advantage(
     if rewards.requires_grad:
         rewards = rewards.detach()
     groups = Groups.of(rewards, offsets, group_ids, valid)
-    inputs = Inputs(
-        groups=groups,
-        rewards=groups.view(_kernel_dtype(rewards)),
-        lengths=None if lengths is None else groups.view(lengths.long()),
-        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
-        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
-        greedy_rewards=None if greedy_rewards is None else _spread_rewards(groups, greedy_rewards, shape),
-        prompts=prompts,
-        reward_parts=None
-        if reward_parts is None
-        else _kernel_dtype(reward_parts.detach()).contiguous().view(-1, *groups.shape),
-        reward_weights=_weights(estimator, reward_parts, reward_weights),
-    )
+    inputs = _inputs_of(estimator, groups, rewards, given, reward_weights)
     if plan.row.custom is not None:
         advantages = _by_function(plan.row.custom, inputs, k)
     else:
@@ -123,6 +111,25 @@ def group_advantage(
     if plan.row.custom is None:
         _check_fit(f"the advantages of {estimator}", advantages)
     return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+def _inputs_of(
+    estimator: str, groups: Groups, rewards: Tensor, given: dict[str, Any], reward_weights: Sequence[float] | None
+) -> Inputs:
+    """Return what the steps around the kernel take, in the layout of the groups."""
+    lengths, logprobs, parts = given["lengths"], given["logprobs"], given["reward_parts"]
+    greedy_correct, greedy_rewards, shape = given["greedy_correct"], given["greedy_rewards"], rewards.shape
+    return Inputs(
+        groups=groups,
+        rewards=groups.view(_kernel_dtype(rewards)),
+        lengths=None if lengths is None else groups.view(lengths.long()),
+        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
+        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        greedy_rewards=None if greedy_rewards is None else _spread_rewards(groups, greedy_rewards, shape),
+        prompts=given["prompts"],
+        reward_parts=None if parts is None else _kernel_dtype(parts.detach()).contiguous().view(-1, *groups.shape),
+        reward_weights=_weights(estimator, parts, reward_weights),
+    )
 
 
 def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs, max_group_size: int) -> Tensor:

@@ -92,6 +92,7 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
     known |= {"log_ratios": torch.randn(rewards.shape).mul(0.1).to(rewards.device)}
+    known |= {"greedy_rewards": rewards.flip(-1), "reward_parts": torch.stack([(rewards > 0.5).float(), rewards.flip(-1)])}
 
     def call(name: str) -> Callable[[], Tensor]:
         row = ESTIMATORS[name]

@@ -27,6 +27,7 @@ from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.vote import MajorityVote
 from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
@@ -44,6 +45,7 @@ from maxrl_fast.tasks.own import json_object, own_task
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.exactness import check_engine, check_exact
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -485,6 +487,7 @@ def build_collector(
         max_batches=max(options.dynamic_sampling, 1),
         needs_greedy=needs.greedy,
         needs_binary=needs.binary,
+        needs_parts=needs.parts,
         make_prompts=PromptsAhead(task).take if is_ahead else None,
         clock=clock or Stopwatch(),
         ranks=ranks or Ranks(),
@@ -509,18 +512,34 @@ def build_trainer(
     reference = frozen_copy(model) if config.loss.kl_coef or objective.needs.reference else None
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
+    learner = build_learner(config, model, ranks, module, reference)
+    learner.objective_state = objective.state
     trainer = Trainer(
-        build_collector(config, task, engine, scorer, objective, clock, ranks),
+        build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks),
         objective,
-        build_learner(config, model, ranks, module, reference),
+        learner,
         engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,
         config.rollout.importance_cap,
         clock,
         config.evaluation.keep_rollouts,
+        build_length_penalty(config),
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
+
+
+def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
+    """Return what scores the rollouts of training, which is not what scores the evaluation where labels are voted for."""
+    return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
+
+
+def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
+    """Return the length penalty of a run, or None where it has none."""
+    options = config.shaping
+    if not options.overlong_buffer:
+        return None
+    return LengthPenalty(config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty)
 
 
 def build_evaluator(

@@ -38,6 +38,20 @@ _PACS_ROWS = {
         "PACS, eqs. 5, 8",
     ),
 }
+_ZVP_ROW = (
+    "grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, H_t its "
+    "entropy, max over its response; alpha .1",
+    "-",
+    "rewards 0 or 1, N >= 1; one more forward pass over these groups",
+    "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
+)
+_RISKPO_ROW = (
+    "(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 prompts, a and b "
+    "its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
+    "-",
+    "N >= 2; --prompts a multiple of --bundle-size",
+    "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
+)
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _LOSS_NOTATION = (
     "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; weight: the factor of "
@@ -123,7 +137,11 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
 
 def _registry() -> dict[str, tuple[str, str, str, str]]:
     """Return the formula, the weight, the needs and the source of every objective."""
-    return {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()} | _PACS_ROWS
+    return (
+        {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
+        | _PACS_ROWS
+        | {"rl_zvp": _ZVP_ROW, "riskpo": _RISKPO_ROW}
+    )
 
 
 def _losses() -> dict[str, tuple[str, str, str, str]]:

@@ -124,7 +124,8 @@ def with_numbers(draw, value):
         else:
             limits = torch.iinfo(value.dtype)
             edges = [limits.min, limits.min + 1, -2, -1, 0, 1, 2, 3, 7, 200, 2**31, limits.max - 1, limits.max]
-            flat[place] = draw(st.sampled_from([x for x in edges if limits.min <= x <= limits.max]))
+            number = draw(st.sampled_from([x for x in edges if limits.min <= x <= limits.max]))
+            flat[place] = torch.tensor(number, dtype=value.dtype)  # as a Python integer, the largest uint64 would overflow
     return value
 
 

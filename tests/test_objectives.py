@@ -33,7 +33,7 @@ def test_every_row_is_complete():
         assert row.source, name
         assert row.weight, name
         assert row.needs, name
-    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {"pacs", "pacs_paper"}
+    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {"pacs", "pacs_paper", "rl_zvp", "riskpo"}
 
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):

@@ -247,6 +247,12 @@ def test_training_from_a_checkpoint(finished, tmp_path):
             "--objective differential_smoothing",
             lambda r, s: ops.group_advantage(r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)),
         ),
+        ("--objective lite_ppo", lambda r, _: (r - r.mean(1, keepdim=True)) / (r.std() + 1e-6)),
+        ("--objective remax", lambda r, _: r - torch.tensor([[1.0], [0], [0], [1]])),
+        (
+            "--objective reinforce --max-new-tokens 8 --overlong-buffer 4",
+            lambda r, s: ops.group_advantage(r - (s.lengths.view(4, 4) - 4).clamp_min(0) / 4, "reinforce"),
+        ),
         ("--objective self", lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]])),
     ],
 )

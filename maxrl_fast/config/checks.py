@@ -15,16 +15,17 @@ from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, make_objective
+from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
 
 # Names of options, what their values must be, and whether a value is that. None is always right: not given.
 _FROM_1 = (
     "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-    "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel"
+    "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel "
+    "bundle_size"
 )
 _FROM_0 = (
     "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
-    "ref_reset_interval keep_rollouts"
+    "ref_reset_interval keep_rollouts overlong_buffer"
 )
 _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (_FROM_1, "at least 1", lambda x: x >= 1),
@@ -32,7 +33,8 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (f"{_FROM_1} {_FROM_0}", "below 2^31", lambda x: x < 2**31),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     (
-        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta",
+        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta "
+        "overlong_penalty alpha",
         "a finite number above 0",
         lambda x: 0 < x < math.inf,
     ),
@@ -127,6 +129,14 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
+    if objective.needs.token_weights and options["loss"] == "gspo":
+        raise InputError(f"{name} weights single tokens, so loss cannot be gspo, whose ratio is one of whole responses")
+    if options["labels"] == "vote" and (objective.needs.greedy or objective.needs.parts):
+        raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
+    if objective.needs.parts:
+        _check_parts(name, options)
+    if options["overlong_buffer"] and objective.needs.binary:
+        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
     if not objective.owns_loss:
         return
     if options["importance_cap"]:
@@ -136,6 +146,19 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
 
 
+def _check_parts(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
+    rewards = several(options["reward"])
+    if len(rewards) < 2:
+        raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+    for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
+        if options[option] != none:
+            raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
+    weights = several(options["reward_weights"]) or [1.0]
+    if name == "hero" and weights[0] != 1:
+        raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")
+
+
 def _check_multiples(options: Mapping[str, Any]) -> None:
     if options["prompts"] * options["rollouts"] >= 2**31:
         raise InputError(f"prompts x rollouts must be below 2^31, got {options['prompts']} x {options['rollouts']}")
@@ -143,6 +166,9 @@ def _check_multiples(options: Mapping[str, Any]) -> None:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
         )
+    bundle = options["bundle_size"] or DEFAULT_BUNDLE
+    if options["objective"] == "riskpo" and options["prompts"] % bundle:
+        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {bundle}")
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:
             raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")

@@ -68,10 +68,16 @@ class ObjectiveOptions:
     """1: sample standard deviation; 0: population standard deviation."""
     tau: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of the log-probs in differential_smoothing."""
+    alpha: Annotated[float | None, unset("FLOAT", "0.1")] = None
+    """Weight of the tokens' entropies in rl_zvp, per nat."""
+    bundle_size: Annotated[int | None, unset("INT", "5")] = None
+    """Prompts in a bundle of riskpo; it divides --prompts."""
     quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Quantile of the group's rewards that is the baseline of qae."""
     penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
+    score_range: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    """Half of the range in which hero puts the scores of rollouts that its verifier takes for the same, below .5."""
     correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
     """Weight of correct rollouts in w_reinforce."""
     clamp_delta: Annotated[float | None, unset("FLOAT", "0")] = None
@@ -159,6 +165,20 @@ class RewardOptions:
     first whose name ends with KEY or TOKEN is sent to a judge."""
     max_reward_error_rate: float = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
+
+
+@dataclass(frozen=True)
+class ShapingOptions:
+    """What training makes of the rewards; evaluation leaves them as they are."""
+
+    labels: Literal["given", "vote"] = "given"
+    """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most responses to the prompt
+    give, 0 for others, without any label (SRT, TTRL)."""
+    overlong_buffer: int = 0
+    """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
+    longer they are; 0: none."""
+    overlong_penalty: float = 1.0
+    """Reward that a response of --max-new-tokens tokens loses."""
 
 
 @dataclass(frozen=True)
@@ -385,6 +405,7 @@ class Config:
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     task: TaskOptions = field(default_factory=TaskOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
+    shaping: ShapingOptions = field(default_factory=ShapingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

@@ -29,6 +29,7 @@ class Choices:
     lora_rank: int = 0
     kl_coef: float = 0.0
     loss: str | None = None
+    overlong_buffer: int = 0
     rollout: str = "native"
     vllm_url: str | None = None
 
@@ -53,6 +54,8 @@ def not_taken(choices: Choices) -> dict[str, str]:
     if loss is not None:
         who = "a run without --loss" if choices.loss is None else f"loss {choices.loss}"
         found |= dict.fromkeys(("clip_low", "clip_high") * (not loss.clips) + ("loss_options",) * (not loss.options), who)
+    if not choices.overlong_buffer:
+        found["overlong_penalty"] = "a run without --overlong-buffer"
     if choices.rollout != "vllm":
         found |= dict.fromkeys(("vllm_tensor_parallel", "vllm_url"), "a run without --rollout vllm")
     elif choices.vllm_url is not None:  # they are options of the server

@@ -69,6 +69,7 @@ def resolve(
         objective=dataclasses.replace(chosen, **objective),
         task=config.task,
         reward=config.reward,
+        shaping=config.shaping,
         rollout=_rollout(config, task, warn),
         warm_start=_warm_start(config, task),
         optimizer=_optimizer(config),
@@ -95,13 +96,10 @@ def _rollout(config: Config, task: Task, warn: Callable[[str], None]) -> Resolve
     if cap is None:
         differs = options.rollout != "native" or options.top_p < 1
         cap = 2.0 if differs and not objective_of(config).owns_loss else 0.0
-    return ResolvedRollout(
-        **{
-            **vars(options),
-            "max_new_tokens": response_limit(options.max_new_tokens, task, directory, warn),
-            "importance_cap": cap,
-        }
-    )
+    limit, buffer = response_limit(options.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
+    if buffer > limit:
+        raise InputError(f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}")
+    return ResolvedRollout(**{**vars(options), "max_new_tokens": limit, "importance_cap": cap})
 
 
 def response_limit(wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]) -> int:

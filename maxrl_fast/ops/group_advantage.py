@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_flag, check_integer, check_tensor, is_integer, is_traced
+from maxrl_fast.ops.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer, is_traced
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES
@@ -17,7 +17,8 @@ from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.group_advantage_reference import result_dtype
 from maxrl_fast.ops.groups import Groups
 
-INPUTS = ("lengths", "logprobs", "greedy_correct", "prompts", "log_ratios")  # what estimators take beside the rewards
+# What estimators take beside the rewards.
+INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts", "log_ratios")
 _LARGEST_WEIGHED = 10_000  # rollouts of the group of effective_weight, which needs memory for the square of that, in float64
 
 
@@ -33,6 +34,9 @@ def group_advantage(
     lengths: Tensor | None = None,
     logprobs: Tensor | None = None,
     greedy_correct: Tensor | None = None,
+    greedy_rewards: Tensor | None = None,
+    reward_parts: Tensor | None = None,
+    reward_weights: Sequence[float] | None = None,
     prompts: Sequence[Any] | None = None,
     log_ratios: Tensor | None = None,
     scale_by_k: bool = False,
@@ -54,6 +58,10 @@ def group_advantage(
             unlikeliness.
         greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
             `rewards`.
+        greedy_rewards: reward of the greedy response of the prompt, for remax: one per group, or of the shape of `rewards`.
+        reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is, for gdpo and hero, which take them one
+            by one, and `rewards` not at all. NaN where a reward does not apply to a rollout.
+        reward_weights: R numbers, the weights of the parts, by default 1.
         prompts: one per group, for a registered function that asks for them.
         log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses, for the estimators whose rollouts
             the policy mu sampled and whose gradient is that of pi: bon_off_policy, maxpo_off_policy, maxrl_off_policy. Clamped
@@ -73,8 +81,8 @@ def group_advantage(
             option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
             also if a reward is not finite, or not 0 or 1 where it must be, a length is below 0, a log-ratio is NaN, or an
             advantage is beyond its dtype. On a GPU, where the check would wait for the device, the advantages of a group with
-            such a reward or log-ratio become NaN, for reinforce_pp and reinforce_pp_tokens all advantages, and an advantage
-            beyond its dtype becomes infinite.
+            such a reward or log-ratio become NaN, for estimators that scale by the whole batch all advantages, and an
+            advantage beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -83,10 +91,11 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
-    given = dict(zip(INPUTS, (lengths, logprobs, greedy_correct, prompts, log_ratios), strict=True))
+    given: dict[str, Any] = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct}
+    given |= {"greedy_rewards": greedy_rewards, "reward_parts": reward_parts, "prompts": prompts, "log_ratios": log_ratios}
     if tuple(value is not None for value in given.values()) != plan.inputs:
         _complain_of_inputs(estimator, plan.row, given)
-    _check_tensors(rewards, offsets, group_ids, valid, lengths, logprobs, greedy_correct, log_ratios)
+    _check_tensors(rewards, offsets, group_ids, valid, given)
     if max_group_size is not None:
         check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
@@ -97,17 +106,7 @@ def group_advantage(
     if rewards.requires_grad:
         rewards = rewards.detach()
     groups = Groups.of(rewards, offsets, group_ids, valid)
-    inputs = Inputs(
-        groups=groups,
-        rewards=groups.view(_kernel_dtype(rewards)),
-        lengths=None if lengths is None else groups.view(lengths.long()),
-        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
-        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
-        prompts=prompts,
-        log_ratios=None if log_ratios is None else groups.view(log_ratios.detach()),
-        size=int(plan.parameter) if plan.row.size is not None else 0,
-        max_group_size=max_group_size or 0,
-    )
+    inputs = _inputs_of(estimator, plan, groups, rewards, given, reward_weights, max_group_size or 0)
     if plan.row.custom is not None:
         advantages = _by_function(plan.row.custom, inputs, k)
     else:
@@ -117,6 +116,35 @@ def group_advantage(
     if plan.row.custom is None:
         _check_fit(f"the advantages of {estimator}", advantages)
     return advantages if advantages.shape == shape else advantages.view(shape)
+
+
+def _inputs_of(
+    estimator: str,
+    plan: "_Plan",
+    groups: Groups,
+    rewards: Tensor,
+    given: dict[str, Any],
+    reward_weights: Sequence[float] | None,
+    max_group_size: int,
+) -> Inputs:
+    """Return what the steps around the kernel take, in the layout of the groups."""
+    lengths, logprobs, parts = given["lengths"], given["logprobs"], given["reward_parts"]
+    log_ratios = given["log_ratios"]
+    greedy_correct, greedy_rewards, shape = given["greedy_correct"], given["greedy_rewards"], rewards.shape
+    return Inputs(
+        groups=groups,
+        rewards=groups.view(_kernel_dtype(rewards)),
+        lengths=None if lengths is None else groups.view(lengths.long()),
+        logprobs=None if logprobs is None else groups.view(_kernel_dtype(logprobs.detach())),
+        greedy_correct=None if greedy_correct is None else groups.spread("greedy_correct", greedy_correct, shape),
+        greedy_rewards=None if greedy_rewards is None else _spread_rewards(groups, greedy_rewards, shape),
+        prompts=given["prompts"],
+        reward_parts=None if parts is None else _kernel_dtype(parts.detach()).contiguous().view(-1, *groups.shape),
+        reward_weights=_weights(estimator, parts, reward_weights),
+        log_ratios=None if log_ratios is None else groups.view(log_ratios.detach()),
+        size=int(plan.parameter) if plan.row.size is not None else 0,
+        max_group_size=max_group_size,
+    )
 
 
 def _by_kernel(estimator: str, plan: "_Plan", inputs: Inputs) -> Tensor:
@@ -280,42 +308,64 @@ def _complain_of_inputs(estimator: str, row: Estimator, given: dict[str, Any]) -
 
 
 def _check_tensors(
-    rewards: Tensor,
-    offsets: Tensor | None,
-    group_ids: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    logprobs: Tensor | None,
-    greedy_correct: Tensor | None,
-    log_ratios: Tensor | None,
+    rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None, inputs: dict[str, Any]
 ) -> None:
-    for name, tensor, kind in (
-        ("offsets", offsets, None),
-        ("group_ids", group_ids, "integers"),
-        ("valid", valid, "bool"),
-        ("lengths", lengths, "integers"),
-        ("logprobs", logprobs, "floating"),
-        ("greedy_correct", greedy_correct, None),
-        ("log_ratios", log_ratios, "floating"),
-    ):
+    layout = {"offsets": offsets, "group_ids": group_ids, "valid": valid}
+    for name, kind in _KINDS.items():
+        tensor = layout[name] if name in layout else inputs[name]
         if tensor is not None:
             check_tensor(name, tensor, rewards.device, "the rewards are")
             if kind is not None:
-                _check_like_rewards(name, tensor, kind, rewards.shape)
-    if lengths is not None and can_look_at(lengths):
-        _check_lengths(lengths, valid)
+                _check_kind(name, tensor, kind)
+                if name != "greedy_correct" and tensor.shape != rewards.shape:  # it may have one value per group
+                    raise ValueError(
+                        f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(tensor.shape)}"
+                    )
+    parts = inputs["reward_parts"]
+    if parts is not None and (parts.dim() != rewards.dim() + 1 or parts.shape[1:] != rewards.shape or not len(parts)):
+        wanted = ", ".join(["R", *map(str, rewards.shape)])
+        raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(parts.shape)}")
+    if inputs["lengths"] is not None and can_look_at(inputs["lengths"]):
+        _check_lengths(inputs["lengths"], valid)
+    log_ratios = inputs["log_ratios"]
     if log_ratios is not None and can_look_at(log_ratios):
         unknown = log_ratios.isnan() if valid is None else log_ratios.isnan() & valid
         if bool(unknown.any()):
             raise ValueError(f"log_ratios must be numbers, got nan at index {int(unknown.flatten().nonzero()[0])}")
 
 
-def _check_like_rewards(name: str, tensor: Tensor, kind: str, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have the shape of rewards, {tuple(shape)}, got {tuple(tensor.shape)}")
+# None: any real dtype, and a shape that is checked elsewhere.
+_KINDS = {"offsets": None, "group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating"}
+_KINDS |= {"greedy_correct": "bool", "greedy_rewards": None, "reward_parts": None, "log_ratios": "floating"}
+
+
+def _check_kind(name: str, tensor: Tensor, kind: str) -> None:
     is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
     if not is_kind[kind]:
         raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+
+
+def _weights(estimator: str, parts: Tensor | None, weights: Sequence[float] | None) -> tuple[float, ...]:
+    """Return the weight of each part; raise ValueError where there is not one finite number for each."""
+    if parts is None:
+        if weights is not None:
+            raise ValueError(f"{estimator} takes no reward_weights")
+        return ()
+    given = [1.0] * len(parts) if weights is None else weights
+    checked = tuple(check_finite("each of reward_weights", weight) for weight in given)
+    if len(checked) != len(parts):
+        raise ValueError(f"reward_weights must be a number for each of the {len(parts)} rewards, got {len(checked)}")
+    return checked
+
+
+def _spread_rewards(groups: Groups, greedy_rewards: Tensor, shape: torch.Size) -> Tensor:
+    """Return the greedy reward of each rollout, 0 for those that are not valid."""
+    spread = groups.spread("greedy_rewards", _kernel_dtype(greedy_rewards.detach()), shape)
+    if groups.valid is not None:
+        spread = spread.masked_fill(~groups.valid, 0)
+    if can_look_at(spread) and not bool(spread.isfinite().all()):
+        raise ValueError(f"greedy_rewards must be finite, got {float(spread[~spread.isfinite()][0])}")
+    return spread
 
 
 def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:

@@ -48,9 +48,7 @@ class Groups:
         return tensor if tensor.shape == self.shape else tensor.view(self.shape)
 
     def spread(self, name: str, per_group: Tensor, shape: torch.Size) -> Tensor:
-        """Return a bool tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
-        if per_group.dtype != torch.bool:
-            raise ValueError(f"{name} must be bool, got {per_group.dtype}")
+        """Return a tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
         if per_group.numel() == self.num_groups > 0 and self.order is None:
             return per_group.flatten()[self._index(per_group.device)]
         if per_group.shape == shape:
@@ -58,6 +56,21 @@ class Groups:
         raise ValueError(
             f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(per_group.shape)}"
         )
+
+    def extreme(self, values: Tensor, largest: bool, bucket: Tensor, num_buckets: int) -> Tensor:
+        """Return the largest or smallest value among the rollouts of the same group and bucket, like the viewed values.
+
+        Args:
+            values: floating, like the viewed rewards; rollouts that are not valid are left out.
+            bucket: int64 like the viewed rewards, from 0 to num_buckets - 1.
+        """
+        none = -torch.inf if largest else torch.inf
+        if self.valid is not None:
+            values = values.masked_fill(~self.valid, none)
+        place = (self._index(values.device) * num_buckets + bucket).flatten()
+        found = values.new_full((self.num_groups * num_buckets,), none)
+        found = found.scatter_reduce(0, place, values.flatten(), "amax" if largest else "amin")
+        return found[place].view(self.shape)
 
     def _index(self, device: torch.device) -> Tensor:
         """Return the group index of each rollout, int64, like the viewed rewards."""

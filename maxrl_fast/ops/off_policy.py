@@ -37,16 +37,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from maxrl_fast import _C
+from maxrl_fast.ops.estimator import Inputs
 from maxrl_fast.ops.groups import padded
-
-if TYPE_CHECKING:
-    from maxrl_fast.ops.estimators import Inputs
 
 LARGEST_LOG_RATIO: float = _C.MAX_LOG_RATIO  # 20, as in the token losses
 

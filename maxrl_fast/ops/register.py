@@ -100,6 +100,8 @@ def _try(name: str, row: Estimator) -> None:
         "lengths": torch.arange(1, 13).view(3, 4),
         "logprobs": -torch.arange(1.0, 13.0).view(3, 4) / 12,
         "greedy_correct": torch.tensor([False, True, False]),
+        "greedy_rewards": torch.tensor([0.0, 1.0, 0.5]),
+        "reward_parts": torch.stack([rewards, torch.arange(12.0).view(3, 4)]),
         "prompts": ["first", "second", "third"],
         "log_ratios": torch.arange(12.0).view(3, 4) / 12 - 0.5,
     }

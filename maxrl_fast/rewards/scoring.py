@@ -91,6 +91,11 @@ class Scorer:
         self._components = Means()  # since the last call of `take_components`
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The weights of several rewards, by the names of their components; {} where there is one, or the task scores."""
+        return getattr(self._source, "weights", {})
+
+    @property
     def has_source(self) -> bool:
         """Whether something other than the task gives the rewards."""
         return self._source is not None

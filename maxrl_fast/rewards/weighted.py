@@ -60,6 +60,7 @@ class WeightedRewards:
     def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
         self._sources = [*zip(short_names([source.name for source in sources]), sources, weights, strict=True)]
         self.name = " ".join(source.name for source in sources)
+        self.weights = {name: weight for name, _, weight in self._sources}  # by the names that the components have
         self._seconds = [0.0] * len(sources)  # of each, so far
 
     def score(

@@ -51,7 +51,7 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the policy's weights, Adam's moments and the reference policy by name.
+    """Return the policy's weights, Adam's moments, the objective's state and the reference policy by name.
 
     These are the learner's own tensors, not copies; where ranks shard the weights, this rank's shards.
     """
@@ -60,6 +60,7 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in learner.optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value
+    tensors |= {f"objective.{name}": tensor for name, tensor in learner.objective_state.items()}
     if learner.reference is not None:
         trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
         for name, parameter in learner.reference.named_parameters():

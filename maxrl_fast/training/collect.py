@@ -33,6 +33,8 @@ class Collected(Samples):
     numbers: dict[str, float]  # metrics of sampling and scoring
     complaint: str  # about failed rewards; empty where none failed
     components: tuple[dict[str, float], ...]  # [S], of the rewards that this rank gave; {} for those of others, or without any
+    parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN where it does not apply or is not known
+    part_weights: tuple[float, ...] = ()  # [R]
 
     @property
     def num_sampled(self) -> int:
@@ -43,6 +45,14 @@ class Collected(Samples):
     def with_reward(self) -> Tensor:
         """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
+
+    def weighted(self, weights: Tensor | None) -> "Collected":
+        """Return the samples with these factors [T] of the loss of their tokens, times importance weights; None: all are 1."""
+        if weights is None:
+            return self
+        if self.rollouts.importance_weights is not None:
+            weights = weights * self.rollouts.importance_weights
+        return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
         """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64 on the host,
@@ -60,6 +70,7 @@ class RolloutCollector:
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
         needs_greedy: whether the greedy response to each prompt is scored too.
         needs_binary: whether rewards must be 0 or 1.
+        needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
         make_prompts: returns training prompts, given the first and how many, such as PromptsAhead.take; None: the task makes
             them.
     """
@@ -75,6 +86,7 @@ class RolloutCollector:
     max_batches: int = 1
     needs_greedy: bool = False
     needs_binary: bool = False
+    needs_parts: bool = False
     make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
@@ -126,6 +138,7 @@ class RolloutCollector:
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
         own_parts, before, after = scorer.components, first * self.num_rollouts, (first + own) * self.num_rollouts
         parts = [*({} for _ in range(before)), *own_parts, *({} for _ in range(after, len(rollouts)))]
+        each_reward = self._each_reward(rewards) if self.needs_parts else None
         answers.update(scorer.take_answers())
         components.update(scorer.take_components())
         greedy_rewards = None
@@ -135,7 +148,15 @@ class RolloutCollector:
             with clock("reward"):
                 greedy_rewards = ranks.concatenate(scorer.score(part, greedy))
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
-        return replace(self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds), components=tuple(parts))
+        batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
+        weights = tuple(scorer.weights.values())
+        return replace(batch, components=tuple(parts), parts=each_reward, part_weights=weights)
+
+    def _each_reward(self, rewards: Tensor) -> Tensor:
+        """Return the values [R, G, N] of several rewards whose sums were scored last; NaN where one has none."""
+        own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in self.scorer.components]
+        values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))  # [S, R]
+        return values.view(*rewards.shape, -1).movedim(-1, 0)
 
     def _checked(
         self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float

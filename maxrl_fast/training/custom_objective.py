@@ -44,6 +44,14 @@ class CustomObjective:
     def needs(self) -> Needs:
         return Needs()
 
+    @property
+    def token_weights(self) -> None:
+        return None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)
         lengths = torch.ones(rewards.shape, dtype=torch.int64)

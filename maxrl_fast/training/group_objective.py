@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import Learner
@@ -37,20 +38,31 @@ class GroupObjective:
     @property
     def needs(self) -> Needs:
         row = ESTIMATORS[self.estimator]
-        return Needs(greedy="greedy_correct" in row.inputs, binary=row.binary)
+        greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
+        return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
+
+    @property
+    def token_weights(self) -> None:
+        return None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
+        wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(shape)
         known = {
             "lengths": torch.ones(shape, dtype=torch.int64),
             "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
             "greedy_correct": torch.tensor([False, False]),
+            "greedy_rewards": torch.tensor([0.5, 0.5]),
+            "reward_parts": torch.stack([wrong_then_correct, torch.arange(float(num_rollouts)).expand(shape)]),
             "prompts": [0, 1],
             "log_ratios": torch.zeros(shape),
         }
-        rewards = torch.tensor([[0.0], [1.0]]).expand(shape)
         inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
-        return bool(group_advantage(rewards, self.estimator, **inputs, **self.options).any())
+        return bool(group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any())
 
     def begin(self, collected: Collected, learner: Learner) -> None:
         rewards, rollouts, greedy = collected.rewards, collected.rollouts, collected.greedy_rewards
@@ -59,17 +71,26 @@ class GroupObjective:
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
+            "greedy_rewards": lambda: greedy,  # [G]
+            "reward_parts": lambda: collected.parts,  # [R, G, N]
             "prompts": collected.prompts.ids.tolist,
         }
         inputs = {name: known[name]() for name in ESTIMATORS[self.estimator].inputs}
-        options = self.options_for(collected)
-        self._values = group_advantage(rewards, self.estimator, valid=collected.valid, **inputs, **options)
+        try:
+            self._values = group_advantage(
+                rewards, self.estimator, valid=collected.valid, **inputs, **self.options_for(collected)
+            )
+        except ValueError as error:
+            raise InputError(f"step {collected.step}: {error}") from error
 
     def options_for(self, collected: Collected) -> dict[str, Any]:
         """Return the keywords of ops.group_advantage for a step's samples."""
-        if collected.valid is not None and self.options.get("order") == collected.num_rollouts - 1:
-            return self.options | {"order": None}  # the full order of every group, by the samples that have a reward
-        return self.options
+        options = dict(self.options)
+        if collected.parts is not None:
+            options["reward_weights"] = collected.part_weights
+        if collected.valid is not None and options.get("order") == collected.num_rollouts - 1:
+            options["order"] = None  # the full order of every group, by the samples that have a reward
+        return options
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()

@@ -106,6 +106,7 @@ class Learner:
         token_budget: largest number of tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
         reference: the reference policy, of settings.kl_coef and of objectives that need one.
+        objective_state: tensors of the objective that checkpoints keep, by name.
         module: what runs the policy's passes (sharding.distribute); the model itself with one process.
     """
 
@@ -118,6 +119,7 @@ class Learner:
     reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     module: nn.Module | None = None
+    objective_state: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -241,15 +243,24 @@ class Learner:
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
         temperature."""
+        return self._of_tokens(self._batch_logprobs, model, samples, sequences)
+
+    def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
+        return self._of_tokens(self._batch_entropies, model, samples, sequences)
+
+    def _of_tokens(
+        self, compute: Callable[[PolicyModel, MicroBatch], Tensor], model: PolicyModel, samples: Samples, sequences: Tensor
+    ) -> Tensor:
         tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
-        logprobs = torch.zeros(len(tokens), device=tokens.device)
+        results = torch.zeros(len(tokens), device=tokens.device)
         for batch, is_own, _ in self._passes(packer, sequences):
             if is_own or self.shares_weights:
-                values = self._batch_logprobs(model, batch)
+                values = compute(model, batch)
             if is_own:
-                logprobs[batch.target_index] = values
-        logprobs, is_all = self.ranks.sum(logprobs), len(sequences) == len(samples.rollouts)
-        return logprobs if is_all else logprobs[packer.positions(sequences)]
+                results[batch.target_index] = values
+        results, is_all = self.ranks.sum(results), len(sequences) == len(samples.rollouts)
+        return results if is_all else results[packer.positions(sequences)]
 
     def apply_importance_sampling(self, samples: AnySamples, cap: float) -> tuple[AnySamples, dict[str, float]]:
         """Return the samples with truncated importance weights (Yao et al. 2025), and metrics of them.
@@ -266,15 +277,21 @@ class Learner:
         rollouts = dataclasses.replace(samples.rollouts, logprobs=logprobs, importance_weights=weights)
         return dataclasses.replace(samples, rollouts=rollouts), metrics
 
-    @torch.no_grad()
     def _batch_logprobs(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
+        return self._logprobs_and_entropies(model, batch)[0]
+
+    def _batch_entropies(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
+        return self._logprobs_and_entropies(model, batch)[1]
+
+    @torch.no_grad()
+    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         temperature = self.settings.temperature / model.logit_scale
         softcap = model.softcap / model.logit_scale
 
-        def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)[0]
+        def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)
 
-        values: Tensor = run_batch(model, batch, self.dtype, finish)
+        values: tuple[Tensor, Tensor] = run_batch(model, batch, self.dtype, finish)
         return values
 
     def set_reference(self) -> None:

@@ -16,6 +16,8 @@ class Needs:
     reference: bool = False  # a frozen copy of the policy as it was when reinforcement learning began
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
+    parts: bool = False  # each of several rewards, beside their sum
+    token_weights: bool = False  # factors of single tokens in the loss
     logprob_passes: int = 0  # forward passes over a step's samples, beside the passes of the loss
 
 
@@ -41,6 +43,14 @@ class Objective(Protocol):
     def owns_loss(self) -> bool:
         """Whether loss and aggregation are part of the objective, so that options cannot change them, and importance weights
         have nothing to correct."""
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """Factors [T] of the policy-gradient terms of the step's tokens, at least 0, once it has begun; None: all are 1."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the next step needs of this one, by name: tensors on the host that checkpoints keep and load in place."""
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group that failed altogether, or succeeded altogether, has advantages other than zero."""

@@ -11,12 +11,15 @@ from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.riskpo_objective import RiskpoObjective
+from maxrl_fast.training.zvp_objective import ZvpObjective
 
-DEFAULT_K = 4
+DEFAULT_K, DEFAULT_BUNDLE = 4, 5
 _BASELINES = ("leave_two_out",)  # alone they have no gradient
 _PACS = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
 _PACS_OPTIONS: dict[str, dict[str, Any]] = {"pacs": _PACS, "pacs_paper": _PACS | {"ref_reset_interval": 50}}
-OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *_PACS_OPTIONS)
+_ZVP_OPTIONS: dict[str, Any] = {"alpha": 0.1, "eps": 1e-6, "ddof": 1}
+OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *_PACS_OPTIONS, "rl_zvp", "riskpo")
 
 
 def is_custom(name: str) -> bool:
@@ -34,6 +37,10 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
         return {"k": DEFAULT_K} if "k" in inspect.signature(load_function(name)).parameters else {}
     if name in _PACS_OPTIONS:
         return _PACS_OPTIONS[name]
+    if name == "rl_zvp":
+        return _ZVP_OPTIONS
+    if name == "riskpo":
+        return {"bundle_size": DEFAULT_BUNDLE}
     row = ESTIMATORS[name]
     sizes = {} if row.size is None else {row.size.name: DEFAULT_K if row.size.name == "k" else num_rollouts - 1}
     options = dict(row.options)
@@ -59,6 +66,13 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
         if num_rollouts < 2 and options["score"] != "naive":
             raise ValueError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {num_rollouts}")
         return PacsObjective(**options, updates_per_step=updates_per_step, has_actor=name == "pacs_paper")
+    if name == "rl_zvp":
+        ESTIMATORS["grpo"].resolve_options(name, {option: options[option] for option in ("eps", "ddof")})
+        return ZvpObjective(**options)
+    if name == "riskpo":
+        if num_rollouts < 2:
+            raise ValueError(f"riskpo needs at least 2 rollouts per prompt, got {num_rollouts}")
+        return RiskpoObjective(**options)
     row = ESTIMATORS[name]
     if num_rollouts < row.min_rollouts:
         raise ValueError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")

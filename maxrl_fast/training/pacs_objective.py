@@ -59,6 +59,14 @@ class PacsObjective:
         has_passes = self.has_actor or self.updates_per_step > 1
         return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
+    @property
+    def token_weights(self) -> None:
+        return None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return False
 

@@ -13,6 +13,7 @@ from maxrl_fast.rollout import Engine
 from maxrl_fast.training.collect import Collected, RolloutCollector
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics
+from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
@@ -40,6 +41,7 @@ class Trainer:
         updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
         importance_cap: cap of the importance weights that correct for the rollout engine's log-probs; 0: no correction.
         keep_rollouts: rollouts of each step that its record keeps.
+        length_penalty: is added to the rewards that the objective sees; None: nothing is.
     """
 
     collector: RolloutCollector
@@ -51,6 +53,7 @@ class Trainer:
     importance_cap: float = 0.0
     clock: Stopwatch = field(default_factory=Stopwatch)
     keep_rollouts: int = 0
+    length_penalty: LengthPenalty | None = None
 
     def step(self, n: int, first_prompt: int, diagnose: bool = False) -> StepRecord:
         """Take step n, from 1, on the prompts from index `first_prompt` on.
@@ -64,14 +67,18 @@ class Trainer:
         """
         sampled = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
         collected, corrections = sampled, dict[str, float]()
+        if self.length_penalty is not None:
+            collected, corrections = self.length_penalty.add(collected)
         if self.importance_cap:
             with self.clock("log-probs"):
-                collected, corrections = self.learner.apply_importance_sampling(collected, self.importance_cap)
+                collected, more = self.learner.apply_importance_sampling(collected, self.importance_cap)
+            corrections |= more
         with self.clock("advantage") as lap:
             self.objective.begin(collected, self.learner)
+            learned = collected.weighted(self.objective.token_weights)
         train_seconds = lap.seconds
         self.engine.sleep()
-        diagnostics = self._diagnose(collected) if diagnose else None
+        diagnostics = diagnostics_record(sampled, self._prompt_gradient_norms(collected, learned)) if diagnose else None
 
         lr, updates = self.learning_rate.at(n), list[UpdateMetrics]()
         for sequences in collected.minibatches(self.updates_per_step):
@@ -82,7 +89,7 @@ class Trainer:
                 advantages = self.objective.advantages(sequences)  # [S]
             train_seconds += lap.seconds
             with self.clock("update") as lap:
-                updates.append(self.learner.update(collected, advantages, sequences, when=f"step {n}", lr=lr))
+                updates.append(self.learner.update(learned, advantages, sequences, when=f"step {n}", lr=lr))
             train_seconds += lap.seconds
         own_metrics = self.objective.end()
         with self.clock("weights to rollout"):
@@ -102,11 +109,11 @@ class Trainer:
             rollouts=rollouts,
         )
 
-    def _diagnose(self, collected: Collected) -> dict[str, Any]:
+    def _prompt_gradient_norms(self, collected: Collected, learned: Collected) -> list[float]:
         """Return the norm of each prompt's own gradient before the first update."""
         with self.clock("diagnosis"):
             known = collected.with_reward
             advantages = self.objective.advantages(known)
-            norms = prompt_gradient_norms(self.learner, collected, advantages, known, self.clock.beat)
+            norms = prompt_gradient_norms(self.learner, learned, advantages, known, self.clock.beat)
             self.objective.begin(collected, self.learner)  # anew, as if nothing had been asked of it
-        return diagnostics_record(collected, norms)
+        return norms

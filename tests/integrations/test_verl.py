@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import maxrl_fast
+from maxrl_fast import ops
 from maxrl_fast.integrations.rollouts import names
 from tests.integrations import uneven
 
@@ -98,6 +99,53 @@ def test_the_same_estimators_of_verl_agree_in_groups_of_two_and_more(ours, their
     sizes = torch.tensor([batch.prompts.count(key) for key in batch.prompts])
     a, b = (compute(batch, name, config)["advantages"][sizes > 1] for name in (f"maxrl_fast/{ours}", theirs))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_verls_remax_and_gdpo_agree():
+    from verl.trainer.ppo import core_algos
+
+    batch = uneven.rollouts(binary=False)
+    ids = torch.tensor([batch.prompts.index(key) for key in batch.prompts])
+    greedy = torch.arange(len(ids)).float() / 7
+    last = torch.zeros_like(batch.token_level_rewards)  # an outcome reward, at the last token
+    ends = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1)).argmax(1)
+    last[torch.arange(len(ids)), ends] = batch.rewards
+    theirs, _ = core_algos.compute_remax_outcome_advantage(last, greedy, batch.mask)
+    ours = ops.group_advantage(batch.rewards, "remax", group_ids=ids, greedy_rewards=greedy)
+    torch.testing.assert_close(theirs[:, 0][batch.mask[:, 0] == 1], ours[batch.mask[:, 0] == 1], rtol=1e-5, atol=1e-6)
+
+    # verl standardises over tokens: responses of one token are rollouts.
+    parts = torch.stack([batch.rewards, batch.rewards.flip(0) * 5])
+    one, uid = torch.ones(len(ids), 1), np.array([str(int(i)) for i in ids], dtype=object)
+    normalised = [core_algos.compute_grpo_outcome_advantage(part[:, None], one, uid)[0] for part in parts]
+    alone = torch.bincount(ids)[ids] == 1  # verl's groups of one have the advantage r / (1 + eps)
+    total = torch.where(alone[:, None], 0.0, normalised[0] + 0.5 * normalised[1])
+    theirs = core_algos.verl_F.masked_whiten(total, one)[:, 0]
+    ours = ops.group_advantage(parts.sum(0), "gdpo", group_ids=ids, reward_parts=parts, reward_weights=[1, 0.5], eps=1e-6)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-4)
+
+
+def test_verls_dapo_reward_manager_has_our_length_penalty():
+    from verl.workers.reward_manager.dapo import DAPORewardManager
+
+    from maxrl_fast.training.length_penalty import LengthPenalty
+
+    class Tokenizer:
+        eos_token = "."
+
+        def decode(self, tokens, skip_special_tokens=True):
+            return "x" * len(tokens)
+
+    buffer = SimpleNamespace(enable=True, len=4, penalty_factor=0.5, log=False)
+    manager = DAPORewardManager(Tokenizer(), 0, lambda **_: 1.0, max_resp_len=10, overlong_buffer_cfg=buffer)
+    lengths = torch.arange(1, 11)
+    mask = torch.cat([torch.ones(10, 3), (torch.arange(10) < lengths[:, None])], 1).long()
+    from verl import DataProto
+
+    tensors = {"prompts": torch.ones(10, 3).long(), "responses": torch.ones(10, 10).long(), "attention_mask": mask}
+    others = {"reward_model": np.array([{"ground_truth": "x"}] * 10), "data_source": np.array(["here"] * 10)}
+    rewards = manager(DataProto.from_dict(tensors=tensors, non_tensors=others)).sum(-1)
+    torch.testing.assert_close(rewards, 1 + LengthPenalty(10, 4, 0.5)(lengths))
 
 
 def test_options_come_from_verls_command_line():

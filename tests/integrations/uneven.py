@@ -52,9 +52,9 @@ def needs_binary(name):
 
 
 def one_group_at_a_time(name, rewards, prompts, lengths, **options):
-    """Return the advantages [B]; reinforce_pp, which standardises over the batch, from group ids in one call."""
+    """Return the advantages [B]; of an estimator that scales by the whole batch, from group ids in one call."""
     row, advantages = ops.ESTIMATORS[name], torch.zeros_like(rewards)
-    if name.startswith("reinforce_pp"):
+    if row.over_batch:
         ids = torch.tensor([prompts.index(key) for key in prompts])
         inputs = {"lengths": lengths} if row.inputs else {}
         return ops.group_advantage(rewards, name, group_ids=ids, **options, **inputs)

@@ -58,7 +58,7 @@ WITH_OPTIONS |= {"noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
 CHOICES |= {"clamp_delta": [0.0, 0.25]}
 CHOICES |= {"beta": [1.0, 0.5, -2], "penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
-ALONE = [name for name in ops.ESTIMATORS if not name.startswith("reinforce_pp")]  # these whiten the whole batch
+ALONE = [name for name, row in ops.ESTIMATORS.items() if not row.over_batch]  # those scale by the whole batch
 
 
 def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy, log_ratios=None):
@@ -72,6 +72,8 @@ def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy, l
     if name == "unlikeliness":
         ranks = [sum(y < x for y in logprobs) / len(r) for x in logprobs]
         return grpo([x * Fraction(1 - o["penalty"] * rank) for x, rank in zip(r, ranks, strict=True)], o["eps"], int(o["ddof"]))
+    if name == "remax":
+        return [x - Fraction(baseline) for x, baseline in zip(r, greedy, strict=True)]
     if name == "self" or name.startswith("grpo"):
         return [0.0 if known else v for v, known in zip(grpo(r, o["eps"], int(o["ddof"])), greedy, strict=True)]
     if name in OFF_POLICY:
@@ -101,14 +103,15 @@ def flat(tensor):
 
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
-                     logprobs=None, greedy_correct=None, log_ratios=None, scale_by_k=False, max_group_size=None,
+                     logprobs=None, greedy_correct=None, greedy_rewards=None, log_ratios=None, scale_by_k=False, max_group_size=None,
                      **options):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
         return
-    r, row, greedy = flat(rewards), ops.ESTIMATORS[estimator], flat(greedy_correct)
+    r, row = flat(rewards), ops.ESTIMATORS[estimator]
+    greedy = flat(greedy_correct if greedy_rewards is None else greedy_rewards)
     lengths, logprobs, log_ratios = flat(lengths), flat(logprobs), flat(log_ratios)
     groups = groups_of(rewards.shape, offsets, group_ids, valid)
     largest, size = max(map(len, groups)), k or order or 0
@@ -198,6 +201,10 @@ def advantage_arguments(draw, names=ALONE):
     if "greedy_correct" in row.inputs:
         alike = math.prod(shape) == 0 or "group_ids" in arguments
         arguments["greedy_correct"] = draw_tensor(draw, shape if alike else (len(sizes),), [0, 1], torch.bool)
+    if "greedy_rewards" in row.inputs:
+        alike = math.prod(shape) == 0 or "group_ids" in arguments
+        reals = draw(st.sampled_from(FLOATS))
+        arguments["greedy_rewards"] = draw_tensor(draw, shape if alike else (len(sizes),), [0.0, 1.0, 0.5, -2.0], reals)
     if draw(st.integers(0, 2)) == 0:
         arguments["valid"] = draw_tensor(draw, shape, [True, True, False], torch.bool)
     if draw(st.integers(0, 3)) == 0:

@@ -1,6 +1,7 @@
 """Group advantages against their definitions in exact rationals, and the rules for ties, scale, layout and dtype."""
 
 import itertools
+import math
 import subprocess
 import sys
 import warnings
@@ -30,7 +31,7 @@ GROUPS = [
     [5, 1, 4, 1, 3, 9, 2, 6],
 ]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
-OVER_THE_BATCH = ("reinforce_pp", "reinforce_pp_tokens")
+OVER_THE_BATCH = [name for name, row in ops.ESTIMATORS.items() if row.over_batch]
 
 
 def tensor(rewards, dtype=torch.float64):
@@ -50,6 +51,7 @@ def call(name, rewards, **keywords):
     row = ops.ESTIMATORS[name]
     flat = torch.arange(rewards.numel()).view(rewards.shape)
     inputs = {"lengths": 1 + flat % 5, "logprobs": -(1 + flat % 7).double(), "greedy_correct": flat % 2 == 0}
+    inputs |= {"greedy_rewards": flat % 3 / 4, "reward_parts": torch.stack([flat % 2, flat % 5])}
     inputs["log_ratios"] = (flat % 3 - 1).double() / 8
     size = {"k": 2} if row.size is not None and row.size.required else {}
     given = {"offsets", "group_ids"} & keywords.keys()
@@ -61,7 +63,7 @@ def call(name, rewards, **keywords):
 
 
 def assert_matches(actual, expected, tolerance=1e-12):
-    expected = tensor(expected)
+    expected = tensor([*expected])
     assert actual.dtype == torch.float64
     assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (actual, expected)
 
@@ -89,7 +91,7 @@ def test_every_size_equals_the_definition(name):
 
 
 def test_every_estimator_has_a_definition_or_its_own_test():
-    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self", *OFF_POLICY}
+    by_itself = {*OVER_THE_BATCH, "differential_smoothing", "unlikeliness", "self", "remax", *OFF_POLICY}
     assert set(DEFINITIONS) | by_itself == set(ops.ESTIMATORS)
 
 
@@ -129,6 +131,151 @@ def test_whitening_over_the_batch():
     kept = ops.group_advantage(rewards, "reinforce_pp", eps=0.0, valid=valid)[valid]
     groups = [row[keep] - row[keep].mean() for row, keep in zip(rewards, valid, strict=True)]
     torch.testing.assert_close(kept, torch.cat(groups) / torch.cat(groups).std())
+
+
+@pytest.mark.parametrize(("eps", "ddof"), [(1e-6, 1), (0.25, 0)])
+def test_lite_ppo_divides_by_the_standard_deviation_of_the_rewards_of_the_batch(eps, ddof):
+    groups = [[0, 1, 1, 1], [5, 5, 5, 5], [1, 0, 0, 2]]
+    given = {"eps": eps, "ddof": ddof}
+    everything = [Fraction(r) for group in groups for r in group]
+    expected = [
+        float(Fraction(r) - mean([*map(Fraction, group)])) / (std(everything, ddof) + eps) for group in groups for r in group
+    ]
+    actual = ops.group_advantage(torch.tensor(groups), "lite_ppo", **given)
+    assert_matches(actual.double().flatten(), expected, 1e-6)
+    assert_matches(ops.group_advantage(torch.tensor(groups).double(), "lite_ppo", **given).flatten(), expected)
+    assert (actual[1] == 0).all()
+    valid = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 0, 0]]).bool()  # the last group is a group of one
+    kept = [[Fraction(r) for r, keep in zip(*row, strict=True) if keep] for row in zip(groups, valid.tolist(), strict=True)]
+    spread = std([r for group in kept for r in group], ddof) + eps
+    part = ops.group_advantage(torch.tensor(groups).double(), "lite_ppo", valid=valid, **given)
+    assert_matches(part[valid], [float(r - mean(group)) / spread for group in kept for r in group])
+    assert (part[~valid] == 0).all()
+    assert part[2, 1] == 0
+    assert (ops.group_advantage(torch.full((2, 3), 0.1), "lite_ppo", **given) == 0).all()
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_response():
+    rewards = torch.tensor([[1.0, 0, 0.5], [1, 1, 1], [0, 0, 0]], dtype=torch.float64)
+    greedy = torch.tensor([0.5, 1, -1])
+    expected = torch.tensor([[0.5, -0.5, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.float64)
+    assert torch.equal(ops.group_advantage(rewards, "remax", greedy_rewards=greedy), expected)
+    assert torch.equal(ops.group_advantage(rewards, "remax", greedy_rewards=greedy[:, None].expand(3, 3)), expected)
+    alone = ops.group_advantage(torch.tensor([[3.5]]), "remax", greedy_rewards=torch.tensor([1.0]))
+    assert alone.tolist() == [[2.5]]  # a group of one has a baseline too
+    valid = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()
+    greedy[1] = torch.nan  # as where the greedy response has no reward
+    part = ops.group_advantage(rewards, "remax", greedy_rewards=greedy, valid=valid)
+    assert torch.equal(part, expected.masked_fill(~valid, 0.0))
+    with pytest.raises(ValueError, match="greedy_rewards must be finite, got nan"):
+        ops.group_advantage(rewards, "remax", greedy_rewards=greedy)
+    with pytest.raises(ValueError, match="remax needs greedy_rewards"):
+        ops.group_advantage(rewards, "remax")
+
+
+def normalise_then_sum(parts, weights, valid, eps, ddof):
+    """Return the advantages of GDPO of parts [R][G][N], None where one does not apply, from the definition."""
+    sums = [[Fraction(0) for _ in group] for group in valid]
+    for part, weight in zip(parts, weights, strict=True):
+        for g, group in enumerate(part):
+            members = [i for i, x in enumerate(group) if x is not None and valid[g][i]]
+            values = [Fraction(group[i]) for i in members]
+            normalised = standardised(values, mean(values), std(values, ddof), eps) if values else []
+            for i, x in zip(members, normalised, strict=True):
+                sums[g][i] += Fraction(weight) * Fraction(x)
+    everything = [x for group, keep in zip(sums, valid, strict=True) for x, known in zip(group, keep, strict=True) if known]
+    spread = std(everything, ddof) + eps
+    return [[float(x - mean(everything)) / spread if known else 0.0 for x, known in zip(group, keep, strict=True)]
+            for group, keep in zip(sums, valid, strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "eps", "ddof"), [(None, 1e-4, 1), ([1, -0.5], 0.25, 0)])
+def test_gdpo_normalises_each_reward_before_the_sum(weights, eps, ddof):
+    parts = [[[0, 1, 1, 1], [1, 1, 1, 1], [None, 0, 0, 1]], [[30, 10, 40, 10], [5, 9, 2, 6], [50, 30, 50, None]]]
+    values = torch.tensor([[[torch.nan if x is None else x for x in group] for group in part] for part in parts])
+    rewards, given = values.nan_to_num().sum(0).double(), {"eps": eps, "ddof": ddof, "reward_weights": weights}
+    everywhere = [[True] * 4] * 3
+    expected = normalise_then_sum(parts, weights or [1, 1], everywhere, eps, ddof)
+    actual = ops.group_advantage(rewards, "gdpo", reward_parts=values, **given)
+    assert_matches(actual.flatten(), itertools.chain(*expected), 1e-9)
+    some = [[True, True, False, True], [True] * 4, [False, True, False, False]]  # a group of one has no spread
+    part = ops.group_advantage(rewards, "gdpo", reward_parts=values, valid=torch.tensor(some), **given)
+    assert_matches(part.flatten(), itertools.chain(*normalise_then_sum(parts, weights or [1, 1], some, eps, ddof)), 1e-9)
+    assert not part[2].any()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(12).div(4, rounding_mode="floor")[order]
+    shuffled = ops.group_advantage(
+        rewards.flatten()[order], "gdpo", reward_parts=values.flatten(1)[:, order], group_ids=ids, **given
+    )
+    assert_matches(shuffled, actual.flatten()[order].tolist())
+    equal = ops.group_advantage(rewards, "gdpo", reward_parts=torch.ones_like(values), **given)
+    assert (equal == 0).all()
+
+
+def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
+    first, second = torch.tensor([[0.0, 1, 0, 1], [1, 0, 0, 0]]), torch.tensor([[1.0, 1, 0, 0], [0, 1, 1, 1]])
+    scales = [1.0, 100.0]
+    by_scale = [ops.group_advantage(first + s * second, "gdpo", reward_parts=torch.stack([first, s * second])) for s in scales]
+    torch.testing.assert_close(*by_scale, rtol=1e-3, atol=1e-3)
+    summed = [ops.group_advantage(first + s * second, "reinforce_pp") for s in scales]
+    assert (summed[0] - summed[1]).abs().max() > 0.3
+
+
+def hero(verifier, scores, valid, half=Fraction("0.05"), eps=Fraction("1e-6"), ddof=1):
+    """Return the advantages of HERO of [G][N] from the definition."""
+    known = [[i for i, keep in enumerate(group) if keep] for group in valid]
+    spreads = [std([Fraction(scores[g][i]) for i in members], ddof) for g, members in enumerate(known) if members]
+    advantages = [[0.0] * len(group) for group in verifier]
+    for g, members in enumerate(known):
+        ranged = []
+        for i in members:
+            own = [Fraction(scores[g][j]) for j in members if verifier[g][j] == verifier[g][i]]
+            share = (Fraction(scores[g][i]) - min(own)) / (max(own) - min(own) + eps)
+            ranged.append((1 if verifier[g][i] else 0) - half + 2 * half * share)
+        if members:
+            spread = std([Fraction(scores[g][i]) for i in members], ddof)
+            weight = 0.5 + 1.5 / (1 + math.exp(-5 * (spread - sum(spreads) / len(spreads))))
+            for i, x in zip(members, ranged, strict=True):
+                advantages[g][i] = weight * float(x - mean(ranged))
+    return itertools.chain(*advantages)
+
+
+def test_hero_ranges_the_score_within_the_verifiers_classes():
+    verifier = [[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    scores = [[-1, 2, 0, 3, "0.5"], [0, 1, "0.25", 1, 2], [4, 4, 4, 4, 4], [9, 1, "-2.5", 0, 1]]
+    parts = torch.tensor([verifier, [[float(x) for x in group] for group in scores]], dtype=torch.float64)
+    everywhere = [[True] * 5] * 4
+    actual = ops.group_advantage(parts.sum(0), "hero", reward_parts=parts)
+    assert_matches(actual.flatten(), hero(verifier, scores, everywhere), 1e-9)
+    assert (actual[1] != 0).all()  # all wrong: the score alone
+    assert (actual[2] == 0).all()  # equal rewards
+    assert actual[0][parts[0, 0] == 1].min() > actual[0][parts[0, 0] == 0].max()
+    some = [[True, True, False, True, True], [False] * 5, [True] * 5, [False, True, False, False, False]]
+    part = ops.group_advantage(parts.sum(0), "hero", reward_parts=parts, valid=torch.tensor(some), score_range=0.25)
+    assert_matches(part.flatten(), hero(verifier, scores, some, half=Fraction("0.25")), 1e-9)
+    assert not part[3].any()  # a group of one
+    halves = torch.cat([parts, -parts[1:]])  # several scores are one, their weighted sum
+    twice = ops.group_advantage(parts.sum(0), "hero", reward_parts=halves, reward_weights=[1, 1.5, 0.5])
+    torch.testing.assert_close(twice, actual)
+
+
+def test_bad_parts_are_refused_by_name():
+    rewards, parts = torch.zeros(2, 3), torch.zeros(2, 2, 3)
+    for name, given, message in (
+        ("gdpo", {}, "gdpo needs reward_parts"),
+        ("gdpo", {"reward_parts": parts[0]}, r"reward_parts must have the shape \(R, 2, 3\), got \(2, 3\)"),
+        ("gdpo", {"reward_parts": parts[:0]}, r"reward_parts must have the shape \(R, 2, 3\), got \(0, 2, 3\)"),
+        ("gdpo", {"reward_parts": parts, "reward_weights": [1]}, "a number for each of the 2 rewards, got 1"),
+        ("gdpo", {"reward_parts": parts, "reward_weights": [1, torch.nan]}, "each of reward_weights must be a finite number"),
+        ("gdpo", {"reward_parts": parts + torch.inf}, "must be finite"),
+        ("rloo", {"reward_weights": [1]}, "rloo takes no reward_weights"),
+        ("hero", {"reward_parts": parts[:1]}, "hero takes a verifier of weight 1 and one or more scores"),
+        ("hero", {"reward_parts": parts, "reward_weights": [2, 1]}, "hero takes a verifier of weight 1"),
+        ("hero", {"reward_parts": parts + 0.5}, "the verifier of hero must give 0 or 1, got 0.5"),
+        ("hero", {"reward_parts": parts, "score_range": 0.5}, "score_range must be above 0 and below .5, got 0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.group_advantage(rewards, name, **given)
 
 
 def whitened_over_tokens(groups, eps, ddof):
@@ -303,12 +450,13 @@ def test_uneven_groups_equal_each_group_alone(name):
         rewards = rewards + 0.25 * torch.rand(len(rewards), generator=generator)
     lengths = torch.randint(1, 9, rewards.shape, generator=generator)
     logprobs = -torch.rand(rewards.shape, generator=generator)
-    greedy = torch.rand(len(sizes), generator=generator) < 0.5
+    greedy = torch.rand(len(sizes), generator=generator)
     log_ratios = logprobs + 0.5
     inputs = ops.ESTIMATORS[name].inputs
 
     def inputs_of(rows, group):
-        known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group]}
+        known = {"lengths": lengths[rows], "logprobs": logprobs[rows], "greedy_correct": greedy[group] < 0.5}
+        known |= {"greedy_rewards": greedy[group], "reward_parts": torch.stack([lengths[rows] % 2, lengths[rows]])}
         known["log_ratios"] = log_ratios[rows]
         return {key: known[key] for key in inputs}
 
@@ -346,6 +494,7 @@ def test_invalid_rollouts_are_left_out_of_their_group(name, n):
     rewards[~valid] = torch.nan
     lengths, logprobs = torch.randint(1, 9, (6, n), generator=generator), -torch.rand(6, n, generator=generator)
     known = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": torch.arange(6) % 2 == 0}
+    known |= {"greedy_rewards": torch.arange(6) / 4, "reward_parts": torch.stack([lengths % 2, lengths])}
     known["log_ratios"] = torch.where(valid, logprobs + 0.5, torch.nan)
     inputs = {key: known[key] for key in ops.ESTIMATORS[name].inputs}
     actual = call(name, rewards, valid=valid, **inputs)
@@ -358,7 +507,7 @@ def test_invalid_rollouts_are_left_out_of_their_group(name, n):
             own = {key: value[g][keep] if value.dim() == 2 else value[g : g + 1] for key, value in inputs.items()}
             assert torch.equal(actual[g][keep], call(name, rewards[g][keep], **own)), name
     assert torch.equal(call(name, rewards.flatten(), valid=valid.flatten(), offsets=torch.arange(7) * n, **{
-        key: value.flatten() for key, value in inputs.items()
+        key: value.flatten(-2) if value.dim() > 1 else value for key, value in inputs.items()
     }), actual.flatten())  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast import train
+from maxrl_fast import ops, train
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rewards.pool import Scores
 from maxrl_fast.rewards.scoring import Scorer
@@ -92,6 +92,21 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
         assert step.numbers == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": num_mixed / num_sampled}
     else:
         assert step.numbers == {}
+
+
+@pytest.mark.parametrize("group", [[0.0, 0.95], [1.0, 0.0], [0.35, 0.4]])
+def test_the_filter_keeps_a_group_whole_where_one_rollout_differs(group):
+    """A filter by the spread of the other rollouts would drop the one that differs and keep its equal peers: their spread is
+    0, or rounding error (NeMo-RL, pull requests 3469 and 4158). Here the whole group is kept, by exact equality."""
+    for lone, peer in (group, group[::-1]):
+        rewards = torch.tensor([[lone] + [peer] * 7, [peer] * 8])
+        assert is_mixed(rewards).tolist() == [True, False]
+        assert is_mixed(rewards.masked_fill(rewards == lone, NAN)).tolist() == [False, False]  # its reward is not known
+        for name in ("rloo", "grpo", "lite_ppo"):
+            advantages = ops.group_advantage(rewards, name)
+            assert (advantages[0] != 0).all()
+            assert advantages[0].abs().max() < 4
+            assert (advantages[1] == 0).all()
 
 
 def test_greedy_rewards_are_selected_with_their_groups():

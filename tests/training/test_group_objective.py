@@ -40,6 +40,8 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
     assert GroupObjective("self", {}).needs == Needs(greedy=True)
     assert GroupObjective("grpo", {}).needs == Needs()
     assert (values("self", solved) != 0).tolist() == [[False, False], [True, True]]
+    assert GroupObjective("remax", {}).needs == Needs(greedy=True)
+    assert values("remax", torch.tensor([0.25, 1.0])).tolist() == [[0.75, -0.25], [-1.0, 0.0]]
 
 
 def test_the_options_choose_the_objective():

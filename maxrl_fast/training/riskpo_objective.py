@@ -1,0 +1,96 @@
+"""RiskPO: the scores of bundles of prompts, below quantiles that are tracked over the run."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.objective import Needs
+
+LOW, HIGH = 0.2, 0.9  # the levels of the quantiles
+_LEVELS = torch.tensor([LOW, HIGH], dtype=torch.float64)
+_MIX, _RATE, _EPS = 1.5, 0.1, 1e-6
+_LEAST_SPREAD = 1e-3  # of rewards and of scores; below it they count as equal
+
+
+@dataclass
+class RiskpoObjective:
+    """RiskPO (arXiv:2510.00911), mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO).
+
+    A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each prompt, with the score s, the sum
+    of their rewards. With the tracked quantiles a and b of all scores at the levels LOW and HIGH,
+
+        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW,
+        A_i = (1.5 c + x) / 2.5 / (std of s over the papers of the bundle) / (std of r over the group of i),
+
+    where a standard deviation of 0 counts as 1. The authors' code does so for r alone: a bundle of equal scores there has
+    advantages of 1e6. The first step sets a and b to the quantiles of its own scores; every step ends with
+    q += .1 (level - share of scores below q).
+
+    Attributes:
+        quantiles: float64 [2], a and b; NaN before the first step. A checkpoint keeps them.
+    """
+
+    bundle_size: int = 5
+    loss: str = "ppo"
+    aggregation: str = "token_mean"
+    owns_loss: bool = False
+    quantiles: Tensor = field(default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False)
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
+    _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # of the papers that have one
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def token_weights(self) -> None:
+        return None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {"quantiles": self.quantiles}
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        return True
+
+    def begin(self, collected: Collected, learner: Learner | None) -> None:
+        rewards = collected.rewards.double().cpu()  # small, and the quantiles are on the host
+        known = torch.ones_like(rewards, dtype=torch.bool) if collected.valid is None else collected.valid.cpu()
+        bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
+        has_score = known.view(bundles.shape).all(1)  # [G/B, N]
+        scores = bundles.sum(1)
+        self._scores = scores[has_score]
+        self._start()
+        low, high = self.quantiles
+        within = ((scores - low).clamp_min(0) - (scores - high).clamp_min(0) + low - high) / (HIGH - LOW + _EPS)
+        below = -(low - scores).clamp_min(0) / (LOW + _EPS)
+        mixed = (_MIX * below + within) / (_MIX + 1) / (_spread(scores, has_score) + _EPS)
+        spreads = _spread(rewards, known).view(*bundles.shape[:2], 1)  # [G/B, B, 1]
+        values = (mixed[:, None] / (spreads + _EPS)).masked_fill(~has_score[:, None], 0.0)
+        self._values = values.view(rewards.shape).to(collected.rewards)
+
+    def _start(self) -> None:
+        if bool(self.quantiles.isnan().any()) and len(self._scores):
+            self.quantiles.copy_(torch.quantile(self._scores, _LEVELS))
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        return self._values.flatten()
+
+    def end(self) -> dict[str, float]:
+        if len(self._scores):
+            below = (self._scores < self.quantiles[:, None]).double().mean(1)
+            self.quantiles += _RATE * (_LEVELS - below)
+        low, high = self.quantiles.tolist()
+        return {"riskpo_quantile_low": low, "riskpo_quantile_high": high}
+
+
+def _spread(values: Tensor, known: Tensor) -> Tensor:
+    """Return the sample standard deviation [..., 1] of the known values of each row, 1 where it is 0 or not defined."""
+    count = known.sum(-1, keepdim=True)
+    mean = (values * known).sum(-1, keepdim=True) / count.clamp_min(1)
+    squares = ((values - mean).square() * known).sum(-1, keepdim=True)
+    spread = (squares / (count - 1).clamp_min(1)).sqrt()
+    return torch.where(spread > _LEAST_SPREAD, spread, 1.0)

@@ -1,0 +1,82 @@
+"""RL-ZVP: grpo, and for groups whose rewards are all equal a push of every token by its entropy."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops import group_advantage
+from maxrl_fast.records import gather_sequences
+from maxrl_fast.training.collect import Collected, is_mixed
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.objective import Needs
+from maxrl_fast.transfers import to_device
+
+
+@dataclass
+class ZvpObjective:
+    """RL-ZVP (Le et al. 2025, arXiv:2509.21880), for rewards 0 or 1.
+
+    A token t of a response has the advantage alpha H_t where all rewards of the group are 1, and -alpha (max_s H_s - H_t) where
+    all are 0, with s over the tokens of its response and H_t the entropy of the policy that t was sampled from, in nats. Other
+    groups have the advantages of grpo.
+
+    The learner takes an advantage per response, here 1 or -1, and a factor of at least 0 per token: their product is the same,
+    since no loss of a token depends on more than the product.
+
+    Args:
+        alpha: weight of the entropies.
+        eps, ddof: of grpo.
+    """
+
+    alpha: float = 0.1
+    eps: float = 1e-6
+    ddof: int = 1
+    loss: str = "ppo"
+    aggregation: str = "token_mean"
+    owns_loss: bool = False
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
+    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(binary=True, token_weights=True, logprob_passes=1)  # at most: only groups with equal rewards
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        return self._token_weights
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        return True
+
+    def begin(self, collected: Collected, learner: Learner) -> None:
+        rewards, valid = collected.rewards, collected.valid
+        values = group_advantage(rewards, "grpo", valid=valid, eps=self.eps, ddof=self.ddof)
+        known = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+        is_alike = known & ~is_mixed(rewards.masked_fill(~known, torch.nan))[:, None]
+        self._values = torch.where(is_alike, 2 * rewards - 1, values)
+        self._token_weights = self._by_entropy(collected, learner, is_alike.flatten().nonzero()[:, 0])
+
+    def _by_entropy(self, collected: Collected, learner: Learner, sequences: Tensor) -> Tensor | None:
+        """Return the factor of each token [T], 1 but in the chosen sequences; None where there are none."""
+        if not len(sequences):
+            return None
+        rollouts, chosen = collected.rollouts, sequences.cpu()
+        entropies = learner.entropies(learner.model, collected, chosen)  # [tokens of the sequences]
+        index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
+        lengths = cu_seqlens.diff()
+        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)
+        is_correct = (collected.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
+        below = largest.repeat_interleave(lengths, output_size=len(index)) - entropies
+        factors = self.alpha * torch.where(is_correct, entropies, below)
+        return torch.ones(len(rollouts.tokens), device=entropies.device).index_copy(0, index, factors)
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        return self._values.flatten()
+
+    def end(self) -> dict[str, float]:
+        return {}

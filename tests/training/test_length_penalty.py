@@ -1,0 +1,66 @@
+"""DAPO's overlong punishment: its formula, which rewards it changes, and the options."""
+
+import pytest
+import torch
+
+from maxrl_fast.build import build_length_penalty
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts, Samples, pack
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.length_penalty import LengthPenalty
+from tests.batches import collected, make_prompts
+
+
+def soft_punishment(length, longest, cache):
+    """Return R_length of DAPO, eq. 13, case by case."""
+    if length <= longest - cache:
+        return 0.0
+    return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(20, 5), (7, 7), (9, 1)])
+def test_the_penalty_is_that_of_dapo(limit, buffer):
+    lengths = torch.arange(limit + 1)
+    expected = torch.tensor([soft_punishment(length, limit, buffer) for length in range(limit + 1)])
+    torch.testing.assert_close(LengthPenalty(limit, buffer)(lengths), expected)
+    torch.testing.assert_close(LengthPenalty(limit, buffer, 0.25)(lengths), 0.25 * expected)
+    assert expected[-1] == -1
+
+
+def samples(*lengths):
+    tokens, cu_seqlens = pack([[1] * length for length in lengths])
+    rollouts = Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(lengths), dtype=torch.bool))
+    return Samples(make_prompts([[1], [2]]), rollouts)
+
+
+def test_only_the_rewards_of_the_objective_change():
+    rewards, valid = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, True]])
+    before = collected(samples(2, 8, 10, 9), rewards, valid)
+    after, metrics = LengthPenalty(10, 4).add(before)
+    assert after.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]  # where the reward is not known it stays 0
+    assert metrics == {"overlong_penalty": pytest.approx(-(0.5 + 1 + 0.75) / 4)}
+    assert after.sampled_rewards is before.sampled_rewards  # metrics and dynamic sampling
+    assert before.rewards is rewards
+
+
+def test_options():
+    def made(*flags):
+        config = parse(["--device", "cpu", *flags])
+        check(config)
+        return build_length_penalty(resolve(config, MazeTask(9)))
+
+    assert made() is None
+    assert made("--overlong-buffer", "8") == LengthPenalty(32, 8, 1.0)
+    assert made("--overlong-buffer", "8", "--overlong-penalty", ".5", "--max-new-tokens", "16") == LengthPenalty(16, 8, 0.5)
+    for flags, message in (
+        (["--overlong-buffer", "33"], "overlong_buffer must be at most max_new_tokens, got 33 and 32"),
+        (["--overlong-buffer", "-1"], "overlong_buffer must be at least 0, got -1"),
+        (["--overlong-buffer", "4", "--overlong-penalty", "0"], "overlong_penalty must be a finite number above 0, got 0"),
+        (["--overlong-penalty", "2"], "a run without --overlong-buffer takes no overlong_penalty"),
+        (["--overlong-buffer", "4", "--objective", "pacs"], "overlong_buffer makes rewards other than 0 and 1, which pacs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            made(*flags)

@@ -1,0 +1,98 @@
+"""Objectives that take several rewards one by one: what the collector keeps of them, and which options they refuse."""
+
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+from maxrl_fast.rewards.pool import Failure, Scores
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.objective import Needs
+from tests.training.test_collect import NumberedEngine
+
+NAN = float("nan")
+
+
+class Source(RewardSource):
+    """Gives these values, NaN where it does not apply and None where it fails."""
+
+    def __init__(self, name, values):
+        self.name, self.values = name, values
+
+    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
+        failures = [Failure(i, "exception", "no") for i, value in enumerate(self.values) if value is None]
+        parts = [{"half": 0.0 if value is None else value / 2} for value in self.values]
+        return Scores([value or 0.0 for value in self.values], failures, 0, parts)
+
+
+def collect(first, second, needs_parts=True):
+    task = MazeTask(5)
+    source = WeightedRewards([Source("a.py:first", first), Source("a.py:second", second)], [1.0, 0.5])
+    sampling = Sampling(1.0, 32, task.stop_ids)
+    sizes = {"num_prompts": 2, "num_rollouts": 3}
+    scorer = Scorer(task, source)
+    return RolloutCollector(task, NumberedEngine(), scorer, sampling, **sizes, needs_parts=needs_parts).collect(1, 0)
+
+
+def test_each_reward_is_kept_beside_the_sum():
+    first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, NAN, 8.0, 6.0, 2.0]
+    step = collect(first, second)
+    assert step.rewards.tolist() == [[2.0, 2.0, 1.0], [4.0, 3.0, 2.0]]
+    expected = torch.tensor([first, second]).view(2, 2, 3)
+    torch.testing.assert_close(step.parts, expected, rtol=0, atol=0, equal_nan=True)
+    assert step.part_weights == (1.0, 0.5)
+    assert collect(first, second, needs_parts=False).parts is None
+    for name in ("gdpo", "hero"):
+        objective = GroupObjective(name, {})
+        assert objective.needs == Needs(parts=True)
+        objective.begin(step, None)
+        by_hand = ops.group_advantage(step.rewards, name, reward_parts=expected, reward_weights=[1.0, 0.5])
+        assert torch.equal(objective.advantages(torch.arange(6)), by_hand.flatten())
+        assert by_hand.abs().max() > 0.1
+
+
+def test_a_rollout_with_a_failed_reward_is_left_out():
+    step = collect([0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, 0.0, None, 6.0, 2.0])
+    assert step.valid.tolist() == [[True, True, True], [False, True, True]]
+    objective = GroupObjective("gdpo", {})
+    objective.begin(step, None)
+    own = ops.group_advantage(
+        step.rewards.flatten()[[0, 1, 2, 4, 5]],
+        "gdpo",
+        reward_parts=step.parts.flatten(1)[:, [0, 1, 2, 4, 5]],
+        reward_weights=[1, 0.5],
+        offsets=torch.tensor([0, 3, 5]),
+    )
+    torch.testing.assert_close(objective.advantages(torch.arange(6))[[0, 1, 2, 4, 5]], own)
+    assert objective.advantages(torch.arange(6))[3] == 0
+
+
+def test_a_verifier_that_gives_other_numbers_ends_the_run_with_a_sentence():
+    step = collect([0.0, 0.5, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, 0.0, 1.0, 6.0, 2.0])
+    with pytest.raises(InputError, match=r"step 1: the verifier of hero must give 0 or 1, got 0.5"):
+        GroupObjective("hero", {}).begin(step, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective gdpo", "gdpo takes several rewards one by one: --reward needs 2 or more, got 0"),
+        ("--objective hero --reward a.py:f", "hero takes several rewards one by one: --reward needs 2 or more, got 1"),
+        ("--objective gdpo --reward a.py:f a.py:g --reward-threshold .5", "reward_threshold would change none of them"),
+        ("--objective gdpo --reward a.py:f a.py:g --overlong-buffer 4", "overlong_buffer would change none of them"),
+        ("--objective hero --reward a.py:f a.py:g --reward-weights 2 1", "hero needs 1 as the weight of the verifier"),
+        ("--objective gdpo --reward a.py:f a.py:g --dynamic-sampling 2", "rewards are equal, from which gdpo learns"),
+        ("--objective hero --reward a.py:f a.py:g --score-range 0.7", "score_range must be above 0 and below .5, got 0.7"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(InputError, match=message):
+        check(parse(flags.split()))
+    check(parse(["--objective", "gdpo", "--reward", "a.py:f", "a.py:g", "--reward-weights", "1", ".5"]))

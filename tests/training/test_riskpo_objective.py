@@ -1,0 +1,124 @@
+"""RiskPO: its advantages paper by paper as the authors write them, the tracked quantiles, and a run that resumes."""
+
+import statistics
+
+import pytest
+import torch
+
+from maxrl_fast import train
+from maxrl_fast.config.checks import check, objective_of
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Samples
+from maxrl_fast.training.riskpo_objective import RiskpoObjective
+from tests.batches import collected, make_prompts
+from tests.run.test_resume import assert_same, stop_at
+from tests.test_train import base, read
+from tests.training.test_collect import CHAIN
+
+REWARDS = torch.tensor(
+    [[1.0, 0, 1, 0.5], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0.25, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
+)
+
+
+def begun(objective, rewards, valid=None):
+    prompts = make_prompts([[1] for _ in rewards])
+    objective.begin(collected(Samples(prompts, None), rewards, valid), None)
+    return objective.advantages(torch.arange(rewards.numel())).view(rewards.shape)
+
+
+def spread(values):
+    return s if len(values) > 1 and (s := statistics.stdev(values)) > 1e-3 else 1.0
+
+
+def paper_by_paper(rewards, keep, size, low, high):
+    """Return the advantages [G][N] with the quantiles `low` and `high` of levels .2 and .9."""
+    advantages = [[0.0] * len(row) for row in rewards]
+    for first in range(0, len(rewards), size):
+        prompts = range(first, first + size)
+        papers = [n for n in range(len(rewards[0])) if all(keep[q][n] for q in prompts)]
+        scores = {n: sum(rewards[q][n] for q in prompts) for n in papers}
+        for n, score in scores.items():
+            value = (max(score - low, 0) - max(score - high, 0) + low - high) / 0.7
+            tail = -max(low - score, 0) / 0.2
+            advantage = (1.5 * tail + value) / 2.5 / spread([*scores.values()])
+            for q in prompts:
+                known = [r for r, known in zip(rewards[q], keep[q], strict=True) if known]
+                advantages[q][n] = advantage / spread(known)
+    return torch.tensor(advantages)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_paper_has_the_authors_advantage(size):
+    valid = torch.ones(8, 4, dtype=torch.bool)
+    valid[0, 1] = valid[5, 3] = False
+    for known in (None, valid):
+        keep = torch.ones_like(valid) if known is None else known
+        objective = RiskpoObjective(size)
+        actual = begun(objective, REWARDS * keep, known)
+        low, high = objective.quantiles.tolist()
+        has_score = keep.view(-1, size, 4).all(1)
+        scores = (REWARDS * keep).view(-1, size, 4).sum(1)[has_score].double()
+        assert [low, high] == torch.quantile(scores, torch.tensor([0.2, 0.9], dtype=torch.float64)).tolist()
+        assert low < high
+        expected = paper_by_paper(REWARDS.tolist(), keep.tolist(), size, low, high)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        assert (expected < 0).any()
+        assert (actual <= 0).all()
+        assert (actual.view(-1, size, 4).masked_select(~has_score[:, None]) == 0).all()
+
+
+def test_the_quantiles_follow_the_scores_by_gradient_descent():
+    objective = RiskpoObjective(2)
+    begun(objective, REWARDS)
+    begun(objective, REWARDS)  # as for diagnostics: only the end of a step counts
+    low, high = objective.quantiles.tolist()
+    scores = REWARDS.view(4, 2, 4).sum(1).flatten()
+    metrics = objective.end()
+    expected = [q + 0.1 * (level - float((scores < q).float().mean())) for q, level in ((low, 0.2), (high, 0.9))]
+    assert [*metrics.values()] == pytest.approx(expected)
+    second = begun(objective, REWARDS.flip(0))
+    torch.testing.assert_close(
+        second, paper_by_paper(REWARDS.flip(0).tolist(), [[True] * 4] * 8, 2, *expected), rtol=1e-4, atol=1e-5
+    )
+    before = objective.quantiles.clone()
+    begun(objective, 100 + REWARDS)
+    for _ in range(10):
+        objective.end()  # all scores are above
+    torch.testing.assert_close(objective.quantiles - before, torch.tensor([0.2, 0.9]).double())
+    nothing = RiskpoObjective(2)
+    assert not begun(nothing, 0 * REWARDS, torch.zeros(8, 4, dtype=torch.bool)).any()
+    assert nothing.quantiles.isnan().all()
+
+
+def test_equal_scores_have_advantages_of_ordinary_size():
+    objective = RiskpoObjective(4)
+    begun(objective, REWARDS)
+    assert begun(objective, 0 * REWARDS).abs().max() < 10
+    assert objective.learns_from_equal_rewards(4)
+
+
+def test_options():
+    assert objective_of(parse(["--objective", "riskpo", "--bundle-size", "4"])) == RiskpoObjective(4)
+    check(parse(["--objective", "riskpo", "--prompts", "40"]))
+    for flags, message in (
+        ([], "prompts must be a multiple of bundle_size, got 32 and 5"),
+        (["--prompts", "5", "--bundle-size", "0"], "bundle_size must be at least 1, got 0"),
+        (["--prompts", "5", "--rollouts", "1"], "riskpo needs at least 2 rollouts per prompt, got 1"),
+        (["--prompts", "5", "--dynamic-sampling", "2"], "rewards are equal, from which riskpo learns"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check(parse(["--objective", "riskpo", *flags]))
+
+
+@pytest.mark.slow
+def test_a_run_that_tracks_quantiles_resumes_bitwise(tmp_path, monkeypatch):
+    flags = [*base()[2:], *CHAIN, "--objective", "riskpo", "--bundle-size", "2", "--steps", "6"]
+    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    records = read(tmp_path / "whole" / "metrics.jsonl")
+    assert len({record["riskpo_quantile_high"] for record in records}) > 1, records
+    stop_at(monkeypatch, "step 3")
+    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")

@@ -64,6 +64,7 @@ def streams(draw):
 
 @settings(60)
 @given(streams(), st.booleans())
+@pytest.mark.usefixtures("instructions")
 def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_heads(drawn, is_view):
     if not sum(drawn[0]) + sum(drawn[1]):
         return  # see test_streams_without_tokens
@@ -90,6 +91,7 @@ SHAPES = {
     "heads of 16": ([94] * 4, [13, 9, 17] * 4, [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3, 8, 4, 16),
     "heads of 64": ([310], [1, 20, 90, 180] * 8, [0] * 32, 4, 2, 64),
     "seven heads to a key": ([300], [256] * 4, [0] * 4, 14, 2, 64),
+    "odd heads": ([41, 7], [33, 5, 1, 20], [0, 0, 1, 1], 3, 1, 35),
     "heads of 80": ([70, 30], [33] * 6, [0] * 3 + [1] * 3, 4, 4, 80),
 }
 

@@ -4,6 +4,11 @@ cuda: bool
 FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: Loss, LossTerms, LossSums, PacsMetrics
 MAX_LOG_RATIO: float
 
+# The instruction sets that the CPU's kernels can use here, the widest first, and a limit to one of them for this process. For
+# tests: no kernel may run meanwhile, and bfloat16 decoding names its own.
+def instruction_sets() -> list[str]: ...
+def limit_instructions(name: str) -> None: ...
+
 class Formula:
     def __init__(self, *, value: str, baseline: str, scale: str, eps: float, ddof: int, gain: float, bias: float) -> None: ...
 

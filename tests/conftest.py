@@ -1,7 +1,28 @@
-"""Thread settings for tests that run in parallel (pytest -n). They must be set before PyTorch is imported."""
+"""Thread settings for tests that run in parallel (pytest -n), and the instruction sets of the CPU's kernels."""
 
 import os
+from collections.abc import Iterator
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one busy thread per worker; subprocesses inherit it
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the other workers
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that uses the fixture `instructions` with each instruction set of this machine."""
+    if "instructions" in metafunc.fixturenames:
+        from maxrl_fast import _C
+
+        metafunc.parametrize("instructions", _C.instruction_sets(), indirect=True)
+
+
+@pytest.fixture
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Let the CPU's kernels use no wider instructions than these."""
+    from maxrl_fast import _C
+
+    _C.limit_instructions(request.param)
+    yield request.param
+    _C.limit_instructions(_C.instruction_sets()[0])

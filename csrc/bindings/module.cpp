@@ -1,4 +1,35 @@
+#include "../cpu/dispatch.h"
 #include "bindings.h"
+
+namespace maxrl::bindings {
+namespace {
+
+using cpu::Instructions;
+
+constexpr std::pair<std::string_view, Instructions> kInstructions[] = {
+    {"avx512", Instructions::kAvx512},
+    {"avx2", Instructions::kAvx2},
+    {"baseline", Instructions::kBaseline},
+};
+
+// For tests, which run kernels as machines with narrower vectors do.
+void bind_instructions(py::module_& m) {
+  m.def("instruction_sets", [] {
+    std::vector<std::string_view> names;
+    for (const auto& [name, instructions] : kInstructions)
+      if (instructions <= cpu::processor_instructions()) names.push_back(name);
+    return names;
+  });
+  m.def("limit_instructions", [](std::string_view name) {
+    const Instructions chosen = choose("instruction set", name, kInstructions);
+    if (chosen > cpu::processor_instructions())
+      throw py::value_error("this machine does not have the instruction set '" + std::string(name) + "'");
+    cpu::widest_instructions = chosen;
+  });
+}
+
+}  // namespace
+}  // namespace maxrl::bindings
 
 PYBIND11_MODULE(_C, m) {
 #ifdef MAXRL_FAST_CUDA
@@ -7,6 +38,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda") = false;
 #endif
   m.attr("FIELDS") = pybind11::dict();
+  maxrl::bindings::bind_instructions(m);
   maxrl::bindings::bind_attention(m);
   maxrl::bindings::bind_group_advantage(m);
   maxrl::bindings::bind_token_loss(m);

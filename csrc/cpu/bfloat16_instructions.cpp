@@ -18,7 +18,8 @@ uint32_t cpuid_7(uint32_t subleaf, int index) {  // eax, ebx, ecx or edx of leaf
   return registers[index];
 }
 
-bool has_avx512_bf16() { return has_avx512 && (cpuid_7(1, 0) >> 5 & 1); }  // has_avx512: the system saves its registers too
+// AVX-512 is there only if the system saves its registers too.
+bool has_avx512_bf16() { return processor_instructions() == Instructions::kAvx512 && (cpuid_7(1, 0) >> 5 & 1); }
 
 // Asks the kernel for the process's permission to use the tiles' data, which an older kernel, a hypervisor or a policy refuses.
 bool has_amx() {

@@ -10,13 +10,30 @@
 
 namespace maxrl::cpu {
 
+// The instructions that kernels are compiled for, the narrowest vectors first. AVX2 comes with FMA.
+enum class Instructions { kBaseline, kAvx2, kAvx512 };
+
+inline Instructions processor_instructions() {
 #if defined(__x86_64__)
-const bool has_avx2_and_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Instructions::kBaseline;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq"))
+    return Instructions::kAvx2;
+  return Instructions::kAvx512;
+#else
+  return Instructions::kBaseline;
+#endif
+}
+
+// The widest that kernels use. Only tests change it, to narrower ones, and never while a kernel runs.
+inline Instructions widest_instructions = processor_instructions();
+
+#if defined(__x86_64__)
+inline bool use_avx2() { return widest_instructions >= Instructions::kAvx2; }
+inline bool use_avx512() { return widest_instructions >= Instructions::kAvx512; }
+
 // flatten: all that it calls is inlined, and so compiled for these instructions.
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
-
-const bool has_avx512 = has_avx2_and_fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #define MAXRL_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"), flatten))
 
 template <typename Work>
@@ -34,12 +51,12 @@ MAXRL_AVX2 void run_avx2(const Work& work, int64_t begin, int64_t end, Real* scr
 }
 #endif
 
-// work(Vectors<float, lanes>{}) with the most lanes that this processor has.
+// work(Vectors<float, lanes>{}) with the most lanes of the widest instructions.
 template <typename Work>
 void with_widest_floats(const Work& work) {
 #if defined(__x86_64__)
-  if (has_avx512) return with_avx512(work);
-  if (has_avx2_and_fma) return with_avx2(work);
+  if (use_avx512()) return with_avx512(work);
+  if (use_avx2()) return with_avx2(work);
 #endif
   work(Vectors<float, 4>{});
 }
@@ -64,13 +81,13 @@ __attribute__((noinline, flatten)) void compiled_for(AnyVectors, const Work& wor
   work();
 }
 
-// use(Vectors{}) with the most lanes that this processor has. What `use` calls gets their instructions only by compiled_for.
+// use(Vectors{}) with the most lanes of the widest instructions. What `use` calls gets their instructions only by compiled_for.
 template <typename Real, typename Use>
 void with_widest(const Use& use) {
 #if defined(__x86_64__)
   if constexpr (sizeof(Real) == 4)
-    if (has_avx512) return use(Vectors<float, 16>{});
-  if (has_avx2_and_fma) return use(Vectors<Real, 32 / sizeof(Real)>{});
+    if (use_avx512()) return use(Vectors<float, 16>{});
+  if (use_avx2()) return use(Vectors<Real, 32 / sizeof(Real)>{});
 #endif
   use(Vectors<Real, 16 / sizeof(Real)>{});
 }
@@ -89,7 +106,7 @@ void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_thr
     const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
     Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
 #if defined(__x86_64__)
-    if (has_avx2_and_fma) {
+    if (use_avx2()) {
       run_avx2<Real>(work, begin, end, own);
       continue;
     }

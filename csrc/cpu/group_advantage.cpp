@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "dispatch.h"
 #include "kernels.h"
 #include "tile.h"
 
@@ -366,7 +367,6 @@ __attribute__((target("avx2"), flatten)) int64_t evaluate_share_avx2(const Args&
                                                                      int64_t num_threads) {
   return evaluate_share<4>(a, largest, thread, num_threads);
 }
-const bool has_avx2 = __builtin_cpu_supports("avx2");
 #endif
 
 }  // namespace
@@ -380,7 +380,7 @@ int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64
     largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
   auto share = evaluate_share<2, Arguments<Reward, Advantage>>;
 #if defined(__x86_64__)
-  if (has_avx2) share = evaluate_share_avx2<Arguments<Reward, Advantage>>;
+  if (use_avx2()) share = evaluate_share_avx2<Arguments<Reward, Advantage>>;
 #endif
   int64_t unusable = kNone;
 #pragma omp parallel num_threads(num_threads) if (groups.num_rewards >= kParallelThreshold) reduction(min : unusable)

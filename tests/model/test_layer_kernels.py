@@ -1,11 +1,14 @@
 """The parts of a decoder layer on a CPU: against PyTorch in float64, for any sizes, strides and numbers of threads."""
 
+import itertools
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from torch.nn import functional as F
 
+from maxrl_fast import _C
 from maxrl_fast.model import decoder
 from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS, PLAIN, HeadNorms, Rotary
 from maxrl_fast.model.linear import add_adapters
@@ -61,6 +64,7 @@ def swiglu_of(parts, is_packed):
 
 @settings(40)
 @given(ROWS, SIZES, st.booleans())
+@pytest.mark.usefixtures("instructions")
 def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
     inputs = [numbers(rows, size), 1 + numbers(size, seed=1) / 2, *([numbers(rows, size, seed=2)] if has_delta else [])]
     expected, actual = (with_gradients(norm_of(parts), inputs, torch.float64) for parts in (PLAIN, KERNELS))
@@ -69,6 +73,7 @@ def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
 
 @settings(60)
 @given(ROWS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 70), st.booleans(), st.booleans())
+@pytest.mark.usefixtures("instructions")
 def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half, has_norms, is_packed):
     counts = shared * kv_heads, kv_heads, kv_heads
     inputs, rotary = rotation_inputs(min(rows, 65), counts, half, has_norms)
@@ -78,6 +83,7 @@ def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half,
 
 @settings(30)
 @given(ROWS, SIZES, st.booleans())
+@pytest.mark.usefixtures("instructions")
 def test_swiglu_equals_pytorchs_for_any_size(rows, size, is_packed):
     inputs = [3 * numbers(rows, 2 * size)]
     expected = with_gradients(swiglu_of(PLAIN, False), inputs, torch.float64)
@@ -107,6 +113,7 @@ def cases():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("instructions")
 def test_rounding_errors_are_at_most_twice_pytorchs(dtype):
     for name, ours, plain, inputs in cases():
         inputs = [x.to(dtype).double() for x in inputs]
@@ -133,6 +140,21 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
         torch.set_num_threads(threads)
 
 
+def test_each_instruction_set_that_tests_choose_sums_in_its_own_order():
+    x = numbers(700, 131).float()
+    results = []
+    try:
+        for instructions in _C.instruction_sets():
+            _C.limit_instructions(instructions)
+            results.append(KERNELS.rms_norm(x, torch.ones(131), 1e-6))
+    finally:
+        _C.limit_instructions(_C.instruction_sets()[0])
+    assert _C.instruction_sets()[-1] == "baseline"
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(results, 2))
+    with pytest.raises(ValueError, match="unknown instruction set 'sse'"):
+        _C.limit_instructions("sse")
+
+
 def test_a_position_outside_the_table_gives_nan():
     q = torch.ones(4, 2, 16)
     rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
@@ -140,6 +162,7 @@ def test_a_position_outside_the_table_gives_nan():
     assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
 
 
+@pytest.mark.usefixtures("instructions")
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
     out, grad, _ = with_gradients(lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32)

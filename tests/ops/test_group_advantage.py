@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from maxrl_fast import ops
+from maxrl_fast import _C, ops
 from maxrl_fast.ops.estimators import KERNEL_ROWS
 from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from tests import brute_force
@@ -627,6 +627,24 @@ def test_shapes_dtypes_threads_and_batches(name):
         assert other.dtype == (dtype if dtype.is_floating_point else torch.float32)
         tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6)
         torch.testing.assert_close(other.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ops.ESTIMATORS)
+def test_advantages_are_bitwise_the_same_with_any_instructions(name):
+    generator = torch.Generator().manual_seed(2)
+    rewards = [(torch.rand(shape, generator=generator) < 0.4).double() for shape in ((1100, 16), (6, 33), (2, 257))]
+    if not ops.ESTIMATORS[name].binary:
+        rewards = [r + torch.randn(r.shape, generator=generator, dtype=torch.float64).mul(4).round() / 3 for r in rewards]
+    results = []
+    try:
+        for instructions in _C.instruction_sets():
+            _C.limit_instructions(instructions)
+            results.append([call(name, r.to(dtype)) for r in rewards for dtype in (torch.float32, torch.float64)])
+    finally:
+        _C.limit_instructions(_C.instruction_sets()[0])
+    assert any(x.any() for x in results[0])
+    for others in results[1:]:
+        assert all(map(torch.equal, others, results[0]))
 
 
 def test_advantages_have_no_gradient():

@@ -51,6 +51,7 @@ def make_rows(vocab, dtype, rows=5, scale=3.0):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.usefixtures("instructions")
 def test_every_row_is_close_to_float64(vocab, dtype):
     logits, targets, weights = make_rows(vocab, dtype)
     for entropy_coef, temperature in ((0.0, 1.0), (0.5, 0.7)):
@@ -112,6 +113,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.usefixtures("instructions")
 def test_extreme_logits(name, dtype):
     logits = EXTREMES[name].to(dtype)
     targets = torch.tensor([7, 7, 0, 8, 2])
@@ -156,6 +158,7 @@ def test_a_nan_reaches_the_loss_but_no_other_row():
         assert gradient[[0, 1, 3, 4]].isfinite().all()
 
 
+@pytest.mark.usefixtures("instructions")
 def test_logprobs_and_entropy_and_their_gradients():
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         logits, targets, weights = make_rows(3001, dtype)

@@ -66,8 +66,8 @@ bool all_right() {
 int main() {
   bool right = all_right<Vectors<float, 4>>();
 #if defined(__x86_64__)
-  if (has_avx2_and_fma) right = all_right<Vectors<float, 8>>() && right;
-  if (has_avx512) right = all_right<Vectors<float, 16>>() && right;
+  if (use_avx2()) right = all_right<Vectors<float, 8>>() && right;
+  if (use_avx512()) right = all_right<Vectors<float, 16>>() && right;
 #endif
   return right ? 0 : 1;
 }

@@ -88,6 +88,7 @@ def generate(model, arithmetic, num_samples=6, temperature=1.3, limit=40, prompt
     [{}, {"model_type": "qwen3", "tie_word_embeddings": False}, LARGE_GROUP, ODD],
     ids=["qwen2", "qwen3", "large-group", "odd"],
 )
+@pytest.mark.usefixtures("instructions")
 def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
     """Logits are below 16, where numbers in bfloat16 are 2^-4 apart; the decoder rounds several times in each layer."""
     model = tiny_decoder(**changes)

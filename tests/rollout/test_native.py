@@ -114,6 +114,7 @@ def test_compiled_layers_draw_the_same_tokens():
     ],
     ids=["qwen3", "llama3", "odd", "wide-heads"],
 )
+@pytest.mark.usefixtures("instructions")
 def test_every_family_and_odd_sizes(changes, in_cpp):
     model = tiny_decoder(**changes)
     prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several calls of forward
@@ -123,6 +124,7 @@ def test_every_family_and_odd_sizes(changes, in_cpp):
     assert (rollouts.logprobs - expected).abs().max() < 1e-4
 
 
+@pytest.mark.usefixtures("instructions")
 def test_both_decoders_draw_the_same_samples():
     model = tiny_decoder()
     for options in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}):
@@ -156,6 +158,7 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
+@pytest.mark.usefixtures("instructions")
 def test_samples_are_bitwise_independent_of_the_batch():
     model = tiny_decoder()
     whole = generate(model)

@@ -7,7 +7,8 @@ from hypothesis import given
 from torch.nn import functional as F
 
 from maxrl_fast.model import decoder
-from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS, PLAIN, HeadNorms, Rotary
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Rotary
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.packed_kernels import PACKED_KERNELS, choose_rows, layer_parts
 from maxrl_fast.records import Rollouts

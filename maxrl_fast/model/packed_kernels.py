@@ -207,5 +207,5 @@ def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     if x.device.type != "cpu" or _gate.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
         return x.index_select(0, rows)
-    chosen: Tensor = _ChooseRows.apply(x, rows)
+    chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
     return chosen

@@ -93,6 +93,15 @@ def test_chosen_rows_have_pytorchs_gradient_however_often_they_are_chosen(num_ro
     assert_close(with_gradients(lambda x: choose_rows(x, rows), [numbers(num_rows, size)], torch.float64), expected)
 
 
+def test_rows_may_be_chosen_by_a_strided_list():
+    rows = torch.arange(10)[::3]
+    ours, pytorchs = (
+        with_gradients(function, [numbers(10, 5)], torch.float64)
+        for function in (lambda x: choose_rows(x, rows), lambda x: x.index_select(0, rows))
+    )
+    assert_close(ours, pytorchs)
+
+
 def cases():
     """Give (name, our function, PyTorch's, inputs), of a few rows that need several pieces and vectors of all kinds."""
     counts = (4, 2, 2)

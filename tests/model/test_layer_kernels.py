@@ -220,6 +220,19 @@ def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(family, 
     assert_close(*zip(*gradients, strict=True), tolerance=1e-6)
 
 
+def test_a_frozen_matrix_has_no_gradient_in_memory():
+    model, plain = tiny_decoder(), tiny_decoder()
+    for policy in (model, plain):
+        for layer in policy.model.layers:
+            layer.self_attn.q_proj.requires_grad_(False)
+            layer.mlp.up_proj.requires_grad_(False)
+    actual, expected = trained(model, torch.float32), trained(plain.double(), torch.float64)
+    assert_close(actual, expected, tolerance=1e-5)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gradients}
+    assert sum(held.values()) == sum(x.nbytes for x in gradients)
+
+
 # What the profiler lists beside operators that compute: views, allocations and calls of other operators.
 NO_WORK = (
     *(

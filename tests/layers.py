@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 
-from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Rotary
+from maxrl_fast.model.layer_kernels import KERNELS
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Rotary
 
 CPU = torch.device("cpu")
 NORMS = [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)]  # rows, size

@@ -11,8 +11,8 @@ from torch import nn
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.hardware import Machine
-from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.model.linear import LoraLinear
+from maxrl_fast.model.decoder import DecoderConfig, Layer
+from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
@@ -110,9 +110,10 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
 
     - activations: `layer_numbers` of every layer, and half as many for the gradients within one layer; with
       --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed again.
-    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32, and autograd
-      keeps the copies of all layers; with --checkpoint-activations those of one layer. With sharding, FSDP2 gathers in the
-      compute dtype the weights outside the layers, and two layers: one that computes and the next one.
+    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32. On a CPU the
+      native decoder's layers copy `joined_weights`, in any dtype and with sharding too. Autograd keeps the copies of all
+      layers; with --checkpoint-activations those of one layer. With sharding, FSDP2 gathers in the compute dtype the weights
+      outside the layers, and two layers: one that computes and the next one.
     - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32.
     - logits: one chunk, and a float32 copy of it where a CPU multiplies half precision; the output matrix in the compute dtype;
       and its gradient in float32, which a tied matrix keeps until the embedding's is added.
@@ -120,7 +121,8 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     sizes, options, tokens = model.config, config.optimizer, config.optimizer.token_budget
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     is_half, element, is_sharded = dtype != torch.float32, dtype.itemsize, config.run.sharding == "full"
-    layer, num_layers = layer_numbers(model, dtype), sizes.num_hidden_layers
+    runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile  # packed_kernels.py
+    layer, num_layers = layer_numbers(model, dtype, runs_packed), sizes.num_hidden_layers
     kept = num_layers * sizes.hidden_size + layer if options.checkpoint_activations else num_layers * layer
     in_layers = sum(count(block) for block in model.blocks)
     trained_in_layers = sum(count(block, is_trained=True) for block in model.blocks)
@@ -134,26 +136,43 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
         outside = count(model) - in_layers, count(model, is_trained=True) - trained_in_layers
         needed["gathered weights"] = element * (outside[0] + of_two * in_layers)
         needed["gradients before they are reduced"] = (element + 4) * max(outside[1], of_two * trained_in_layers)
-    elif is_half:
-        cast = in_layers / (num_layers if options.checkpoint_activations else 1)
-        needed[f"copies of weights ({dtype_name(dtype)})"] = element * cast
+    joined = joined_weights(model) if runs_packed else 0
+    copied = in_layers if is_half and not is_sharded else joined
+    if copied:
+        copied_at_a_time = copied / num_layers if options.checkpoint_activations else copied
+        needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
     output = 0 if is_sharded or not is_half else element * matrix
     output += 4 * matrix if model.lm_head.weight.requires_grad else 0
     needed["logits of a chunk, output matrix"] = float(chunk + output)
     return needed
 
 
-def layer_numbers(model: PolicyModel, dtype: torch.dtype) -> int:
+def joined_weights(model: PolicyModel) -> int:
+    """Return how many weights the native decoder's layers copy on a CPU, to multiply several matrices at once."""
+    joined = 0
+    for layer in model.blocks:
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        joined += sum(count(matrix) for group in groups if can_join(group) for matrix in group)
+    return joined
+
+
+def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward pass.
 
     The native decoder: input and output of both norms, and one more of H; gate, up, silu and their product, of the feed-forward
-    size; q and k before and after norms and rotation, v, and what attention makes of them. Layers of transformers have norms of
+    size; q and k before and after norms and rotation, v, and what attention makes of them. With `runs_packed`, the kernels of a
+    CPU: no more of H, no silu, and q and k before rotation only where they have norms. Layers of transformers have norms of
     several operations, each of which keeps its input, in float32: more numbers of H and of the heads, and with bfloat16 about
     twice as many (measured with Gemma 3, whose layers have the most norms). An adapter keeps its low-rank product.
     """
     sizes = model.config
     heads, keys = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    if model.backend == "native":
+    if runs_packed:
+        assert isinstance(sizes, DecoderConfig)
+        hidden, feed_forward, of_heads = 4, 3, 3 if sizes.has_qk_norm else 2
+    elif model.backend == "native":
         hidden, feed_forward, of_heads = 5, 4, 4
     else:
         hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)

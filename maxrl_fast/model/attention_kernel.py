@@ -90,6 +90,7 @@ def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, respon
             f"{k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
+    lengths, response_lengths, answers = (x.contiguous() for x in (lengths, response_lengths, answers))
     shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
     stream = _C.SharedPromptStream(
         num_tokens=num_tokens,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.model.layer_kernels import PLAIN, HeadNorms, Heads, LayerParts, Rotary
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
 from maxrl_fast.model.linear import Linear, LoraLinear, can_join, joined, whole
 from maxrl_fast.model.packed_kernels import choose_rows, layer_parts
 from maxrl_fast.model.policy_model import PolicyModel

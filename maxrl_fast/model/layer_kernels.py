@@ -1,18 +1,17 @@
-"""The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU.
+"""The elementwise parts of a decoder layer (layer_parts.py) as operators.
 
-PLAIN has them in PyTorch, KERNELS as operators, one launch of csrc/cuda/layer.cu each on a GPU and one pass of
-csrc/cpu/layer.cpp on a CPU. They compute in float32 (float64 for float64) and round once. Kernels sum gradients of weights over
-the rows in two stages, in an order that depends on the shapes alone. On a CPU, packed_kernels.py adds the parts of a layer that
-take q, k and v, or gate and up, as one matrix.
+KERNELS has one launch of csrc/cuda/layer.cu for each on a GPU and one pass of csrc/cpu/layer.cpp on a CPU. They compute in
+float32 (float64 for float64) and round once. Kernels sum gradients of weights over the rows in two stages, in an order that
+depends on the shapes alone. On a CPU, packed_kernels.py adds the parts of a layer that take q, k and v, or gate and up, as one
+matrix.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from maxrl_fast.model.layer_parts import HeadNorms, Heads, LayerParts, Rotary
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator, register_fake
 from maxrl_fast.ops.derivatives import first_order
@@ -21,45 +20,6 @@ CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
 
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
-
-
-class Rotary(NamedTuple):
-    """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64 [U]; None: row u for token u.
-
-    PLAIN takes them in the compute dtype and without positions, KERNELS in float32.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor | None = None
-
-
-class HeadNorms(NamedTuple):
-    """Weights [D] of the RMS norms of each query head and of each key head (Qwen3)."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-
-
-Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
-
-
-class LayerParts(NamedTuple):
-    """One implementation of the parts; `weight` is of any dtype and cast to that of x."""
-
-    # (x [U, H], weight [H], eps) -> the norm of x
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have any stride
-    rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
-    # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    # The last two, of the output of one matrix multiplication, where that is better: (packed [U, (Hq + 2 Hkv) D], numbers of
-    # heads, norms, rotary) and ([gate | up] [U, 2 F])
-    rotate_packed: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None = None
-    swiglu_packed: Callable[[Tensor], Tensor] | None = None
 
 
 def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -76,37 +36,6 @@ def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: 
     hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
     return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
 
-
-# In PyTorch.
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = x if delta is None else x + delta
-    return x, _rms_norm(x, weight, eps)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2. Tables have x's dtype."""
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
-
-
-def _rotate_heads(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
-    q, k, v = heads
-    if norms is not None:
-        q, k = _rms_norm(q, norms.q, norms.eps), _rms_norm(k, norms.k, norms.eps)
-    return rotate(q, rotary), rotate(k, rotary), v
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-PLAIN = LayerParts(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)
 
 # Residual addition and RMS norm.
 

@@ -24,8 +24,11 @@ class Linear(nn.Linear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Return whether `joined` computes these layers: none has an adapter."""
-    return all(type(layer) is Linear for layer in layers)
+    """Return whether `joined` computes these layers: none has an adapter, and all their matrices are trained or none is.
+
+    A joint product would compute the gradient of a frozen matrix too, and the others' would keep its memory.
+    """
+    return all(type(layer) is Linear for layer in layers) and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:

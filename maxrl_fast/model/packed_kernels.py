@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model import layer_kernels
-from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, operator, register_fake
 from maxrl_fast.ops.derivatives import first_order
@@ -206,5 +207,5 @@ def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     if x.device.type != "cpu" or _gate.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
         return x.index_select(0, rows)
-    chosen: Tensor = _ChooseRows.apply(x, rows)
+    chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
     return chosen

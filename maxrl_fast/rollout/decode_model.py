@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
-from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, HeadNorms, Heads, LayerParts, Rotary, has_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
 
 
 @dataclass

@@ -53,10 +53,10 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.live.pop(key)
 
 
-def measured_update(model, dtype):
+def measured_update(model, dtype, lengths=(64, 48)):
     """Return the peak of the bytes that an update allocates beside the training state, and the tokens of its one pass."""
-    prompts, generator = make_prompts([list(range(3, 67))] * 4), torch.Generator().manual_seed(0)
-    rollouts = Rollouts.given([torch.randint(3, 290, (48,), generator=generator).tolist() for _ in range(16)])
+    prompts, generator = make_prompts([list(range(3, 3 + lengths[0]))] * 4), torch.Generator().manual_seed(0)
+    rollouts = Rollouts.given([torch.randint(3, 290, (lengths[1],), generator=generator).tolist() for _ in range(16)])
     settings, optimizer = LossSettings("ppo", "token_mean"), make_optimizer(model, beta2=0.99, weight_decay=0.01)
     learner = Learner(model, optimizer, settings, 1e9, 10_000, dtype)
     given = Samples(prompts, rollouts), torch.randn(16, generator=generator), torch.arange(16)
@@ -100,7 +100,29 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     own = ("activations", "copies", "logits")
     update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
-    assert 0.8 < update / peak < 1.7  # a CPU keeps more than a GPU's kernels in bfloat16, less without gradients of weights
+    most = 1.5 if family != "gemma3_text" else 1.7
+    assert 0.8 < update / peak < most  # less is kept where weights have no gradients
+
+
+@pytest.mark.parametrize(("flags", "copied_layers"), [([], 4), (["--checkpoint-activations"], 1)])
+def test_the_estimate_has_the_weights_that_a_cpu_copies_to_multiply_them_at_once(flags, copied_layers):
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 1024}
+    model = Decoder(DecoderConfig(**sizes, **HEADS, model_type="llama"))
+    model.initialise(0)
+    model.checkpoint_activations = bool(flags)
+    peak, tokens = measured_update(model, torch.float32, lengths=(4, 2))
+    memory = estimated(model, Machine("cpu", 1, 10**10), "--token-budget", str(tokens), *flags)
+    copies = memory["copies of weights (float32)"][2]
+    assert copies == 4 * copied_layers * 256 * (128 + 2 * 64 + 2 * 1024)  # q, k and v, gate and up
+    update = sum(phases[2] for name, phases in memory.items() if name.startswith(("activations", "copies", "logits")))
+    assert 0.6 < update / peak < 1.3  # without gradients of weights on their way to those that stay
+
+
+def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
+    model, machine = big(), Machine("cpu", 4, 10**11)
+    copies = {kind: estimated(model, machine, sharding=kind).get("copies of weights (float32)") for kind in ("none", "full")}
+    assert copies["full"] == copies["none"] is not None
+    assert "copies of weights (float32)" not in estimated(model, machine, "--compile")
 
 
 def test_the_chunk_of_logits_is_that_of_the_loss():

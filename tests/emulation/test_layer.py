@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from maxrl_fast.model import layer_kernels
-from maxrl_fast.model.layer_kernels import KERNELS, PLAIN, Rotary, has_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
+from maxrl_fast.model.layer_parts import PLAIN, Rotary
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.ops import _gate
 from maxrl_fast.records import Rollouts

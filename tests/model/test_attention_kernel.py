@@ -179,6 +179,13 @@ def test_which_streams_the_kernel_takes():
         attention_kernel.shared_prompt_attention(*qkv, *layout)
 
 
+def test_lengths_may_have_any_stride():
+    layout, qkv, grad = stream([4, 2], [3, 2], [0, 1], 2, 1, 16)
+    strided = [torch.stack([x, x + 9], 1)[:, 0] for x in layout]
+    for actual, wanted in zip(ours(strided, qkv, grad), ours(layout, qkv, grad), strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_bad_layouts_are_a_sentence():
     layout, (q, k, v), _ = stream([4], [3, 2], [0, 0], 2, 1, 16)
     lengths, responses, answers = layout

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from maxrl_fast import _C
 from maxrl_fast.model import decoder
-from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS, PLAIN, HeadNorms, Rotary
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS
+from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Rotary
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.packed_kernels import PACKED_KERNELS, choose_rows, layer_parts
 from maxrl_fast.records import Rollouts
@@ -96,6 +97,15 @@ def test_chosen_rows_have_pytorchs_gradient_however_often_they_are_chosen(num_ro
     rows = torch.randint(num_rows, (num_chosen,), generator=torch.Generator().manual_seed(size))
     expected = with_gradients(lambda x: x.index_select(0, rows), [numbers(num_rows, size)], torch.float64)
     assert_close(with_gradients(lambda x: choose_rows(x, rows), [numbers(num_rows, size)], torch.float64), expected)
+
+
+def test_rows_may_be_chosen_by_a_strided_list():
+    rows = torch.arange(10)[::3]
+    ours, pytorchs = (
+        with_gradients(function, [numbers(10, 5)], torch.float64)
+        for function in (lambda x: choose_rows(x, rows), lambda x: x.index_select(0, rows))
+    )
+    assert_close(ours, pytorchs)
 
 
 def cases():
@@ -231,6 +241,19 @@ def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(family, 
     logits, *gradients = zip(actual, expected, strict=True)
     assert_close(*([x] for x in logits), tolerance=1e-6)  # logits are float32
     assert_close(*zip(*gradients, strict=True), tolerance=1e-6)
+
+
+def test_a_frozen_matrix_has_no_gradient_in_memory():
+    model, plain = tiny_decoder(), tiny_decoder()
+    for policy in (model, plain):
+        for layer in policy.model.layers:
+            layer.self_attn.q_proj.requires_grad_(False)
+            layer.mlp.up_proj.requires_grad_(False)
+    actual, expected = trained(model, torch.float32), trained(plain.double(), torch.float64)
+    assert_close(actual, expected, tolerance=1e-5)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gradients}
+    assert sum(held.values()) == sum(x.nbytes for x in gradients)
 
 
 # What the profiler lists beside operators that compute: views, allocations and calls of other operators.

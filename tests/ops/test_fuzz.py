@@ -103,8 +103,8 @@ def flat(tensor):
 
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
-                     logprobs=None, greedy_correct=None, greedy_rewards=None, log_ratios=None, scale_by_k=False, max_group_size=None,
-                     **options):  # fmt: skip
+                     logprobs=None, greedy_correct=None, greedy_rewards=None, log_ratios=None, scale_by_k=False,
+                     max_group_size=None, **options):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)

@@ -10,8 +10,7 @@ sum_{j < i} omega_j d_j, minus its mean over the group where the table is centre
 `weight` is W_N(p) for rewards 0 and 1: E[(1/N) sum_i A_i grad log pi(y_i)] = W_N(p) grad p, exactly at finite N. 1/p is
 maximum likelihood, 1 is the plain policy gradient. `effective_weight` computes it for every row that has one.
 
-The rows are in rows_by_rank.py, rows_by_moments.py, rows_with_steps.py and rows_off_policy.py; a new estimator is one row in one
-of them.
+The rows are in rows_by_rank.py, rows_by_moments.py, rows_with_steps.py and rows_off_policy.py; a new estimator is a row in one.
 """
 
 from dataclasses import replace

@@ -48,6 +48,7 @@ CHOICES = (
     *(
         "--lora-rank 2",
         "--kl-coef 0.1",
+        "--loss sapo",
         "--overlong-buffer 4",
         "--rollout vllm",
         "--reward rewards.py:score openai:http://localhost/v1/m",

@@ -94,11 +94,11 @@ def test_a_row_is_computed_by_the_kernel():
 def test_rows_and_ops_are_pickled_by_name():
     """Ray and multiprocessing send functions, and what they refer to, to other processes."""
     ops.register_estimator("of_a_function", centred)
-    tables_ = (ESTIMATORS, KERNEL_ROWS)
+    tables_ = (ESTIMATORS, KERNEL_ROWS, ops.LOSSES)
     for table, copy in zip(tables_, pickle.loads(pickle.dumps(tables_)), strict=True):
         assert copy == table
     for name in ops.__all__:
-        assert name == "ESTIMATORS" or pickle.loads(pickle.dumps(getattr(ops, name))) is getattr(ops, name)
+        assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(pickle.dumps(getattr(ops, name))) is getattr(ops, name)
 
 
 @pytest.mark.parametrize(

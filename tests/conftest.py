@@ -1,6 +1,7 @@
 """Thread settings for tests that run in parallel (pytest -n), and the instruction sets of the CPU's kernels."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one busy thread per worker; subprocesses inherit it
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the other workers
+
+if (
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+):  # under nohup: tests of SIGHUP and the processes they start would ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

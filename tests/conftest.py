@@ -10,9 +10,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one busy thread per worker; subprocesses inherit it
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the other workers
 
-if (
-    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-):  # under nohup: tests of SIGHUP and the processes they start would ignore it
+# Under nohup, tests of SIGHUP and the processes that they start would ignore it.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

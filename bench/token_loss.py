@@ -37,7 +37,7 @@ from maxrl_fast.ops import (
     policy_gradient_loss,
     token_logprobs,
 )
-from maxrl_fast.ops.linear_loss import default_chunk, row_stride
+from maxrl_fast.ops.logit_chunks import default_chunk, row_stride
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SEQUENCES = 16

@@ -35,7 +35,7 @@ struct DecodeSample {
   int64_t *last, *length;      // [A] newest token, number of tokens: the next one is written at `length`
   bool* done;                  // [A]
   int64_t* tokens;             // [A, limit]
-  float* logprobs;             // [A, limit] under the distribution sampled from, 0 at temperature 0
+  float* logprobs;             // [A, limit] under the distribution at the temperature, 0 at temperature 0
 };
 
 }  // namespace maxrl

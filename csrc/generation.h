@@ -40,7 +40,7 @@ struct GenerationJob {
   const int64_t* keys;                 // [S], select the random numbers
   SamplingOptions sampling;
   int64_t* responses;                         // [S, max_new_tokens]
-  float* logprobs;                            // [S, max_new_tokens] under the distribution sampled from
+  float* logprobs;                            // [S, max_new_tokens] as Sampled::logprob
   int64_t* lengths;                           // [S]
   bool* truncated;                            // [S]
 };

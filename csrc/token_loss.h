@@ -13,9 +13,27 @@ namespace maxrl {
 constexpr double kMaxLogRatio = 20.0;
 
 // In the order of kLossNames, which is that of LOSSES in maxrl_fast/ops/losses.py; both are compared at import.
-enum class Loss { kReinforce, kPpo, kCispo, kGspo, kLuspo, kGmpo, kVespo, kSapo, kDppo, kDispo, kTopr, kToprToken, kCount };
-constexpr const char* kLossNames[] = {"reinforce", "ppo",  "cispo", "gspo",  "luspo", "gmpo",
-                                      "vespo",     "sapo", "dppo",  "dispo", "topr",  "topr_token"};
+enum class Loss {
+  kReinforce,
+  kPpo,
+  kCispo,
+  kGspo,
+  kLuspo,
+  kGmpo,
+  kVespo,
+  kSapo,
+  kDppo,
+  kDispo,
+  kTopr,
+  kToprToken,
+  kKlCov,
+  kClipCov,
+  kLpReg,
+  kSimko,
+  kCount
+};
+constexpr const char* kLossNames[] = {"reinforce", "ppo",   "cispo", "gspo",       "luspo",  "gmpo",     "vespo",  "sapo",
+                                      "dppo",      "dispo", "topr",  "topr_token", "kl_cov", "clip_cov", "lp_reg", "simko"};
 static_assert(sizeof(kLossNames) / sizeof(*kLossNames) == static_cast<int>(Loss::kCount));
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
 
@@ -31,9 +49,13 @@ struct LossTerms {
   static constexpr const char* kNames[] = {"loss", "clip_low", "clip_high",    "dual_clip",
                                            "kl",   "kl_coef",  "entropy_coef", "options"};
 
-  // Whether tokens with advantage 0 have a gradient too.
-  MAXRL_HOST_DEVICE bool needs_every_row() const {
-    return kl_coef != 0.0 || entropy_coef != 0.0 || (loss == Loss::kDppo && options[2] != 0.0);
+  // Whether a token with advantage 0 has a term of the loss all the same.
+  MAXRL_HOST_DEVICE bool has_term_without_advantage(double statistic) const {
+    if (loss == Loss::kDppo) return options[2] != 0.0;
+    return loss == Loss::kKlCov && statistic != 0.0 && options[1] != 0.0;
+  }
+  MAXRL_HOST_DEVICE bool has_gradient(double advantage, double statistic) const {
+    return advantage != 0.0 || kl_coef != 0.0 || entropy_coef != 0.0 || has_term_without_advantage(statistic);
   }
 };
 
@@ -92,6 +114,9 @@ struct TokenLossInputs {
   const Real* old_logprobs;        // [T]
   const Real* ref_logprobs;        // [T]
   const Real* sequence_log_ratio;  // [S], for the losses with a ratio of the whole sequence
+  const Real* token_statistics;    // [T], for the losses that need one; LOSSES in maxrl_fast/ops/losses.py says what it is
+  const int64_t* top_tokens;       // [T, K], for simko: the most probable tokens of the sampling policy
+  Real* spread;                    // [T], with top_tokens; zeros that the loss overwrites (spread_gradient)
   const bool* mask;                // [T]
   const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
@@ -114,6 +139,7 @@ struct RowPlan {
   int64_t sequence;
   double advantage;  // times the importance weight
   double weight;     // of the token's loss in the total
+  double statistic;  // 0 where there is none
 };
 
 template <typename Real>
@@ -125,7 +151,8 @@ MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const
   row.advantage = static_cast<double>(in.advantages[in.advantages_per_token ? t : row.sequence]);
   if (in.importance_weights)
     row.advantage *= static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
-  row.must_read = row.advantage != 0.0 || terms.needs_every_row();
+  if (in.token_statistics) row.statistic = static_cast<double>(in.token_statistics[t]);
+  row.must_read = terms.has_gradient(row.advantage, row.statistic);
   if (row.must_read) {
     row.weight = 1.0 / *in.denominator;
     if (in.sequence_tokens) row.weight /= static_cast<double>(in.sequence_tokens[row.sequence]);
@@ -151,6 +178,7 @@ struct Token {
   double own_log_ratio;       // logp - old, not clamped
   ClampedLogRatio log_ratio;  // of the token, or of its sequence where the loss has a ratio of the sequence
   double ratio;               // e^log_ratio
+  double statistic;           // given for the token; 0 where there is none
 };
 
 // The loss of a token and its gradient in the log-probability, without the token's weight.
@@ -163,6 +191,14 @@ struct TokenLoss {
 MAXRL_HOST_DEVICE inline double clip(double x, double low, double high) {
   const double raised = x < low ? low : x;
   return raised > high ? high : raised;
+}
+
+// Estimates of KL(policy || reference) of one token (Schulman 2020), d = logp - ref.
+MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
+  if (kind == Divergence::kK1) return {d, 1.0};
+  if (kind == Divergence::kK2) return {d * d / 2, d};
+  const double k3 = expm1(-d) + d;
+  return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
 // The policy-gradient terms, a struct each: `of` returns value and gradient. LOSSES in maxrl_fast/ops/losses.py has formulas,
@@ -179,10 +215,12 @@ struct Reinforce {
 
 struct Ppo {  // with the ratio of the sequence also gspo and luspo
   MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
-    const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high;
+    return clipped(x, 1.0 - terms.clip_low, 1.0 + terms.clip_high, terms.dual_clip);
+  }
+  MAXRL_HOST_DEVICE static TokenLoss clipped(const Token& x, double low, double high, double dual_clip) {
     const double free = -x.advantage * x.ratio, bound = -x.advantage * clip(x.ratio, low, high);
     TokenLoss token = free >= bound ? TokenLoss{free, x.log_ratio.is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
-    if (x.advantage < 0.0 && token.value > -x.advantage * terms.dual_clip) token = {-x.advantage * terms.dual_clip, 0.0};
+    if (x.advantage < 0.0 && token.value > -x.advantage * dual_clip) token = {-x.advantage * dual_clip, 0.0};
     if (free != free) token = {free, free};  // comparisons would hide a NaN
     token.clipped_low = x.ratio < low && x.advantage < 0.0;
     token.clipped_high = x.ratio > high && x.advantage > 0.0;
@@ -254,6 +292,47 @@ struct Topr {  // topr with the ratio of the sequence, topr_token with that of t
   }
 };
 
+struct KlCov {  // options: share, of those who choose the tokens; coef. The statistic is 1 for a chosen token, else 0.
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const double free = -x.advantage * x.ratio, coef = x.statistic != 0.0 ? terms.options[1] : 0.0, d = x.log_ratio.value;
+    const double slope = d > 0.0 ? coef : d < 0.0 ? -coef : 0.0;
+    return {free + coef * fabs(d), x.log_ratio.is_clamped ? 0.0 : free + slope};
+  }
+};
+
+struct ClipCov {  // options: share, low, high, of those who choose the tokens. The statistic is 1 for a chosen token, else 0.
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    const TokenLoss free = Ppo::of(terms, x);
+    if (x.statistic == 0.0) return free;
+    return {0.0 * free.value, 0.0, x.advantage < 0.0, x.advantage > 0.0};  // NaN stays
+  }
+};
+
+// Options: share and min_p, of those who make the statistic; low, high. The statistic is the log-prob that the proxy gives the
+// token, minus infinity where the token is not protected.
+struct LpReg {
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, const Token& x) {
+    if (!(x.logp < x.statistic))
+      return Ppo::clipped(x, 1.0 - terms.options[2], 1.0 + terms.options[3], static_cast<double>(INFINITY));
+    const double free = -x.advantage * x.ratio;
+    const ClampedLogRatio to_proxy = clamp_log_ratio(x.logp - x.statistic);
+    const TokenLoss kl = divergence(Divergence::kK3, to_proxy.value);
+    return {free + kl.value, (x.log_ratio.is_clamped ? 0.0 : free) + (to_proxy.is_clamped ? 0.0 : kl.grad_logp)};
+  }
+};
+
+// Options: alpha, k; tau, of those who make the statistic; penalty. The statistic is 1 for a token that takes part, else 0. The
+// value is ppo's, and so is the gradient, but that for A > 0 the part alpha of it goes to the top tokens (spread_gradient).
+struct Simko {
+  MAXRL_HOST_DEVICE static TokenLoss of(const LossTerms& terms, Token x) {
+    if (x.advantage < 0.0 && x.statistic != 0.0) x.advantage *= terms.options[3];
+    return Ppo::of(terms, x);
+  }
+  MAXRL_HOST_DEVICE static double spread(const LossTerms& terms, const RowPlan& row, const TokenLoss& token) {
+    return row.advantage > 0.0 && row.statistic != 0.0 ? terms.options[0] * row.weight * token.grad_logp : 0.0;
+  }
+};
+
 // One thread of a row comes here, so that the switch costs nothing beside reading the row.
 MAXRL_HOST_DEVICE inline TokenLoss term_of(const LossTerms& terms, const Token& token) {
   switch (terms.loss) {
@@ -268,22 +347,19 @@ MAXRL_HOST_DEVICE inline TokenLoss term_of(const LossTerms& terms, const Token& 
     case Loss::kDispo: return Dispo::of(terms, token);
     case Loss::kTopr:
     case Loss::kToprToken: return Topr::of(terms, token);
+    case Loss::kKlCov: return KlCov::of(terms, token);
+    case Loss::kClipCov: return ClipCov::of(terms, token);
+    case Loss::kLpReg: return LpReg::of(terms, token);
+    case Loss::kSimko: return Simko::of(terms, token);
     default: return Reinforce::of(terms, token);
   }
 }
 
 MAXRL_HOST_DEVICE inline TokenLoss surrogate(const LossTerms& terms, const Token& token) {
   TokenLoss term = term_of(terms, token);
-  if (token.advantage == 0.0 && terms.loss != Loss::kDppo) term.value = term.grad_logp = 0.0;  // even if the ratio is NaN
+  if (token.advantage == 0.0 && !terms.has_term_without_advantage(token.statistic))
+    term.value = term.grad_logp = 0.0;  // even if the ratio is NaN
   return term;
-}
-
-// Estimates of KL(policy || reference) of one token (Schulman 2020), d = logp - ref.
-MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
-  if (kind == Divergence::kK1) return {d, 1.0};
-  if (kind == Divergence::kK2) return {d * d / 2, d};
-  const double k3 = expm1(-d) + d;
-  return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
 // Adds the row to the sums and returns its gradients. Each number is added as soon as it is known, which frees its registers.
@@ -296,7 +372,8 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   const double ratio = exp(to_old.value);
   sums.values[LossSums::kRatio] += ratio;
   sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
-  TokenLoss token = surrogate(terms, {row.advantage, softmax.logp, softmax.p, log_ratio, to_old, ratio});
+  TokenLoss token = surrogate(terms, {row.advantage, softmax.logp, softmax.p, log_ratio, to_old, ratio, row.statistic});
+  if (in.spread) in.spread[t] = static_cast<Real>(Simko::spread(terms, row, token));
   sums.values[LossSums::kClippedLow] += token.clipped_low;
   sums.values[LossSums::kClippedHigh] += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
@@ -315,6 +392,30 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
   sums.values[LossSums::kLoss] += row.weight * token.value;
   return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
+}
+
+// Moves the part `spread` of dL/dlogp in a row's gradient from the target to the top tokens, in equal shares. The gradient of
+// the log-prob of token j is onehot(j) - p, so that only the logits of these tokens change.
+template <typename Element, typename Real>
+MAXRL_HOST_DEVICE inline void spread_gradient(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t,
+                                              Element* gradient) {
+  const double moved = static_cast<double>(in.spread[t]) / in.rows.temperature_of(t);
+  if (moved == 0.0 || !in.rows.is_target_valid(t)) return;  // without a valid target the row is NaN already
+  const int k = static_cast<int>(terms.options[1]);
+  const auto add = [gradient](int64_t token, double x) {
+    gradient[token] = from_double<Element>(to_double(gradient[token]) + x);
+  };
+  double at_target = -moved;
+  for (int i = 0; i < k; ++i) {
+    const int64_t token = in.top_tokens[t * k + i];
+    if (token == in.rows.targets[t])
+      at_target += moved / k;
+    else if (token >= 0 && token < in.rows.vocab_size)
+      add(token, moved / k);
+    else
+      at_target = static_cast<double>(NAN);
+  }
+  add(in.rows.targets[t], at_target);
 }
 
 }  // namespace maxrl

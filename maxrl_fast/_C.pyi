@@ -45,6 +45,7 @@ def group_advantage_cuda(
 
 LOSS_WORKSPACE: int  # this and the next only with CUDA kernels
 PACS_WORKSPACE: int
+MAX_TOP_TOKENS: int
 
 class LossTerms:
     def __init__(
@@ -66,6 +67,19 @@ class Matrix:
 class Tokens:
     def __init__(self, *, num_tokens: int, vocab_size: int, targets: int, temperatures: int, temperature: float) -> None: ...
 
+class RowStatistics:
+    def __init__(
+        self,
+        *,
+        top_k: int,
+        min_p: float,
+        logprobs: int,
+        entropy: int,
+        top_tokens: int,
+        top_logprobs: int,
+        log_mass: int,
+    ) -> None: ...
+
 class Sequences:
     def __init__(
         self,
@@ -79,6 +93,9 @@ class Sequences:
         old_logprobs: int,
         ref_logprobs: int,
         sequence_log_ratio: int,
+        token_statistics: int,
+        top_tokens: int,
+        spread: int,
         mask: int,
         sequence_tokens: int,
         denominator: int,
@@ -100,6 +117,7 @@ def token_logprobs_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, logprobs: 
 def token_logprobs_backward_cpu(
     *, dtype: str, logits: Matrix, tokens: Tokens, grad_logprobs: int, grad_entropy: int, gradient: Matrix, num_threads: int
 ) -> None: ...
+def row_statistics_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, statistics: RowStatistics, num_threads: int) -> int: ...
 def scale_cuda(*, dtype: str, matrix: Matrix, num_rows: int, row_size: int, scale: int, stream: int) -> None: ...
 def decode_attention_cuda(
     *,

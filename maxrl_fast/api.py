@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from maxrl_fast.build import build_run_task, build_sampling
+from maxrl_fast.builders.engine import build_sampling
+from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve

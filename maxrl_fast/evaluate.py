@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.build import build_engine, build_scorer, build_task, compare_policy
+from maxrl_fast.builders.engine import build_engine
+from maxrl_fast.builders.policy import compare_policy
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
 from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
 from maxrl_fast.distributed.ranks import Ranks

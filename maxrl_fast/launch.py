@@ -3,25 +3,16 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from maxrl_fast.build import (
-    build_collector,
-    build_evaluator,
-    build_fingerprints,
-    build_policy,
-    build_policy_files,
-    build_run_engine,
-    build_scorer,
-    build_trainer,
-    compare_engine,
-    compare_policy,
-    dtype_of,
-)
+from maxrl_fast.builders.engine import build_run_engine, compare_engine
+from maxrl_fast.builders.policy import build_policy, build_policy_files, compare_policy, dtype_of
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.run import build_collector, build_evaluator, build_fingerprints, build_trainer
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
@@ -101,7 +92,9 @@ class Job:
             saved = find_saved(out, ranks, screen.warn) if is_resumed else None
             is_dry = config.run.dry_run is not None
             model = build_policy(config, task, saved, is_empty=is_dry)
-            config = config.replace(sharding="full" if is_sharded(config.run.sharding, model, ranks, device) else "none")
+            has_critic = objective_of(config).needs.critic
+            is_full = is_sharded(config.run.sharding, model, ranks, device, has_critic)
+            config = config.replace(sharding="full" if is_full else "none")
             fingerprints = build_fingerprints(config, task)
             if saved:
                 check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
@@ -138,10 +131,11 @@ class Job:
         Raises:
             InputError: if they are not what the objective needs, or their parameters do not fit.
         """
+        collector = build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
+        if config.shaping.labels == "vote":  # these rewards are of the evaluation alone, and may be any number
+            collector = replace(collector, needs_binary=False)
         try:
-            if complaint := rehearse(
-                build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
-            ):
+            if complaint := rehearse(collector):
                 self.screen.warn(complaint)
         except RewardError as error:
             return RewardError(f"{error}. Fix the reward; the same command then starts the run.")

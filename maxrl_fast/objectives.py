@@ -1,5 +1,5 @@
 """The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source,
-those that are installed, and every token loss."""
+those that are installed, every token loss, and every correction for a rollout engine that is not the policy."""
 
 import argparse
 import sys
@@ -12,13 +12,15 @@ from rich.table import Table
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.ops.estimators import ESTIMATORS
-from maxrl_fast.ops.group_advantage import effective_weight
 from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.output import protect_output
 from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights
 from maxrl_fast.run.screen import wrapped
+from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
+from maxrl_fast.training.objective_registry import OWN
 from maxrl_fast.version import FLAG, version_text
 
 _NOTATION = (
@@ -27,37 +29,17 @@ _NOTATION = (
     "the size-(k-1) subsets of the others; rho_i: the policy's probability of a response over the sampler's. PACS: R_i the "
     "outcome, B the number of rollouts in the batch."
 )
-_PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
-_PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
-_PACS_ROWS = {
-    "pacs": (f"{_PACS}; the reference is the sampling policy", "-", _PACS_NEEDS, "PACS, eq. 8, code"),
-    "pacs_paper": (
-        f"{_PACS}; plus the log-likelihood of R; the reference is reset every --ref-reset-interval steps",
-        "-",
-        _PACS_NEEDS,
-        "PACS, eqs. 5, 8",
-    ),
-}
-_ZVP_ROW = (
-    "grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, H_t its "
-    "entropy, max over its response; alpha .1",
-    "-",
-    "rewards 0 or 1, N >= 1; one more forward pass over these groups",
-    "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
-)
-_RISKPO_ROW = (
-    "(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 prompts, a and b "
-    "its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
-    "-",
-    "N >= 2; --prompts a multiple of --bundle-size",
-    "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
-)
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _LOSS_NOTATION = (
     "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; weight: the factor of "
     "A grad logp, 1 for every loss at rho = 1."
 )
 _LOSS_COLUMNS = ("loss of a token", "weight", "--loss-options", "source")
+_CORRECTION_NOTATION = (
+    "--correction NAME. w_t: a token's probability under the policy before the step's first update over its probability in the "
+    "rollout engine, both before top-p."
+)
+_CORRECTION_COLUMNS = ("factor of a token's advantage", "forward passes", "--correction-options", "source")
 _TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
@@ -69,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.objectives",
         description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source; "
-        "and every token loss of --loss. "
+        "every token loss of --loss and every correction of --correction. "
         "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass rate p, exact at finite N.",
     )
     parser.add_argument(
@@ -93,9 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if console.width < _TABLE_WIDTH:
             _print_rows(console, _COLUMNS, _registry(), _NOTATION)
             _print_rows(console, _LOSS_COLUMNS, _losses(), _LOSS_NOTATION)
+            _print_rows(console, _CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION)
         else:
             console.print(_registry_table())
             console.print(_table(_LOSS_COLUMNS, _losses(), _LOSS_NOTATION))
+            console.print(_table(_CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION))
         return 0
     try:
         grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
@@ -137,11 +121,8 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
 
 def _registry() -> dict[str, tuple[str, str, str, str]]:
     """Return the formula, the weight, the needs and the source of every objective."""
-    return (
-        {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
-        | _PACS_ROWS
-        | {"rl_zvp": _ZVP_ROW, "riskpo": _RISKPO_ROW}
-    )
+    rows = {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
+    return rows | {name: (row.formula, "-", row.needs, row.source) for name, row in OWN.items()}
 
 
 def _losses() -> dict[str, tuple[str, str, str, str]]:
@@ -151,6 +132,16 @@ def _losses() -> dict[str, tuple[str, str, str, str]]:
         options = [f"{option}={number.default:g}" for option, number in row.options.items()]
         options += ["--clip-low, --clip-high"] * row.clips
         rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
+    return rows
+
+
+def _corrections() -> dict[str, tuple[str, str, str, str]]:
+    """Return the formula, the forward passes, the options and the source of every correction."""
+    rows = {}
+    for name, row in CORRECTIONS.items():
+        options = [f"{option}={default:g}" for option, default in row.options.items()]
+        options += [f"--importance-cap {DEFAULT_CAP:g}"] * row.has_cap
+        rows[name] = (row.formula, row.passes, " ".join(options) or "-", row.source)
     return rows
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from maxrl_fast import api
-from maxrl_fast.build import build_policy, build_run_task
-from maxrl_fast.config.checks import check
+from maxrl_fast.builders.policy import build_policy
+from maxrl_fast.builders.tasks import build_run_task
+from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, places
@@ -87,7 +88,8 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
     task = build_run_task(config)
     resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True, warn=warn)
     model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
-    is_full = sharding == "full" or (sharding == "auto" and fills_half(model, machine.memory))
+    has_critic = objective_of(resolved).needs.critic
+    is_full = sharding == "full" or (sharding == "auto" and fills_half(model, machine.memory, has_critic))
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
     return estimate(resolved, task, model, machine)
 

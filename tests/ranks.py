@@ -1,5 +1,6 @@
 """One of the processes that tests/distributed/test_torchrun.py starts with torchrun: `python -m tests.ranks OUT`."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import torch
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.correction import ImportanceWeights, SequenceMask
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
+from maxrl_fast.training.siren import Siren
+from maxrl_fast.training.token_choice import TokenChoice
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 
@@ -52,6 +56,18 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
     objective.begin(collected(samples, advantages.view(5, 4)), learner)  # advantages as rewards, one group alike
     off_policy = objective.advantages(torch.arange(20)).clone()
+    weighted, _ = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True).weigh(samples, learner)
+    masked = SequenceMask(1.0).mask(advantages, samples, torch.arange(20), learner)
+    if options.get("choice"):  # of tokens, over all samples, with log-probs that are not all equal
+        noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
+        rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + noise)
+        given = collected(Samples(samples.prompts, rollouts), advantages.view(5, 4))
+        choice = TokenChoice(learner, top_entropy=0.6, seed=3)
+        choice.begin(given)
+        samples = choice.apply(given, advantages, torch.arange(20), 0)
+    if settings.siren:
+        siren = Siren(learner, settings.siren, torch.full((1,), 0.2, dtype=torch.float64))
+        samples = siren.apply(collected(samples, advantages.view(5, 4)), torch.arange(20), 0)
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
@@ -64,12 +80,16 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
         "weights": weights,
         "logprobs": logprobs,
         "off_policy": off_policy,
+        "weights of tokens": weighted.rollouts.importance_weights,
+        "masked": masked,
         "nothing": vars(nothing),
         "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }
 
 
 PPO = LossSettings(loss="ppo", aggregation="token_mean", clip_low=0.5, clip_high=0.5)
+SIREN = LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3)
+CLIP_COV = {"share": 0.2, "low": 0.1, "high": 2.0}
 RUNS = {
     "ddp": ("none", PPO, {}),
     "fsdp": ("full", PPO, {}),
@@ -79,6 +99,10 @@ RUNS = {
     "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
     "fsdp checkpointed": ("full", PPO, {"checkpoint_activations": True}),
     "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),
+    "ddp kl_cov": ("none", LossSettings("kl_cov", "token_mean", loss_options={"share": 0.2, "coef": 0.5}), {"choice": True}),
+    "fsdp clip_cov": ("full", LossSettings("clip_cov", "token_mean", 0.9, 9.0, loss_options=CLIP_COV), {"choice": True}),
+    "ddp siren": ("none", SIREN, {}),
+    "fsdp siren": ("full", SIREN, {}),
 }
 
 if __name__ == "__main__":

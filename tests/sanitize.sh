@@ -42,4 +42,4 @@ echo "the sanitizer works in $tree"
 
 # With --capture=sys, a report reaches the terminal instead of being lost with the process. The fuzz tests run half their examples.
 MAXRL_FAST_FUZZ=0.5 LD_PRELOAD="$LD_PRELOAD" "$python" -m pytest -q --capture=sys -p no:cacheprovider tests/ops \
-  tests/model/test_attention_kernel.py tests/model/test_layer_kernels.py tests/rollout/test_native.py tests/rollout/test_bfloat16.py
+  tests/model/test_attention_kernel.py tests/model/test_layer_kernels.py tests/model/test_linear_kernel.py tests/rollout/test_native.py tests/rollout/test_bfloat16.py

@@ -7,13 +7,14 @@ import pytest
 from maxrl_fast import objectives
 from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS, LOSSES
+from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objective_registry import OBJECTIVES
 
 
 def test_the_table_has_every_estimator(capsys):
     assert main([]) == 0
     words = capsys.readouterr().out.split()
-    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES} <= set(words)
+    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES, *CORRECTIONS} <= set(words)
 
 
 @pytest.mark.parametrize("width", [60, 80, 129, 130, 200])
@@ -23,7 +24,7 @@ def test_no_word_is_cut_in_a_terminal(width, capsys, monkeypatch):
     assert main([]) == 0
     printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "…" not in printed
-    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES} <= set(printed.split())
+    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES, *CORRECTIONS} <= set(printed.split())
     assert max(map(len, printed.splitlines())) <= width
 
 
@@ -33,7 +34,14 @@ def test_every_row_is_complete():
         assert row.source, name
         assert row.weight, name
         assert row.needs, name
-    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {"pacs", "pacs_paper", "rl_zvp", "riskpo"}
+    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {
+        "pacs",
+        "pacs_paper",
+        "rl_zvp",
+        "riskpo",
+        "verifree",
+        "ppo",
+    }
 
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from maxrl_fast import evaluate, objectives, plugins, train
-from maxrl_fast.build import build_engine, build_fingerprints, build_task
+from maxrl_fast.builders.engine import build_engine
+from maxrl_fast.builders.run import build_fingerprints
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.config.parse import parse
@@ -264,7 +266,7 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
     one, other = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in ("installed", "files"))
     assert one == other
     assert read(tmp_path / "files" / "metrics.jsonl")[-1]["reward_mean"] > 0
-    assert json.loads((tmp_path / "files" / "config.json").read_text())["importance_cap"] == 2.0
+    assert json.loads((tmp_path / "files" / "config.json").read_text())["correction"] == "tis"
     more = ["--resume", str(tmp_path / "installed"), "--steps", "4", "--lr-schedule", "constant", "--allow-changes"]
     assert train.main(more) == 0
     for name in ("sorting_plugin.py", "naive_plugin.py"):

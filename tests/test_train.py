@@ -160,6 +160,10 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
         "--objective grpo --loss sapo --loss-options tau_positive=0.8 tau_negative=1.2 --updates-per-step 2",
         "--objective grpo --loss dppo --loss-options high=0.1 --updates-per-step 2",
         "--objective grpo --loss dispo --loss-options high_negative=5 --updates-per-step 2",
+        "--objective grpo --correction tis_sequence --top-p 0.9",
+        "--objective grpo --correction icepop --loss gspo --updates-per-step 2",
+        "--objective rl_zvp --correction mis",
+        "--objective rloo --correction sequence_mask --correction-options delta=0.001 --updates-per-step 2",
     ],
 )
 def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
@@ -171,13 +175,36 @@ def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_top_p_sampling_gets_importance_weights(tmp_path, capsys):
+def test_top_p_sampling_needs_no_correction(tmp_path, capsys):
     flags = ("--top-p", "0.9", "--kv-cache-gb", "0.001")
     assert run(tmp_path / "run", *flags) == 0
     assert "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)" in capsys.readouterr().out
-    for record in read(tmp_path / "run" / "metrics.jsonl"):
-        assert record["logprob_diff"] > 0.01  # kept tokens are less likely without the top-p cut
-        assert 0.5 < record["importance_weight"] < 1
+    assert run(tmp_path / "tis", *flags, "--correction", "tis") == 0
+    for plain, tis in zip(*(read(tmp_path / name / "metrics.jsonl") for name in ("run", "tis")), strict=True):
+        assert max(plain["logprob_diff"], tis["logprob_diff"]) < 1e-4  # with the kept mass it would be above 0.01
+        assert plain["ratio"] == pytest.approx(1, abs=1e-4)
+        assert tis["importance_weight"] == pytest.approx(1, abs=1e-4)
+        assert "importance_weight" not in plain
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_correction(tmp_path):
+    """Options of the run's correction that the other does not take are left out; a config.json of before has no correction."""
+    assert run(tmp_path / "run", "--correction", "tis", "--importance-cap", "3") == 0
+    more = ("--resume", str(tmp_path / "run"), "--allow-changes", "--steps")
+    flags = ("--correction", "icepop", "--correction-options", "low=0.4")
+    assert train.main([*more, "4", *flags]) == 0
+    assert train.main([*more, "5", "--correction", "none"]) == 0
+    file = tmp_path / "run" / "config.json"
+    config = json.loads(file.read_text())
+    assert (config["correction"], config["importance_cap"]) == ("none", None)
+    old = {name: value for name, value in config.items() if not name.startswith("correction")}
+    for steps, cap, correction in (("6", 2.0, "tis"), ("7", 0.0, "none")):
+        file.write_text(json.dumps(old | {"importance_cap": cap}))
+        assert train.main([*more, steps]) == 0
+        assert json.loads(file.read_text())["correction"] == correction
+    counts = ["importance_weight" in record for record in read(tmp_path / "run" / "metrics.jsonl")]
+    assert counts == [True, True, True, True, False, True, False]
 
 
 @pytest.mark.slow

@@ -63,5 +63,6 @@ void bind_pacs(py::module_& m);
 void bind_generation(py::module_& m);
 void bind_decoding(py::module_& m);
 void bind_layer(py::module_& m);
+void bind_linear(py::module_& m);
 
 }  // namespace maxrl::bindings

@@ -46,4 +46,5 @@ PYBIND11_MODULE(_C, m) {
   maxrl::bindings::bind_generation(m);
   maxrl::bindings::bind_decoding(m);
   maxrl::bindings::bind_layer(m);
+  maxrl::bindings::bind_linear(m);
 }

@@ -174,19 +174,25 @@ struct alignas(64) AttentionTile {
   template <int vectors, int num_keys, typename Sink>
   static void some_products(int dims, int first_key, const Real* rows, const Real* keys, const Sink& sink) {
     Reals sums[num_keys][vectors] = {};
+    add_products<kStride, kRows>(dims, keys, rows, sums);
+    sink(first_key, sums);
+  }
+  // sums[key][i] += sum_step numbers[key][step] rows[step][i], where `number_stride` is from one key's numbers to the next's
+  // and `row_stride` from a row to the next.
+  template <int number_stride, int row_stride, int num_keys, int vectors>
+  static void add_products(int steps, const Real* numbers, const Real* rows, Reals (&sums)[num_keys][vectors]) {
 #pragma GCC unroll 2
-    for (int d = 0; d < dims; ++d) {
+    for (int step = 0; step < steps; ++step) {
       Reals row[vectors];
 #pragma GCC unroll 2
-      for (int i = 0; i < vectors; ++i) row[i] = read(rows + d * kRows + i * kLanes);
+      for (int i = 0; i < vectors; ++i) row[i] = read(rows + step * row_stride + i * kLanes);
 #pragma GCC unroll 12
       for (int j = 0; j < num_keys; ++j) {
-        const Real key = keys[j * kStride + d];
+        const Real number = numbers[j * number_stride + step];
 #pragma GCC unroll 2
-        for (int i = 0; i < vectors; ++i) sums[j][i] += key * row[i];
+        for (int i = 0; i < vectors; ++i) sums[j][i] += number * row[i];
       }
     }
-    sink(first_key, sums);
   }
 
   // Exponentials have a loop of their own: beside the sums of products, their constants would not fit into the registers.
@@ -310,18 +316,7 @@ struct alignas(64) AttentionTile {
   template <int num_rows, int parts, int num_keys>
   static void add_weighted_some(int count, const Real* weights, const Real* rows, Real* sums) {
     Reals sum[num_keys][parts] = {};
-#pragma GCC unroll 2
-    for (int r = 0; r < num_rows; ++r) {
-      Reals row[parts];
-#pragma GCC unroll 2
-      for (int i = 0; i < parts; ++i) row[i] = read(rows + r * kStride + i * kLanes);
-#pragma GCC unroll 12
-      for (int j = 0; j < num_keys; ++j) {
-        const Real weight = weights[j * kRows + r];
-#pragma GCC unroll 2
-        for (int i = 0; i < parts; ++i) sum[j][i] += weight * row[i];
-      }
-    }
+    add_products<kRows, kStride>(num_rows, weights, rows, sum);
 #pragma GCC unroll 12
     for (int j = 0; j < num_keys; ++j)
       if (num_keys == kKeys || j < count)

@@ -101,18 +101,17 @@ struct Avx512BFloat16 {
   }
 };
 
-// Tiles 0 to 3 are sums, of 32 rows and two panels, or of 16 rows and four panels: four, because a sum is ready for the next
-// step only after the time of about four multiplications.
+// Tiles 0 to 3 are sums, of 16 or 32 rows and one or two panels; 4 and 5 are rows, 6 and 7 panels.
 struct AmxBFloat16 : Avx512BFloat16 {
   static constexpr int kRows = 32;
   static constexpr int64_t kTile = 16, kRowBytes = 64, kSums = kTile * kPanel;
 
   static constexpr int rows_of(int64_t m) { return m > kTile ? 32 : 16; }
-  static constexpr int panels_of(int64_t m) { return m > kTile ? 2 : 4; }
+  static constexpr int panels_of(int64_t) { return 2; }
 
-  template <int count>
-  MAXRL_AMX static void square(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
-                               float* out) {
+  template <int rows, int count>
+  MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                             float* out) {
     const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
     _tile_zero(0);
     _tile_zero(1);
@@ -121,68 +120,28 @@ struct AmxBFloat16 : Avx512BFloat16 {
     for (int64_t j = 0; j < depth; j += kBFloat16Step) {
       _tile_loadd(4, a + j, bytes);
       _tile_loadd(6, panels + j * kPanel, kRowBytes);
-      _tile_loadd(5, a + kTile * stride + j, bytes);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (rows > kTile) {
+        _tile_loadd(5, a + kTile * stride + j, bytes);
+        _tile_dpbf16ps(1, 5, 6);
+      }
       if constexpr (count > 1) {
         _tile_loadd(7, panels + panel_stride + j * kPanel, kRowBytes);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
+        if constexpr (rows > kTile) _tile_dpbf16ps(3, 5, 7);
       }
     }
     _tile_stored(0, out, kRowBytes);
-    _tile_stored(1, out + kSums, kRowBytes);
-    if constexpr (count > 1) {
-      _tile_stored(2, out + 2 * kSums, kRowBytes);
-      _tile_stored(3, out + 3 * kSums, kRowBytes);
-    }
-  }
-
-  template <int count>
-  MAXRL_AMX static void wide(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
-                             float* out) {
-    const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t j = 0; j < depth; j += kBFloat16Step) {
-      const BFloat16* const b = panels + j * kPanel;
-      _tile_loadd(4, a + j, bytes);
-      _tile_loadd(5, b, kRowBytes);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (count > 1) {
-        _tile_loadd(6, b + panel_stride, kRowBytes);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (count > 2) {
-        _tile_loadd(7, b + 2 * panel_stride, kRowBytes);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (count > 3) {
-        _tile_loadd(5, b + 3 * panel_stride, kRowBytes);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-    }
-    _tile_stored(0, out, kRowBytes);
-    if constexpr (count > 1) _tile_stored(1, out + kSums, kRowBytes);
-    if constexpr (count > 2) _tile_stored(2, out + 2 * kSums, kRowBytes);
-    if constexpr (count > 3) _tile_stored(3, out + 3 * kSums, kRowBytes);
+    if constexpr (rows > kTile) _tile_stored(1, out + kSums, kRowBytes);
+    if constexpr (count > 1) _tile_stored(2, out + rows * kPanel, kRowBytes);
+    if constexpr (count > 1 && rows > kTile) _tile_stored(3, out + rows * kPanel + kSums, kRowBytes);
   }
 
   MAXRL_AMX static void multiply(int rows, int count, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels,
                                  int64_t panel_stride, float* out) {
+    const auto work = rows > kTile ? (count > 1 ? tile<32, 2> : tile<32, 1>) : (count > 1 ? tile<16, 2> : tile<16, 1>);
     asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory
-    if (rows > kTile)
-      count == 1 ? square<1>(a, stride, depth, panels, panel_stride, out)
-                 : square<2>(a, stride, depth, panels, panel_stride, out);
-    else
-      switch (count) {
-        case 1: wide<1>(a, stride, depth, panels, panel_stride, out); break;
-        case 2: wide<2>(a, stride, depth, panels, panel_stride, out); break;
-        case 3: wide<3>(a, stride, depth, panels, panel_stride, out); break;
-        default: wide<4>(a, stride, depth, panels, panel_stride, out);
-      }
+    work(a, stride, depth, panels, panel_stride, out);
     asm volatile("" ::: "memory");
   }
 };

@@ -71,9 +71,10 @@ Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& option
   const float top = logits[best];
   const bool is_greedy = options.temperature == 0.0;
   const double temperature = is_greedy ? 1.0 : options.temperature;
-  double sum = exponentials(logits, vocab, top, temperature, probabilities);
-  const auto log_p = [&](int64_t token) { return static_cast<float>((logits[token] - top) / temperature - std::log(sum)); };
-  if (is_greedy) return {best, sum == sum ? 0.0f : log_p(best)};
+  const double whole = exponentials(logits, vocab, top, temperature, probabilities);
+  const auto log_p = [&](int64_t token) { return static_cast<float>((logits[token] - top) / temperature - std::log(whole)); };
+  if (is_greedy) return {best, whole == whole ? 0.0f : log_p(best)};
+  double sum = whole;
   if ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 || options.min_p > 0.0)
     sum = filter(vocab, options, sum, probabilities, order);
   const double wanted = u * sum;

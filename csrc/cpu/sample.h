@@ -9,7 +9,7 @@ namespace maxrl::cpu {
 
 struct Sampled {
   int64_t token;
-  float logprob;  // under the distribution it was sampled from
+  float logprob;  // under the whole distribution at the temperature: before top-k, top-p and min-p; 0 at temperature 0
 };
 
 // Samples by inverting the CDF in the order of the vocabulary, at u in [0, 1). `probabilities` [vocab] and `order` [vocab] are

@@ -27,12 +27,34 @@ class SoftmaxRow {
 
   // Reads the row once.
   Softmax statistics() {
+    return statistics([](int64_t, int64_t, Real) {});
+  }
+
+  // visit(begin, end, greatest logit) is called for every block, while it is in the cache. The target is in none of them.
+  template <typename Visit>
+  Softmax statistics(const Visit& visit) {
     part_ = PartialSoftmax::empty();
     base_ = 0;
-    for_blocks([this](const Block& block) { add_block(block); });
+    for_blocks([&](const Block& block) { visit(block.begin, block.end, add_block(block)); });
     const Softmax softmax(part_, to_double(logits_[target_]), inverse_temperature_);
     base_ = static_cast<Real>(softmax.top);
     return softmax;
+  }
+
+  // After statistics(), with working memory: the sum of e^x over the tokens, without the target, whose e^x is at least `least`.
+  double sum_of_at_least(double least, const Softmax& softmax) const {
+    double total = 0.0;
+    for_blocks([&](const Block& block) {
+      const double factor = factor_of(block, softmax);
+      const Reals limit = Vectors::all(static_cast<Real>(least / factor));
+      Reals sum = Vectors::all(0);
+      for_steps(block, [&](int64_t i, int64_t) {
+        const Pair e = Vectors::load(exponentials_ + block.shift + i);
+        sum += (e.first >= limit ? e.first : Vectors::all(0)) + (e.second >= limit ? e.second : Vectors::all(0));
+      });
+      if (factor > 0.0) total += factor * Vectors::sum(sum);
+    });
+    return total;
   }
 
   // After statistics(): writes dL/dz, which may be where the logits are.
@@ -40,8 +62,7 @@ class SoftmaxRow {
     const RowGradient row = softmax.gradient(grads);
     if (exponentials_ && row.slope == 0.0)
       for_blocks([&](const Block& block) {
-        const double below = (static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_;
-        const Real factor = plain(static_cast<Real>(row.constant * std::exp(below)));
+        const Real factor = plain(static_cast<Real>(row.constant * factor_of(block, softmax)));
         for_steps(block, [&](int64_t i, int64_t count) {
           const Pair e = Vectors::load(exponentials_ + block.shift + i);
           write(gradient + i, count, {e.first * factor, e.second * factor});
@@ -106,7 +127,13 @@ class SoftmaxRow {
     return Vectors::greater(Vectors::all(Vectors::kLowestExponent), x);
   }
 
-  void add_block(const Block& block) {
+  // What the stored exponentials of a block are to be multiplied by, so that they are relative to the greatest logit.
+  double factor_of(const Block& block, const Softmax& softmax) const {
+    return std::exp((static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_);
+  }
+
+  // Returns the greatest logit.
+  Real add_block(const Block& block) {
     Pair top{Vectors::all(kNothing), Vectors::all(kNothing)};
     for_steps(block, [&](int64_t i, int64_t count) {
       const Pair z = read(logits_ + i, count);
@@ -115,7 +142,7 @@ class SoftmaxRow {
     const Real greatest = Vectors::greatest(Vectors::greater(top.first, top.second));
     if (greatest > part_.top) part_.raise(greatest, inverse_temperature_);
     base_ = static_cast<Real>(part_.base());
-    if (tops_) tops_[block.index] = base_;
+    if (tops_) tops_[block.index] = static_cast<Real>(part_.top);  // -inf, for a factor of 0, where there is no logit above it
     Pair sum{Vectors::all(0), Vectors::all(0)}, moment = sum;
     const auto add = [this](Reals z, Reals& sum_of, Reals& moment_of) {
       const Reals x = exponents(z), e = Vectors::exponential(x);
@@ -130,12 +157,13 @@ class SoftmaxRow {
     });
     part_.others += Vectors::sum(sum.first + sum.second);
     part_.moment += Vectors::sum(moment.first + moment.second);
+    return greatest;
   }
 
   const Element* logits_;
   int64_t size_, target_;
   Real inverse_temperature_;
-  Real* exponentials_;     // e^x by step, x relative to the greatest logit up to the block, tops_[block]
+  Real* exponentials_;  // e^x by step, x relative to the greatest logit up to the block, tops_[block]
   Real* tops_;
   PartialSoftmax part_;
   Real base_;  // subtracted in exponents

@@ -6,10 +6,12 @@ resumed, so that a stopped experiment continues where it was.
 
 import contextlib
 import json
+import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def train_all(
         InputError: a run failed; the message names its log. Runs that have started finish first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with workers(jobs) as pool:
         pending = [pool.submit(_train, folder / name, list(flags), list(measure)) for name, flags in runs.items()]
         try:
             for done in tracked(as_completed(pending), what, total=len(pending)):
@@ -52,6 +54,22 @@ def train_all(
             pool.shutdown(cancel_futures=True)
             raise
     return {name: folder / name for name in runs}
+
+
+def workers(jobs: int) -> ProcessPoolExecutor:
+    """Return a pool of `jobs` processes, which end with this one, even if it is killed."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _train(out: Path, flags: list[str], measure: list[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.hints import nearest
-from maxrl_fast.config.options import Config, several
+from maxrl_fast.config.options import Config, CorrectionName, several
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.losses import LOSSES, loss_numbers
@@ -14,8 +14,10 @@ from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
+from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, Correction, make_correction
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
+from maxrl_fast.training.policy_reward import LABELS
 
 # Names of options, what their values must be, and whether a value is that. None is always right: not given.
 _FROM_1 = (
@@ -34,18 +36,18 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     (
         "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta "
-        "overlong_penalty alpha",
+        "overlong_penalty alpha critic_lr",
         "a finite number above 0",
         lambda x: 0 < x < math.inf,
     ),
     (
-        "importance_cap clip_high weight_decay entropy_coef kl_coef judge_rate",
+        "importance_cap clip_high weight_decay entropy_coef siren kl_coef judge_rate value_clip",
         "finite and at least 0",
         lambda x: 0 <= x < math.inf,
     ),
     ("reward_threshold", "finite", math.isfinite),
-    ("min_p max_reward_error_rate", "in [0, 1]", lambda x: 0 <= x <= 1),
-    ("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1),
+    ("min_p max_reward_error_rate gae_gamma gae_lambda", "in [0, 1]", lambda x: 0 <= x <= 1),
+    ("top_p top_entropy", "above 0 and at most 1", lambda x: 0 < x <= 1),
     ("clip_low beta2 sft_beta2", "in [0, 1)", lambda x: 0 <= x < 1),
 )
 
@@ -71,6 +73,7 @@ def check(config: Config) -> None:
     check_ranges(options)
     _check_objective(config, options)
     _check_loss(config, options)
+    _check_correction(config)
     check_tracker(options["log_to"])
     if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
@@ -114,6 +117,51 @@ def objective_of(config: Config) -> Objective:
         raise InputError(str(error)) from error
 
 
+def correction_name(config: Config) -> CorrectionName:
+    """Return the correction that a configuration asks for, or the default: none where engine and trainer are compared by the
+    tests, else tis."""
+    options = config.rollout
+    if options.correction is not None:
+        return options.correction
+    if options.importance_cap is not None:
+        return "tis" if options.importance_cap else "none"
+    return "none" if options.rollout == "native" or objective_of(config).owns_loss else "tis"
+
+
+def importance_cap(config: Config, correction: CorrectionName) -> float | None:
+    """Return the upper bound of this correction's weights, None where it has another or none."""
+    given = config.rollout.importance_cap
+    return None if not CORRECTIONS[correction].has_cap else DEFAULT_CAP if given is None else given
+
+
+def correction_of(config: Config) -> Correction:
+    """Return the correction that a configuration asks for.
+
+    Raises:
+        InputError: where its options do not fit it.
+    """
+    name = correction_name(config)
+    try:
+        return make_correction(name, importance_cap(config, name), config.rollout.correction_numbers())
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _check_correction(config: Config) -> None:
+    options, objective = config.rollout, objective_of(config)
+    name, whose = correction_name(config), config.objective.objective
+    correction_of(config)
+    if name != "none" and objective.owns_loss:
+        raise InputError(f"{whose} takes no correction: its loss has no place for weights of tokens, got {name}")
+    if name == "sequence_mask" and objective.needs.token_weights:
+        raise InputError(f"{whose} weights single tokens by either sign, so correction cannot be sequence_mask")
+    if options.rollout == "vllm" and options.top_p < 1 and options.temperature != 1:
+        raise InputError(
+            "vLLM has no log-probs before top-p at another temperature than 1: --rollout vllm with --top-p needs "
+            f"--temperature 1, got {options.temperature:g}"
+        )
+
+
 def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
     name, numbers = options["loss"] or objective_of(config).loss, config.loss.own_numbers()
     try:
@@ -129,21 +177,40 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
-    if objective.needs.token_weights and options["loss"] == "gspo":
-        raise InputError(f"{name} weights single tokens, so loss cannot be gspo, whose ratio is one of whole responses")
-    if options["labels"] == "vote" and (objective.needs.greedy or objective.needs.parts):
-        raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
+    loss = options["loss"] or objective.loss
+    if objective.needs.token_weights and LOSSES[loss].sequence is not None:
+        raise InputError(f"{name} weights single tokens, so loss cannot be {loss}, whose ratio is one of whole responses")
+    _check_labels(name, objective, options)
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
         raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
     if not objective.owns_loss:
         return
-    if options["importance_cap"]:
-        raise InputError(f"{name} takes no importance_cap: its loss has no place for weights of tokens")
+    if options["top_entropy"] != 1:
+        raise InputError(f"{name} takes no top_entropy: its loss has no place for weights of tokens")
     for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
         if options[option] not in (None, needed):
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+
+
+def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -> None:
+    """Refuse rewards that are neither the task's nor those of --reward where they do not fit."""
+    labels, needs = options["labels"], objective.needs
+    if labels == "vote" and (needs.greedy or needs.parts):
+        raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
+    if labels in LABELS and (needs.greedy or needs.parts or needs.binary):
+        what = "takes rewards of 0 or 1" if needs.binary else "needs other rewards too"
+        raise InputError(f"labels cannot be {labels} for {name}, which {what}")
+    if labels in LABELS and options["task"] in ("maze", "chain"):
+        raise InputError(
+            f"labels cannot be {labels} for task {options['task']}, whose responses are answers without reasoning, so that all "
+            "responses to a prompt have the same reward; --objective verifree learns from them"
+        )
+    if needs.answers and labels != "given":
+        raise InputError(f"labels must be given for {name}, which has a reward of its own, got {labels}")
+    if needs.answers and options["overlong_buffer"]:
+        raise InputError(f"{name} takes no overlong_buffer: its reward is a probability")
 
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:

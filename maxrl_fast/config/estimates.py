@@ -16,8 +16,11 @@ from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.critic import num_critic_weights
+from maxrl_fast.training.policy_reward import LABELS
 
 
 def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None = None) -> list[str]:
@@ -48,9 +51,19 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
         f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}",
+        *_describe_critic(config, model),
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
+
+
+def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
+    """Return a line on the critic that a run trains; none where it trains none."""
+    if not objective_of(config).needs.critic:
+        return []
+    what = "its adapters" if config.model.lora_rank else "all its weights"
+    number, rate = num_critic_weights(model), config.objective.critic_lr
+    return [f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"]
 
 
 def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
@@ -76,15 +89,21 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     lines = ["configuration"]
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
-    lines += [f"policy: {parameters:,} parameters{adapters}"]
+    lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
     lines += memory_table(estimate_memory(config, task, model, machine), machine)
     if config.rollout.rollout not in ENGINES:
         lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
     prompt_tokens = config.rollout.prompts * task.prompt_length
     response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
-    passes = 6 + 2 * bool(config.loss.kl_coef) + 2 * objective_of(config).needs.logprob_passes
+    needs, loss = objective_of(config).needs, config.loss
+    more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
+    more_passes += LOSSES[loss.loss].rows + (loss.top_entropy < 1) + bool(loss.kl_coef) + bool(loss.siren)
+    # The greedy responses are sampled by a call of their own, which reads the prompts again.
+    greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
+    work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}
+    # A critic computes its values before the step, and has an update of its own.
+    work["update"] = (6 + 2 * more_passes + 8 * needs.critic) * (prompt_tokens + response_tokens)
     lines += ["work per step, estimated (multiplications with weights; all responses at their limit)"]
     lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
-    for name, factor in (("rollout", 2), ("update", passes)):
-        lines += [f"  {name}: {factor * parameters * (prompt_tokens + response_tokens) / 1e9:,.1f} GFLOP"]
+    lines += [f"  {name}: {parameters * multiplications / 1e9:,.1f} GFLOP" for name, multiplications in work.items()]
     return "\n".join(lines)

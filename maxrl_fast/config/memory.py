@@ -20,10 +20,11 @@ from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.critic import num_critic_weights
 
 PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
 FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the allocator
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits in the loss, as in ops/linear_loss.py
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits in the loss, as in ops/logit_chunks.py
 Phases = tuple[float, float, float]
 
 
@@ -39,17 +40,20 @@ def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, mach
     sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
     needs_reference = bool(config.loss.kl_coef) or objective_of(config).needs.reference
     reference = 4 * trained if needs_reference else 0  # it shares frozen weights
+    critic = num_critic_weights(model) if objective_of(config).needs.critic else 0  # so does it
     # Gradients and moments stay from the first update on.
     memory: dict[str, Phases] = {
         f"weights (float32){sharded}": (4.0 * weights, 4 * weights * part, 4 * weights * part),
         f"gradients (float32){sharded}": (0.0, 4 * trained * part, 4 * trained * part),
         f"Adam moments (float32){sharded}": (0.0, 8 * trained * part, 8 * trained * part),
         f"reference policy (float32){sharded}": _scaled(reference, (1, part, part)),
+        f"critic (float32){sharded}": _scaled(4 * critic, (1, part, part)),
+        f"critic's gradients and Adam moments (float32){sharded}": _scaled(12 * critic, (0, part, part)),
         **_of_engine(config, task, model, machine),
         **{name: (0.0, 0.0, value) for name, value in _of_update(config, model, machine).items()},
     }
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory
-        copied = (4 * weights + 8 * trained + reference) * part
+        copied = (4 * weights + 8 * trained + reference + 12 * critic) * part
         memory["copy of the state while a checkpoint is written"] = (0.0, 0.0, copied)
     return {name: phases for name, phases in memory.items() if any(phases)}
 

@@ -16,6 +16,12 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 
+_INSTEAD_OF_TABLE = {
+    **dict.fromkeys(("gym_config", "task_args"), "give it as a string of JSON"),
+    "loss_options": 'give a list such as ["kl=0"]',
+}
+
+
 @dataclass(frozen=True)
 class OptionFile:
     """The options in a TOML file, by name."""
@@ -39,7 +45,7 @@ class OptionFile:
             raise InputError(f"--config must be a readable TOML file, got {path}: {error}") from error
         for key, value in file.options.items():
             if _is_table(value):
-                there = "give it as a string of JSON" if key == "gym_config" else "write its keys there"
+                there = _INSTEAD_OF_TABLE.get(key, "write its keys there")
                 wanted = "options must stand at the top of the file, without tables"
                 raise InputError(f"{file.place(key)}: {wanted}, got the table [{key:.80}]; {there}")
         return file

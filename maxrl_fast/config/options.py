@@ -1,6 +1,7 @@
 """Every option of a run, with its help and default, in the groups that --help shows: as parsed, and as resolved."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,8 +14,10 @@ from maxrl_fast.model.hub import directory_of
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 LossName = Literal[
-    "reinforce", "ppo", "cispo", "gspo", "luspo", "gmpo", "vespo", "sapo", "dppo", "dispo", "topr", "topr_token"
+    "reinforce", "ppo", "cispo", "gspo", "luspo", "gmpo", "vespo", "sapo", "dppo", "dispo", "topr", "topr_token",
+    "kl_cov", "clip_cov", "lp_reg", "simko",
 ]  # fmt: skip
+CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
 
 
@@ -51,12 +54,31 @@ def several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
+def numbers_by_name(option: str, texts: Sequence[str]) -> dict[str, float]:
+    """Return the numbers of an option whose values are NAME=VALUE.
+
+    Raises:
+        InputError: where one is not NAME=VALUE with a number, or is given twice.
+    """
+    numbers: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise InputError(f"{option} must be NAME=VALUE with a number, got {text!r:.80}") from None
+        if name in numbers:
+            raise InputError(f"{option} must have each name once, got {name} twice")
+        numbers[name] = number
+    return numbers
+
+
 @dataclass(frozen=True)
 class ObjectiveOptions:
     """What is maximised. Only the options that the objective takes are shown."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ... (`python -m maxrl_fast.objectives` lists them all),
+    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists them all),
     FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
     k: Annotated[int | None, unset("INT", "4")] = None
     """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo."""
@@ -94,6 +116,14 @@ class ObjectiveOptions:
     """PACS's weights of correct and wrong rollouts: balanced in every group, or none."""
     ref_reset_interval: Annotated[int | None, unset("INT", "50")] = None
     """Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."""
+    gae_gamma: Annotated[float | None, unset("FLOAT", "1")] = None
+    """Discount of the reward per token in the generalized advantage estimates of ppo."""
+    gae_lambda: Annotated[float | None, unset("FLOAT", "1")] = None
+    """Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."""
+    value_clip: Annotated[float | None, unset("FLOAT", "0.2")] = None
+    """Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."""
+    critic_lr: Annotated[float | None, unset("FLOAT", "2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
+    """Learning rate of ppo's critic, constant from the first step."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +201,10 @@ class RewardOptions:
 class ShapingOptions:
     """What training makes of the rewards; evaluation leaves them as they are."""
 
-    labels: Literal["given", "vote"] = "given"
+    labels: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
     """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most responses to the prompt
-    give, 0 for others, without any label (SRT, TTRL)."""
+    give, 0 for others, without any label (SRT, TTRL); logprob: the policy's log-prob of the reference answer behind the
+    response's reasoning; mean_logprob: its mean over the answer's tokens; rlpr: the reward of RLPR."""
     overlong_buffer: int = 0
     """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
     longer they are; 0: none."""
@@ -206,9 +237,18 @@ class RolloutOptions:
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
-    importance_cap: Annotated[float | None, unset("FLOAT", "off with native and no top_p, else 2")] = None
-    """Truncated importance sampling: weight each token by its probability under the training policy over the probability with
-    which it was sampled, at most this; 0: off."""
+    correction: Annotated[CorrectionName | None, unset("STR", "none with native, else tis")] = None
+    """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
+    sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
+    importance_cap: Annotated[float | None, unset("FLOAT", "2 for tis and tis_sequence")] = None
+    """Largest importance weight, of a token for tis and of a response for tis_sequence; without --correction it asks for tis,
+    and 0 for none."""
+    correction_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the correction's own")] = ()
+    """Numbers of the correction: low and high of icepop and mis, delta of sequence_mask."""
+
+    def correction_numbers(self) -> dict[str, float]:
+        """Return the numbers of the correction by name; raises as `numbers_by_name`."""
+        return numbers_by_name("correction_options", self.correction_options)
 
 
 @dataclass(frozen=True)
@@ -258,43 +298,35 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs")] = None
-    """Policy-gradient loss: ppo, reinforce, cispo, gspo, luspo, gmpo, vespo, sapo, dppo, dispo, topr or topr_token
-    (`python -m maxrl_fast.objectives` has their formulas). With one update per step the ratio is 1, and all have the same
-    gradient."""
+    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs and the off-policy objectives")] = None
+    """Policy-gradient loss: ppo, reinforce, cispo, gspo, luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token,
+    kl_cov, clip_cov, lp_reg or simko (`python -m maxrl_fast.objectives` has their formulas). With one update per step the ratio
+    is 1, and all have the same gradient, but for the tokens that the last three treat in a way of their own."""
     loss_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the loss's own")] = ()
     """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo and luspo."""
+    """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo and luspo."""
+    """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[str | None, unset("STR", "the objective's")] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
-    (pacs, luspo), or seq_sum_constant (dr_grpo)."""
+    (pacs, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
+    top_entropy: float = 1.0
+    """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper), at
+    the price of one more forward pass; the others still count in the average. 1: all."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, per nat."""
+    siren: float = 0.0
+    """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its value at the start, over the
+    tokens with high entropy and their likely continuations alone (0.005 in the paper); 0: none."""
     kl_coef: float = 0.0
     """Coefficient of the divergence from the reference policy, the policy when reinforcement learning begins, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator of the divergence from the reference policy."""
 
     def own_numbers(self) -> dict[str, float]:
-        """Return the options of the loss by name.
-
-        Raises:
-            InputError: where one is not NAME=VALUE with a number, or is given twice.
-        """
-        numbers: dict[str, float] = {}
-        for text in self.loss_options:
-            name, _, value = text.partition("=")
-            try:
-                number = float(value)
-            except ValueError:
-                raise InputError(f"loss_options must be NAME=VALUE with a number, got {text!r:.80}") from None
-            if name in numbers:
-                raise InputError(f"loss_options must have each name once, got {name} twice")
-            numbers[name] = number
-        return numbers
+        """Return the options of the loss by name; raises as `numbers_by_name`."""
+        return numbers_by_name("loss_options", self.loss_options)
 
 
 @dataclass(frozen=True)
@@ -436,7 +468,7 @@ class Config:
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRollout(RolloutOptions):
     max_new_tokens: int
-    importance_cap: float
+    correction: CorrectionName
 
     def samples_of_engine(self, processes: int) -> int:
         """Return the most samples of a step that one rollout engine is given, with this many processes."""

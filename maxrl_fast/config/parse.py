@@ -43,9 +43,12 @@ ESTIMATOR_OPTIONS = (
     "false_positive_rate",
     "false_negative_rate",
 )
+OF_CORRECTION = ("correction", "importance_cap", "correction_options")
 # Options whose defaults follow from the objective: a run that resumes with another takes that one's.
-OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", "importance_cap")
-SEVERAL = ("reward", "reward_weights", "loss_options")  # options of one value or of several
+OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", *OF_CORRECTION)
+# The same for another loss, of options that may have been given for the one before.
+OF_LOSS = ("loss_options", "aggregation")
+SEVERAL = ("reward", "reward_weights", "loss_options", "correction_options")  # options of one value or of several
 CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
@@ -77,6 +80,9 @@ def parse(arguments: Sequence[str]) -> Config:
     objective = _find(arguments, ("objective",))["objective"] or of_file.get("objective")
     if of_run and objective and absolute_function(str(objective)) != of_run.get("objective"):
         of_run = {name: value for name, value in of_run.items() if name not in OF_OBJECTIVE}
+    loss = _find(arguments, ("loss",))["loss"] or of_file.get("loss")
+    if of_run and loss and loss != of_run.get("loss"):
+        of_run = {name: value for name, value in of_run.items() if name not in OF_LOSS}
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)

@@ -10,7 +10,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.rewards.judge import JUDGE
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
-from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom, objective_options
+from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.objective_registry import OBJECTIVES, default_loss, is_custom, objective_options
 
 
 def _names(options: type) -> list[str]:
@@ -32,6 +33,7 @@ class Choices:
     overlong_buffer: int = 0
     rollout: str = "native"
     vllm_url: str | None = None
+    correction: str | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Choices":
@@ -50,10 +52,17 @@ def not_taken(choices: Choices) -> dict[str, str]:
         found |= dict.fromkeys(("lora_alpha", "lora_targets"), "a run without --lora-rank")
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
-    loss = LOSSES.get(choices.loss or "ppo")  # a name that is none is refused later
+    own_loss = default_loss(choices.objective)
+    loss = LOSSES.get(choices.loss or own_loss)  # a name that is none is refused later
     if loss is not None:
-        who = "a run without --loss" if choices.loss is None else f"loss {choices.loss}"
+        without = "a run without --loss" if own_loss == "ppo" else f"objective {choices.objective}"
+        who = without if choices.loss is None else f"loss {choices.loss}"
         found |= dict.fromkeys(("clip_low", "clip_high") * (not loss.clips) + ("loss_options",) * (not loss.options), who)
+    correction = CORRECTIONS.get(choices.correction or "tis")  # the one that --importance-cap alone asks for
+    if correction is not None:
+        who = "a run without --correction" if choices.correction is None else f"correction {choices.correction}"
+        found |= dict.fromkeys(("importance_cap",) * (not correction.has_cap), who)
+        found |= dict.fromkeys(("correction_options",) * (not correction.options), who)
     if not choices.overlong_buffer:
         found["overlong_penalty"] = "a run without --overlong-buffer"
     if choices.rollout != "vllm":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.checks import correction_name, importance_cap, objective_of
 from maxrl_fast.config.options import (
     Config,
     ModelOptions,
@@ -64,6 +64,8 @@ def resolve(
     config = config.replace(**_absolute(config))
     rollouts, chosen = config.rollout.rollouts, config.objective
     defaults = objective_options(chosen.objective, rollouts)
+    if "critic_lr" in defaults:
+        defaults = defaults | {"critic_lr": default_rates(config.model)[0]}
     objective = {name: value for name, value in defaults.items() if getattr(chosen, name) is None}
     return ResolvedConfig(
         objective=dataclasses.replace(chosen, **objective),
@@ -90,16 +92,15 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
 
 
 def _rollout(config: Config, task: Task, warn: Callable[[str], None]) -> ResolvedRollout:
-    options, cap = config.rollout, config.rollout.importance_cap
+    options = config.rollout
     # A run that resumes has a checkpoint and a response limit of its own.
     directory = None if config.run.resume is not None else config.model.directory
-    if cap is None:
-        differs = options.rollout != "native" or options.top_p < 1
-        cap = 2.0 if differs and not objective_of(config).owns_loss else 0.0
     limit, buffer = response_limit(options.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
     if buffer > limit:
         raise InputError(f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}")
-    return ResolvedRollout(**{**vars(options), "max_new_tokens": limit, "importance_cap": cap})
+    correction = correction_name(config)
+    chosen = {"correction": correction, "importance_cap": importance_cap(config, correction)}
+    return ResolvedRollout(**{**vars(options), **chosen, "max_new_tokens": limit})
 
 
 def response_limit(wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]) -> int:
@@ -156,7 +157,8 @@ def default_rates(model: ModelOptions) -> tuple[float, float]:
     """Return the default learning rates of the warm start and of reinforcement learning.
 
     A new policy is trained as the tests of the mazes found. A checkpoint is fine-tuned at the rate of the publications
-    (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that ("LoRA Without Regret", Schulman et al. 2025).
+    (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that ("LoRA Without Regret", Schulman et al. 2025). The
+    critic of ppo learns by regression, at the rate of the warm start: 1e-5 for a checkpoint, as in verl.
     """
     if model.model is None:
         return 2e-3, 3e-4

@@ -30,13 +30,16 @@ def policy_loss(
             ref_logprobs; loss_weights scale the loss of each token.
 
     Raises:
-        ValueError: if an option is wrong, or kl_coef is not 0 and there are no ref_logprobs.
+        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss needs
+            token_statistics.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
     terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, 0.0, loss_options)
     if kl_coef and inputs.ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so prime-rl must have ref_logprobs")
+    if LOSSES[loss].statistic is not None:
+        raise ValueError(f"loss {loss} needs numbers of the tokens of a whole batch, and prime-rl gives one sequence at a time")
     keep = inputs.loss_mask
     logp, advantage = inputs.trainer_logprobs[keep].float(), inputs.advantages[keep].float()
     difference = logp - inputs.inference_logprobs[keep].float()
@@ -46,7 +49,7 @@ def policy_loss(
         log_ratio = (added.sum() if LOSSES[loss].sequence == "sum" else _mean(added)) + (logp - logp.detach())
     log_ratio = clamped(log_ratio)[0]
     ratio = log_ratio.exp()
-    value, low, high = surrogate(terms, TokenTerms(advantage, logp, difference.detach(), log_ratio, ratio))
+    value, low, high = surrogate(terms, TokenTerms(advantage, logp, difference.detach(), log_ratio, ratio, None))
     if kl_coef:
         value = value + kl_coef * kl_estimates(clamped(logp - inputs.ref_logprobs[keep].float())[0], kl)
     if inputs.loss_weights is not None:

@@ -255,6 +255,9 @@ class Decoder(PolicyModel):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.layers)
 
+    def set_output(self, layer: nn.Module) -> None:
+        self.lm_head = layer
+
     def compile_layers(self) -> None:
         """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation.
 

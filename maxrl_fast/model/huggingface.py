@@ -81,6 +81,9 @@ class HuggingFacePolicy(PolicyModel):
     def lm_head(self) -> Any:
         return self.hf.get_output_embeddings()
 
+    def set_output(self, layer: nn.Module) -> None:
+        self.hf.set_output_embeddings(layer)
+
     @property
     def blocks(self) -> list[nn.Module]:
         return [self.hf.get_submodule(name) for name in self._block_names]
@@ -120,7 +123,7 @@ class HuggingFacePolicy(PolicyModel):
         with within(Pass(attention, -1)):
             output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         hidden, weight = choose_rows(output[0][0], rows), self._output_matrix()
-        if weight.shape[1] > hidden.shape[1]:
+        if weight.shape[-1] > hidden.shape[1]:
             hidden = F.pad(hidden, (0, 1), value=1.0)
         return hidden if finish is None else finish(hidden, weight)
 

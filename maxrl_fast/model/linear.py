@@ -12,15 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model import linear_kernel
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias + added."""
+    if linear_kernel.has_kernel(x, weight):
+        product: Tensor = linear_kernel.Product.apply(x, weight, bias, added)
+        return product
+    if added is None:
+        return F.linear(x, weight, bias)
+    return torch.addmm(added if bias is None else added + bias, x, weight.t())
 
 
 class Linear(nn.Linear):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if added is None:
-            return F.linear(x, weight, bias)
-        return torch.addmm(added if bias is None else added + bias, x, weight.t())
+        return _product(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), added)
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
@@ -35,7 +43,7 @@ def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
     """Return the outputs of layers next to each other, [U, all of them], by one matrix multiplication. Weights are copied."""
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return F.linear(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
+    return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 class LoraLinear(Linear):

@@ -62,6 +62,10 @@ class PolicyModel(nn.Module):
         """The decoder layers, whose weights are gathered one layer at a time where they are sharded."""
         raise NotImplementedError
 
+    def set_output(self, layer: nn.Module) -> None:
+        """Put another layer with a `weight`, which may be a vector [H], in the place of the output matrix."""
+        raise NotImplementedError
+
     def forward(
         self,
         tokens: Tensor,

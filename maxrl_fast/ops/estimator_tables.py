@@ -117,6 +117,22 @@ def pacs_first_update(n: int, _: float) -> Tensor:
     return torch.nn.functional.pad(torch.stack([-scale / (n - correct), scale / correct]), (1, 1))
 
 
+def over_others_std(n: int, _: float) -> Tensor:
+    """Return the binary table of (r_i - m)/(s + 1e-6), m and s the mean and sample standard deviation of the other rollouts; of
+    r_i - m where these are all equal."""
+    others = max(n - 1, 1)
+
+    def of_reward(reward: float, correct: Tensor) -> Tensor:
+        """Return the advantages beside this many correct others."""
+        variance = correct * (others - correct) / (others * max(others - 1, 1))
+        return (reward - correct / others) / torch.where(variance > 0, variance.sqrt() + 1e-6, 1.0)
+
+    correct = torch.arange(n + 1, dtype=torch.float64)
+    table = torch.stack([of_reward(0.0, correct), of_reward(1.0, correct - 1)])
+    table[0, n] = table[1, 0] = 0  # not read, since no rollout is wrong, or correct
+    return table * (n > 1)
+
+
 def passk_training(n: int, k: int) -> Tensor:
     """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over the groups of a rollout."""
     correct = torch.arange(n + 1, dtype=torch.float64)

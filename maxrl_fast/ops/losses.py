@@ -9,10 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.ops.arguments import check_choice, check_number
 
 _NOT_NEGATIVE = "a finite number of at least 0"
 _POSITIVE = "a finite number above 0"
+_SHARE = "a number above 0 and at most 1"
+_FROM_0_TO_1 = "a number from 0 to 1"
+_TOP_K = f"an integer from 1 to {_C.MAX_TOP_TOKENS}"
+_RANGES: dict[str, Callable[[float], bool]] = {
+    _NOT_NEGATIVE: lambda x: 0 <= x < math.inf,
+    _POSITIVE: lambda x: 0 < x < math.inf,
+    _SHARE: lambda x: 0 < x <= 1,
+    _FROM_0_TO_1: lambda x: 0 <= x <= 1,
+    _TOP_K: lambda x: x in range(1, _C.MAX_TOP_TOKENS + 1),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,9 @@ class LossSpec:
             their mean with each clipped on the side where its advantage pushes, or their sum.
         clips: whether it takes clip_low and clip_high.
         aggregation: that is a part of the loss.
+        statistic: what the loss takes as token_statistics; None: it takes none.
+        rows: whether the statistic is made of ops.row_statistics of the sampling policy, which is one more forward pass.
+        top_tokens: whether it takes top_tokens [T, K], where K is its option k.
     """
 
     formula: str
@@ -45,6 +59,9 @@ class LossSpec:
     sequence: Literal["mean", "clipped_mean", "sum"] | None = None
     clips: bool = False
     aggregation: str | None = None
+    statistic: str | None = None
+    rows: bool = False
+    top_tokens: bool = False
 
 
 LOSSES: dict[str, LossSpec] = {
@@ -66,7 +83,7 @@ LOSSES: dict[str, LossSpec] = {
     "luspo": LossSpec(
         "gspo times the number of the response's tokens: aggregation seq_mean_token_sum",
         "gspo's times the response's length",
-        "Liu et al. 2026 (arXiv 2602.05261); TRL",
+        "Liu et al. 2026 (arXiv 2602.05261), compared with TRL; the authors' code (murphy4122/LUSPO) was not at hand",
         sequence="mean",
         clips=True,
         aggregation="seq_mean_token_sum",
@@ -105,7 +122,7 @@ LOSSES: dict[str, LossSpec] = {
     "dispo": LossSpec(
         "-sg(clip(rho, low, high)) A logp, bounds by the sign of A",
         "clip(rho)",
-        "DISPO 2026 (arXiv 2602.00983); formula and bounds from secondary sources, not compared with the authors' code",
+        "DISPO, Karaman et al. 2026 (arXiv 2602.00983); formula and bounds from secondary sources; no code was found",
         {
             "low_positive": LossOption(0.8),
             "high_positive": LossOption(11.0),
@@ -116,13 +133,61 @@ LOSSES: dict[str, LossSpec] = {
     "topr": LossSpec(
         "-A logp for A > 0, -sg(min(w, 1)) A logp below, w = prod_t rho_t",
         "1 for A > 0, min(w, 1) below",
-        "Le Roux et al. 2025 (arXiv 2503.14286), eq. 8, with the sign of A in place of the reward's",
+        "Le Roux et al. 2025 (arXiv 2503.14286), eq. 8, with the sign of A in place of the reward's; no code was found",
         sequence="sum",
     ),
     "topr_token": LossSpec(
         "-A logp for A > 0, -sg(min(rho, 1)) A logp below",
         "1 for A > 0, min(rho, 1) below",
-        "ROLL's topr, with the sign of A in place of the score's",
+        "ROLL's topr with the sign of A in place of the score's; Trinity-RFT's topr; compared with both",
+    ),
+    "kl_cov": LossSpec(
+        "-A rho, and for the chosen tokens -A rho + coef |log rho|; chosen is the share of tokens with the greatest covariance "
+        "(A - mean A)(logp - mean logp)",
+        "rho; on the chosen tokens beside it a pull of coef towards rho = 1",
+        "Cui et al. 2025 (arXiv 2505.22617), the authors' code; verl",
+        {"share": LossOption(2e-4, _SHARE), "coef": LossOption(1.0)},
+        statistic="1 for the tokens that ops.kl_cov_tokens chooses and 0 for others",
+    ),
+    "clip_cov": LossSpec(
+        "ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is between low and high",
+        "ppo's, and 0 for the chosen tokens",
+        "Cui et al. 2025 (arXiv 2505.22617), the authors' code; verl",
+        {"share": LossOption(2e-4, _SHARE), "low": LossOption(1.0), "high": LossOption(5.0)},
+        clips=True,
+        statistic="1 for the tokens that ops.clip_cov_tokens chooses and 0 for others",
+    ),
+    "lp_reg": LossSpec(
+        "-A rho + k3(pi || proxy) for protected tokens with pi < proxy, others max(-A rho, -A clip(rho, 1 - low, 1 + high)); "
+        "protected is the share of the tokens with A < 0 that has the lowest log-probs; the proxy is pi_old without the tokens "
+        "below min_p times its greatest probability, renormalised",
+        "rho, and 0 where the clip is active; on protected tokens beside it a pull of proxy / pi - 1 upwards",
+        "Lp-Reg, Huang et al. 2025 (arXiv 2510.03222), the authors' code",
+        {
+            "share": LossOption(0.01, _SHARE),
+            "min_p": LossOption(0.02, _SHARE),
+            "low": LossOption(1.0),
+            "high": LossOption(9.0),
+        },
+        statistic="the log-probs that ops.lp_reg_proxies returns",
+        rows=True,
+    ),
+    "simko": LossSpec(
+        "ppo with (1 - alpha) rho + (alpha / k) sum_j [sg(rho) / sg(rho_j)] rho_j in place of rho for A > 0, j over the k most "
+        "probable tokens of pi_old; penalty A in place of A where A < 0 and the token is the most probable one; both only for "
+        "tokens whose entropy is above the quantile tau of their response, the others have ppo",
+        "ppo's; of it alpha / k goes to each of the k tokens, and 1 - alpha to the sampled one",
+        "SimKO, Peng et al. 2025 (arXiv 2510.14807), the authors' code",
+        {
+            "alpha": LossOption(0.01, _FROM_0_TO_1),
+            "k": LossOption(3.0, _TOP_K),
+            "tau": LossOption(0.8, _FROM_0_TO_1),
+            "penalty": LossOption(1.1),
+        },
+        clips=True,
+        statistic="1 for the tokens that ops.simko_tokens returns and 0 for others",
+        rows=True,
+        top_tokens=True,
     ),
 }
 
@@ -146,14 +211,15 @@ def loss_numbers(loss: str, given: Mapping[str, float] | None) -> list[float]:
     values = dict(given or {})
     if unknown := [name for name in values if name not in options]:
         raise ValueError(_unknown(loss, unknown[0]))
-    return [
-        check_number(f"{name} of {loss}", values.get(name, option.default), option.wanted, _holds(option))
+    numbers = {
+        name: check_number(f"{name} of {loss}", values.get(name, option.default), option.wanted, _RANGES[option.wanted])
         for name, option in options.items()
-    ]
-
-
-def _holds(option: LossOption) -> Callable[[float], bool]:
-    return lambda x: 0 <= x < math.inf and (x > 0 or option.wanted == _NOT_NEGATIVE)
+    }
+    for name, low in numbers.items():
+        upper = name.replace("low_", "high_")  # of a bound such as low_positive; others are compared with themselves
+        if low > numbers[upper]:
+            raise ValueError(f"{name} of {loss} must be at most its {upper}, {numbers[upper]:g}, got {low:g}")
+    return [*numbers.values()]
 
 
 def _unknown(loss: str, name: Any) -> str:
@@ -161,6 +227,12 @@ def _unknown(loss: str, name: Any) -> str:
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
     wanted = f"loss_options of {loss} must be among {', '.join(known)}" if known else f"loss {loss} takes no options"
     return f"{wanted}, got {name!r:.80}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def num_top_tokens(loss: str, options: list[float]) -> int:
+    """Return K of the top_tokens [T, K] that the loss takes; 0 where it takes none."""
+    spec = LOSSES[loss]
+    return int(options[list(spec.options).index("k")]) if spec.top_tokens else 0
 
 
 def summands(loss: str, options: list[float], log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
@@ -174,5 +246,6 @@ def summands(loss: str, options: list[float], log_ratio: Tensor, advantage: Tens
         return log_ratio.clamp(-limit, limit)
     if sequence == "clipped_mean":
         low, high = options
-        return torch.where(advantage >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
+        # By the sign bit: a factor of 0 makes an advantage below 0 a -0, and its token is clipped as before.
+        return torch.where(advantage.signbit(), log_ratio.clamp_min(-low), log_ratio.clamp_max(high))
     return log_ratio

@@ -120,6 +120,14 @@ ROWS: dict[str, Estimator] = {
         scale="std",
         options={"quantile": 0.4, **STD},
     ),
+    "grpo_nemo": Estimator(
+        formula="(r - mean of the others)/(std of the others + 1e-6), r - mean of the others where these are all equal; ddof 1",
+        table_form="by C: the same with C or C - 1 correct among the others",
+        source="grpo as NeMo-RL computes it by default: leave-one-out baseline and deviation",
+        weight=ENUMERATED,
+        table=tables.over_others_std,
+        value="binary",
+    ),
     "pacs_first_update": Estimator(
         formula="beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal; beta 1",
         table_form="by C: beta times rloo of w_i (r_i - 1/2), w_i = N/(2C) where r = 1 and N/(2F) where r = 0",

@@ -27,7 +27,7 @@ ROWS: dict[str, Estimator] = {
     "hero": Estimator(
         formula="w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min and max over "
         "equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a = score_range .05, eps 1e-6, ddof 1",
-        source="HERO, Tao et al. 2025, arXiv:2510.07242 (from the paper; w's constants from another's code)",
+        source="HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants are its main text's",
         weight="depends on the scores",
         baseline="mean",
         options={"score_range": 0.05, **STD},

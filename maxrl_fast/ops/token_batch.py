@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
-from maxrl_fast.ops.losses import LOSSES, loss_numbers, summands
+from maxrl_fast.ops.losses import LOSSES, loss_numbers, num_top_tokens, summands
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
@@ -45,6 +45,11 @@ def has_term_without_advantage(loss: str, options: list[float]) -> bool:
     return loss == "dppo" and options[2] != 0
 
 
+def has_term_of_chosen(loss: str, options: list[float]) -> bool:
+    """Return whether the loss has such a term for the tokens whose statistic is not 0: kl_cov, unless its coefficient is 0."""
+    return loss == "kl_cov" and options[1] != 0
+
+
 @dataclass
 class TokenBatch:
     """Tokens of packed sequences. Floating tensors are float32, or float64 with float64 logits."""
@@ -62,6 +67,8 @@ class TokenBatch:
     sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
     denominator: Tensor  # [] float64
     sequence_log_ratio: Tensor | None = None  # [S], for losses with a ratio of the whole sequence
+    token_statistics: Tensor | None = None  # [T], for losses that need them
+    top_tokens: Tensor | None = None  # [T, K] int64, for losses that need them
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -92,7 +99,7 @@ class TokenBatch:
         return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
 
     def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
-        per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
+        per_token = ["targets", "old_logprobs", "ref_logprobs", "mask", "token_statistics", "top_tokens"]
         per_token += ["advantages"] * self.advantages_per_token
         per_token += ["importance_weights"] * self.importance_weights_per_token
         per_token += ["temperature"] * isinstance(self.temperature, Tensor)
@@ -108,9 +115,12 @@ class TokenBatch:
         keep = self.counted()
         if terms.needs_every_row:
             return keep
+        has_gradient = keep
         for factor in self.factors():
-            keep = keep & (factor != 0)
-        return keep
+            has_gradient = has_gradient & (factor != 0)
+        if self.token_statistics is not None and has_term_of_chosen(terms.loss, terms.options):
+            has_gradient = has_gradient | keep & (self.token_statistics != 0)
+        return has_gradient
 
     def needed_rows(self, terms: LossTerms) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient; where the ratio is that of a sequence all that are not
@@ -150,6 +160,8 @@ def prepare(
     ref_logprobs: Tensor | None,
     importance_weights: Tensor | None,
     importance_weights_per_token: bool | None,
+    token_statistics: Tensor | None,
+    top_tokens: Tensor | None,
     loss: str,
     clip_low: float,
     clip_high: float,
@@ -177,8 +189,11 @@ def prepare(
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
     check_tensor("advantages", advantages, device, "the logits are")
-    _check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    _check_statistics(loss, token_statistics)
+    numbers = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "token_statistics": token_statistics}
+    _check_tokens(shape[0], device, mask=mask, **numbers)
     check_rows(shape, targets, temperature, device, mask)
+    _check_top_tokens(terms, top_tokens, shape, device, mask)
     check_sequences(cu_seqlens, shape[0], device)
     per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
     weights_per_token = False
@@ -212,13 +227,15 @@ def prepare(
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
         denominator=_denominator(denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device),
+        token_statistics=None if token_statistics is None else cast(token_statistics),
+        top_tokens=None if top_tokens is None else top_tokens.to(torch.int64).contiguous(),
     )
     return batch, terms
 
 
-def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **logprobs: Tensor | None) -> None:
-    """Raise ValueError or TypeError where the mask or log-probabilities are not [T]."""
-    for name, values in logprobs.items():
+def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None) -> None:
+    """Raise ValueError or TypeError where the mask or other numbers of tokens are not [T]."""
+    for name, values in per_token.items():
         if values is not None:
             check_tensor(name, values, device, "the logits are")
             if values.shape != (num_tokens,):
@@ -227,6 +244,38 @@ def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None,
         check_tensor("mask", mask, device, "the logits are")
         if mask.dtype != torch.bool or mask.shape != (num_tokens,):
             raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+
+
+def _check_statistics(loss: str, given: Tensor | None) -> None:
+    """Raise ValueError where the loss needs statistics of the tokens that are not given, or takes none."""
+    needed = LOSSES[loss].statistic
+    if needed is not None and given is None:
+        raise ValueError(f"loss {loss} needs token_statistics [T], {needed}")
+    if needed is None and given is not None:
+        raise ValueError(f"loss {loss} takes no token_statistics")
+
+
+def _check_top_tokens(
+    terms: LossTerms, given: Tensor | None, shape: tuple[int, int], device: torch.device, mask: Tensor | None
+) -> None:
+    """Raise ValueError or TypeError where the loss needs top_tokens that are not given or do not fit, or takes none."""
+    if not (k := num_top_tokens(terms.loss, terms.options)):
+        if given is not None:
+            raise ValueError(f"loss {terms.loss} takes no top_tokens")
+        return
+    if given is None:
+        raise ValueError(f"loss {terms.loss} needs top_tokens [T, {k}], those of ops.row_statistics")
+    check_tensor("top_tokens", given, device, "the logits are")
+    if given.shape != (shape[0], k) or not is_integer(given):
+        wanted = f"integers [T, k] = [{shape[0]}, {k}]"
+        raise ValueError(f"top_tokens must be {wanted}, got {given.dtype} of shape {tuple(given.shape)}")
+    if can_look_at(given):
+        ids = given.long()  # integers of few bits cannot be compared with V
+        is_wrong = ((ids < 0) | (ids >= shape[1])).any(-1)
+        is_wrong = is_wrong if mask is None else is_wrong & mask
+        if bool(is_wrong.any()):
+            first = int(is_wrong.nonzero()[0])
+            raise ValueError(f"top_tokens must be in [0, {shape[1]}), got {given[first].tolist()} at token {first}")
 
 
 def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:

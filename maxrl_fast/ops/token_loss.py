@@ -37,12 +37,13 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tens
             is not above 0. On a GPU, where the check would wait for the device, the results of such a token become NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
-    check_rows(_shape(logits), targets, temperature, logits.device)
+    check_rows(shape_of(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
         return token_logprobs_reference(logits, targets.long(), temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
-    logprobs, entropy = kernels.token_logprobs(_rows(logits), targets.long().contiguous(), *split_temperature(temperature))
+    rows, targets = contiguous_rows(logits), targets.long().contiguous()
+    logprobs, entropy = kernels.token_logprobs(rows, targets, *split_temperature(temperature))
     return logprobs, entropy
 
 
@@ -57,6 +58,8 @@ def policy_gradient_loss(
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
     importance_weights_per_token: bool | None = None,
+    token_statistics: Tensor | None = None,
+    top_tokens: Tensor | None = None,
     loss: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -81,7 +84,7 @@ def policy_gradient_loss(
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
         gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
                     their GSPO-token
-        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token: as `ops.LOSSES` says, with options and sources
+        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token, lp_reg, simko: as `ops.LOSSES` says, with options and sources
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
@@ -106,6 +109,8 @@ def policy_gradient_loss(
         importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that another
             policy or engine has sampled.
         importance_weights_per_token: like advantages_per_token, for importance_weights.
+        token_statistics: [T], a number of each token for the losses that need one (`ops.LOSSES` says which, and what it is).
+        top_tokens: [T, K] integers, the K most probable tokens of the sampling policy (`ops.row_statistics`), for simko.
         loss_options: numbers of the loss by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
@@ -125,16 +130,17 @@ def policy_gradient_loss(
         ratio), kl, entropy, logprob_diff (|logp - old|). A mean over no tokens is 0.
 
     Raises:
-        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, or if ref_logprobs, a denominator or
-            a keyword is missing; on a CPU also if a target that is not masked is not in the vocabulary, a temperature or
-            denominator is not above 0, an importance weight is below 0, or cu_seqlens do not rise from 0 to T. On a GPU, where
-            the check would wait for the device, such a target or temperature makes the loss NaN.
+        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if ref_logprobs, token_statistics, a
+            denominator or a keyword is missing, or if token_statistics are given to a loss that takes none; on a CPU also if a
+            target that is not masked is not in the vocabulary, a temperature or denominator is not above 0, an importance
+            weight is below 0, or cu_seqlens do not rise from 0 to T. On a GPU, where the check would wait for the device, such
+            a target or temperature makes the loss NaN.
         TypeError: if an argument that must be a tensor is something else.
         RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs, or with
             create_graph=True; from forward-mode differentiation and torch.func.grad. On a GPU, and with in_place, the backward
             pass can run only once.
     """
-    shape = _shape(logits)
+    shape = shape_of(logits)
     check_flag("in_place", in_place)
     batch, terms = prepare(
         logits.dtype,
@@ -148,6 +154,8 @@ def policy_gradient_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         importance_weights_per_token=importance_weights_per_token,
+        token_statistics=token_statistics,
+        top_tokens=top_tokens,
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -172,7 +180,7 @@ def policy_gradient_loss(
     if in_place:
         sums = overwrite(logits, arguments)
     else:
-        sums, _ = kernels.token_loss(_rows(logits), *arguments, needs_gradient(logits))
+        sums, _ = kernels.token_loss(contiguous_rows(logits), *arguments, needs_gradient(logits))
     return loss_and_metrics(sums, logits)
 
 
@@ -184,7 +192,7 @@ def with_sequence_ratios(batch: TokenBatch, terms: LossTerms, logprobs: Tensor) 
 def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
     """Return log-probabilities [T]. Masked targets may be anything, and get some number or NaN."""
     targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-    logprobs: Tensor = kernels.token_logprobs(_rows(logits), targets, *split_temperature(batch.temperature))[0]
+    logprobs: Tensor = kernels.token_logprobs(contiguous_rows(logits), targets, *split_temperature(batch.temperature))[0]
     return logprobs
 
 
@@ -197,13 +205,14 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
     return sums[0].to(real_dtype(like.dtype)), metrics
 
 
-def _shape(logits: Tensor) -> tuple[int, int]:
+def shape_of(logits: Tensor) -> tuple[int, int]:
+    """Return T and V; raise ValueError or TypeError where these are no logits."""
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
     return logits.shape[0], logits.shape[1]
 
 
-def _rows(logits: Tensor) -> Tensor:
+def contiguous_rows(logits: Tensor) -> Tensor:
     """Return the logits with contiguous rows."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()

@@ -15,7 +15,7 @@ from maxrl_fast import _C
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
 from maxrl_fast.ops.derivatives import register_backward
-from maxrl_fast.ops.losses import LOSSES
+from maxrl_fast.ops.losses import LOSSES, num_top_tokens
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -78,7 +78,7 @@ def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype
     return _C.Matrix(call.keep(tensor), tensor.stride(0))
 
 
-class _Call(Call):
+class LogitsCall(Call):
     """A call with the arguments that all kernels of the token losses share: logits, targets and temperatures."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
@@ -130,8 +130,9 @@ class _Call(Call):
 LOSS_SCHEMA = (
     "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
     "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str loss, float clip_low, "
-    "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef, float[] options"
+    "Tensor? sequence_log_ratio, Tensor? token_statistics, Tensor? top_tokens, Tensor? mask, Tensor? sequence_tokens, "
+    "Tensor denominator, str loss, float clip_low, float clip_high, float dual_clip, str kl, float kl_coef, "
+    "float entropy_coef, float[] options"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
 _OF_BATCH, _OF_TERMS = (
@@ -190,12 +191,17 @@ def _(logits: Tensor, *arguments: Any) -> Tensor:
 
 def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
-    call = _Call(logits, batch.targets, *split_temperature(batch.temperature))
+    call = LogitsCall(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
         return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
+    top_tokens, spread, k = batch.top_tokens, None, num_top_tokens(terms.loss, terms.options)
+    if (top_tokens is not None) != (k > 0):
+        raise ValueError(f"loss {terms.loss} takes {f'top_tokens [T, {k}]' if k else 'no top_tokens'}")
+    if top_tokens is not None:
+        spread = torch.zeros(len(batch), dtype=call.real, device=logits.device)
     sequences = _C.Sequences(
         num_sequences=num_sequences,
         cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
@@ -206,6 +212,9 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
         old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
         ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
         sequence_log_ratio=call.vector("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),
+        token_statistics=call.vector("token_statistics", batch.token_statistics, call.real),
+        top_tokens=call.vector("top_tokens", top_tokens, torch.int64, len(batch), k),
+        spread=0 if spread is None else call.keep(spread),
         mask=call.vector("mask", batch.mask, torch.bool),
         sequence_tokens=call.vector("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),
@@ -226,7 +235,7 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
 @operator()
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the targets [T], and the entropies [T]."""
-    call = _Call(logits, targets, temperatures, temperature)
+    call = LogitsCall(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
     call.refuse(call.run("token_logprobs", logprobs=call.keep(logprobs), entropy=call.keep(entropy)), targets)
     return logprobs, entropy
@@ -263,7 +272,7 @@ def token_logprobs_backward(
 ) -> Tensor:
     """Return the gradient in the logits [T, V] from the gradients in log-probabilities and entropies, [T] each."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    call = _Call(logits, targets, temperatures, temperature)
+    call = LogitsCall(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
     return gradient
 
@@ -290,7 +299,7 @@ def token_logprobs_backward_(
     grad_entropy: Tensor,
 ) -> None:
     """Write what token_logprobs_backward returns over the logits."""
-    _Call(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
+    LogitsCall(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
 
 
 @register_fake(token_logprobs_backward_)

@@ -1,6 +1,8 @@
 """The token losses in plain PyTorch: for tests, and for devices without a kernel."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,13 +35,16 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
         advantage = advantage * weights
 
     own_log_ratio = logp - (logp.detach() if old is None else old)
+    if batch.top_tokens is not None:
+        own_log_ratio = own_log_ratio + _towards_top(logits, batch, terms, advantage.detach(), logp)
     log_ratio = own_log_ratio
     if terms.by_sequence and batch.old_logprobs is not None:
         of_sequence = batch.by_token(batch.log_ratio_of_sequences(terms, logp.detach()))
         log_ratio = of_sequence + (logp - logp.detach())
     log_ratio, is_clamped = clamped(log_ratio)
     ratio = log_ratio.exp()
-    value, low, high = surrogate(terms, TokenTerms(advantage, logp, own_log_ratio.detach(), log_ratio, ratio))
+    token = TokenTerms(advantage, logp, own_log_ratio.detach(), log_ratio, ratio, batch.token_statistics)
+    value, low, high = surrogate(terms, token)
     divergence = torch.zeros_like(logp)
     if ref is not None:
         to_ref, is_ref_clamped = clamped(logp - ref)
@@ -70,6 +75,18 @@ def token_loss_reference(logits: Tensor, batch: TokenBatch, terms: LossTerms) ->
     )
 
 
+def _towards_top(logits: Tensor, batch: TokenBatch, terms: LossTerms, advantage: Tensor, logp: Tensor) -> Tensor:
+    """Return zeros [T] with the gradient of alpha (mean_j log p_j - logp) of simko, j over the top tokens."""
+    assert batch.top_tokens is not None
+    assert batch.token_statistics is not None
+    takes_part = (batch.token_statistics != 0) & (advantage > 0)
+    tau = batch.temperature[:, None] if isinstance(batch.temperature, Tensor) else batch.temperature
+    log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)
+    top_tokens = batch.top_tokens.where(batch.counted()[:, None], 0)
+    moved = torch.where(takes_part, log_p.gather(-1, top_tokens).mean(-1) - logp, 0.0)
+    return terms.options[0] * (moved - moved.detach())
+
+
 def clamped(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-ratios limited as in csrc/token_loss.h, with zero gradient beyond the limits, and which were limited."""
     is_clamped = log_ratio.abs() > _C.MAX_LOG_RATIO
@@ -85,6 +102,7 @@ class TokenTerms(NamedTuple):
     own_log_ratio: Tensor  # of the token, not clamped, without a gradient
     log_ratio: Tensor  # of the token or its sequence, clamped
     ratio: Tensor
+    statistic: Tensor | None  # given for each token, where the loss needs one
 
 
 Clipped = tuple[Tensor, Tensor, Tensor]  # the value, and which tokens the loss has clipped from below and from above
@@ -93,7 +111,7 @@ Clipped = tuple[Tensor, Tensor, Tensor]  # the value, and which tokens the loss 
 def surrogate(terms: LossTerms, x: TokenTerms) -> Clipped:
     """Return the policy-gradient term of each token's loss [T], and which tokens [T] are clipped from below and above."""
     value, low, high = _TERMS[terms.loss](terms, x)
-    if terms.loss != "dppo":  # which has a term without the advantage
+    if terms.loss not in ("dppo", "kl_cov"):  # which have terms without the advantage
         value = torch.where(x.advantage == 0, 0.0, value)
     return value, low, high
 
@@ -170,6 +188,39 @@ def _topr(terms: LossTerms, x: TokenTerms) -> Clipped:
     return -weight * x.advantage * x.logp, _nowhere(x)[0], is_tapered & (x.ratio.detach() > 1)
 
 
+def _kl_cov(terms: LossTerms, x: TokenTerms) -> Clipped:
+    _, coef = terms.options
+    value = torch.where(x.advantage == 0, 0.0, -x.advantage * x.ratio)
+    return torch.where(_chosen(x), value + coef * x.log_ratio.abs(), value), *_nowhere(x)
+
+
+def _clip_cov(terms: LossTerms, x: TokenTerms) -> Clipped:
+    (value, low, high), chosen = _ppo(terms, x), _chosen(x)
+    value = torch.where(chosen & ~value.isnan(), 0.0, value)
+    return value, torch.where(chosen, x.advantage < 0, low), torch.where(chosen, x.advantage > 0, high)
+
+
+def _chosen(x: TokenTerms) -> Tensor:
+    assert x.statistic is not None
+    return x.statistic != 0
+
+
+def _lp_reg(terms: LossTerms, x: TokenTerms) -> Clipped:
+    assert x.statistic is not None
+    _, _, low, high = terms.options
+    is_regularised = x.logp.detach() < x.statistic
+    to_proxy, _ = clamped(x.logp - torch.where(is_regularised, x.statistic, x.logp.detach()))
+    own = replace(terms, clip_low=low, clip_high=high, dual_clip=math.inf)
+    value, below, above = _ppo(own, x)
+    value = torch.where(is_regularised, -x.advantage * x.ratio + kl_estimates(to_proxy, "k3"), value)
+    return value, below & ~is_regularised, above & ~is_regularised
+
+
+def _simko(terms: LossTerms, x: TokenTerms) -> Clipped:
+    is_punished = _chosen(x) & (x.advantage < 0)  # for A > 0 the gradient of the log-ratio has the top tokens already
+    return _ppo(terms, x._replace(advantage=torch.where(is_punished, terms.options[3] * x.advantage, x.advantage)))
+
+
 _TERMS: dict[str, Callable[[LossTerms, TokenTerms], Clipped]] = {
     "reinforce": _reinforce,
     **dict.fromkeys(("ppo", "gspo", "luspo"), _ppo),
@@ -180,6 +231,10 @@ _TERMS: dict[str, Callable[[LossTerms, TokenTerms], Clipped]] = {
     "dppo": _dppo,
     "dispo": _dispo,
     **dict.fromkeys(("topr", "topr_token"), _topr),
+    "kl_cov": _kl_cov,
+    "clip_cov": _clip_cov,
+    "lp_reg": _lp_reg,
+    "simko": _simko,
 }
 
 

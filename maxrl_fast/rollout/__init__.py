@@ -62,7 +62,9 @@ class Engine(Protocol):
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt.
 
-        Log-probs are under the distribution that tokens were sampled from; at temperature 0 they are 0.
+        Log-probs are under the whole distribution at the temperature, before top-k, top-p and min-p, so that they equal the
+        policy's own where engine and policy compute the same; at temperature 0 they are 0. Those that the engine cannot know
+        are NaN, and no training accepts them.
 
         Raises:
             InputError: if the engine cannot serve the request.

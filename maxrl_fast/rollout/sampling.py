@@ -14,16 +14,16 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
         u: [A, n] uniform random numbers in [0, 1), one for each of n tokens of a row.
 
     Returns:
-        tokens [A, n] int64, and their log-probs [A, n] under the distribution sampled from, 0 at temperature 0.
+        tokens [A, n] int64, and their log-probs [A, n] under the whole distribution at the temperature, before the filters;
+        0 at temperature 0.
     """
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True).expand_as(u)
         log_p = torch.log_softmax(logits, -1).gather(-1, token)
         return token, torch.where(log_p.isfinite(), 0.0, log_p)  # logits that are not finite must show
     log_p = torch.log_softmax(logits if sampling.temperature == 1 else logits / sampling.temperature, -1)
-    if sampling.filters_tokens:
-        log_p = filtered_logprobs(log_p, sampling)
-    cdf = log_p.exp().cumsum(-1)
+    kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
+    cdf = kept.exp().cumsum(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
     return token, log_p.gather(-1, token)
 

@@ -5,6 +5,7 @@ With torchrun every process has an engine of its own, or shares one with its nei
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -36,6 +37,7 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
 
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
 NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
 WITHOUT_HEAD = ("gemma2", "gemma3n_text")  # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
@@ -90,6 +92,7 @@ class VllmEngine:
         ranks: the processes of the run, which must build their engines together.
         tensor_parallel: number of neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
             together, each with its own prompts or with none, and each gets the responses to its own.
+        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `logprobs_mode`.
 
     Raises:
         InputError: if vLLM is not installed, its version is not supported, it rejects the model, or memory is short.
@@ -104,6 +107,7 @@ class VllmEngine:
         max_batch: int = 256,
         ranks: Ranks | None = None,
         tensor_parallel: int = 1,
+        filters_tokens: bool = False,
     ):
         self.version, ranks = check_installed(), ranks or Ranks()
         self.config, self.dtype, self._device = model.config, dtype, model.lm_head.weight.device
@@ -118,7 +122,7 @@ class VllmEngine:
         _check_division(self.config, tensor_parallel)
         share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
-        self._can_sleep, self._is_asleep = not is_cpu, False
+        self._can_sleep, self._is_asleep, self._logprobs_mode = not is_cpu, False, logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -140,7 +144,7 @@ class VllmEngine:
                 gpu_memory_utilization=share,  # vLLM refuses to start where less than this is free: 0.92 if not given
                 max_model_len=self.config.max_position_embeddings,
                 max_num_seqs=max_batch,
-                logprobs_mode="processed_logprobs",  # under the distribution sampled from
+                logprobs_mode=self._logprobs_mode,
                 enable_sleep_mode=self._can_sleep,
                 **({"block_size": 32} if is_cpu else {}),  # a third faster than the default of 128 tokens
                 **_launch_options(ranks, tensor_parallel, self._device),
@@ -192,6 +196,7 @@ class VllmEngine:
         seconds = time.perf_counter() - start
         first = sum(counts[: self._peers.rank])
         rollouts = _rollouts(outputs[first : first + len(prompts)], num_samples, is_greedy=sampling.temperature == 0)
+        rollouts = without_unknown(rollouts, self._logprobs_mode, sampling)
         longest = max(rollouts.lengths.tolist(), default=0)
         numbers = longest, len(prompts.tokens), len(rollouts.tokens), self.cache_bytes
         self.statistics = RolloutStatistics(0.0, seconds, *numbers)
@@ -226,6 +231,23 @@ class VllmEngine:
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
+
+
+def logprobs_mode(filters_tokens: bool) -> str:
+    """Return vLLM's --logprobs-mode that gives log-probs under the whole distribution at the temperature.
+
+    vLLM's processed log-probs are after the temperature, top-k, top-p and min-p, and renormalised. The raw ones are before all
+    of these: with a filter they are the wanted ones at temperature 1, and at other temperatures vLLM has none.
+    """
+    return RAW if filters_tokens else PROCESSED
+
+
+def without_unknown(rollouts: Rollouts, mode: str, sampling: Sampling) -> Rollouts:
+    """Return the rollouts with NaN for log-probs where vLLM's mode gives others than those of the whole distribution."""
+    is_whole = sampling.temperature == 1 if mode == RAW else not sampling.filters_tokens
+    if is_whole or sampling.temperature == 0:  # greedy ones are 0
+        return rollouts
+    return dataclasses.replace(rollouts, logprobs=torch.full_like(rollouts.logprobs, torch.nan))
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

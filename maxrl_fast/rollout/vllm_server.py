@@ -27,9 +27,9 @@ from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.vllm import check_version, named_weights
+from maxrl_fast.rollout.vllm import check_version, logprobs_mode, named_weights, without_unknown
 
-_START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode processed_logprobs"
+_START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
 QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer
 WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses or to load weights
 MAX_REQUESTS = 256  # prompts sent at a time
@@ -47,14 +47,24 @@ class VllmServerEngine:
         dtype: the compute dtype.
         url: where the server is, such as http://127.0.0.1:8000.
         ranks: the processes of the run, which all ask this server.
+        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `vllm.logprobs_mode`.
 
     Raises:
         InputError: if no server answers, it has another version, or it was started with other options.
     """
 
-    def __init__(self, model: PolicyModel, dtype: torch.dtype, url: str, *, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        model: PolicyModel,
+        dtype: torch.dtype,
+        url: str,
+        *,
+        ranks: Ranks | None = None,
+        filters_tokens: bool = False,
+    ):
         self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics, self._logprobs_mode = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), logprobs_mode(filters_tokens)
+        start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
         try:
@@ -63,10 +73,11 @@ class VllmServerEngine:
                 "/server_info?config_format=json", lambda answer: dict(answer["vllm_config"]["model_config"])
             )
         except ServerError as error:
-            raise InputError(f"{error}; {_START}") from error
+            raise InputError(f"{error}; {start}") from error
         check_version(self.version)
-        if (mode := options.get("logprobs_mode")) != "processed_logprobs":
-            raise InputError(f"--vllm-url needs a server with --logprobs-mode processed_logprobs, got {mode}; {_START}")
+        if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
+            whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
+            raise InputError(f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; {start}")
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
             self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
@@ -122,6 +133,7 @@ class VllmServerEngine:
         logprobs = torch.tensor([x for _, logprobs, _ in samples for x in logprobs])
         truncated = torch.tensor([is_truncated for _, _, is_truncated in samples])
         rollouts = Rollouts(packed, cu_seqlens, torch.zeros_like(logprobs) if is_greedy else logprobs, truncated)
+        rollouts = without_unknown(rollouts, self._logprobs_mode, sampling)
         numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(packed), 0
         self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
         return rollouts.to(prompts.tokens.device)

@@ -131,7 +131,7 @@ def _logprob_diff(first: list[Record], recent: list[Record]) -> tuple[float, str
         return None
     return logprob_diff, (
         f"log-probs of rollout and training differ by {logprob_diff:.3g} nats per token, {start:.3g} in the first steps: set "
-        "--importance-cap 2, or --dtype float32"
+        "--correction tis, or --dtype float32"
     )
 
 

@@ -59,7 +59,7 @@ class RunLoop:
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
             self.screen.say(f"the run is finished: it had done all its {self.num_steps} steps; the last evaluation is repeated")
-        learner.set_reference()
+        learner.copy_policy()
         checkpoints.restore(learner)
         self.trainer.engine.load_weights(learner.model)
         if progress.step == 0:

@@ -1,7 +1,9 @@
 """Random states and the learner's tensors, from which a resumed run is bitwise identical to one that never stopped."""
 
 import base64
+import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.linear import adapter_config, adapters
 from maxrl_fast.training.learner import Learner
 
+OBJECTIVE = "objective."  # begins the names of the objective's own tensors
+CRITIC = "critic."
 FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
@@ -51,21 +55,31 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the policy's weights, Adam's moments, the objective's state and the reference policy by name.
+    """Return the policy's weights, Adam's moments, the objective's state, the critic and the reference policy by name.
 
     These are the learner's own tensors, not copies; where ranks shard the weights, this rank's shards.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in learner.model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{key}.{name}"] = value
-    tensors |= {f"objective.{name}": tensor for name, tensor in learner.objective_state.items()}
+    tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
+    tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
+    if learner.critic is not None:  # it shares frozen weights with the policy
+        trained_by_it = ((name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad)
+        own = _with_moments(trained_by_it, learner.critic.optimizer)
+        tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None:
         trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
         for name, parameter in learner.reference.named_parameters():
             if name in trained:  # the reference shares the others with the policy
                 tensors[f"reference.{name}"] = parameter.detach()
+    return tensors
+
+
+def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return parameters and Adam's moments of them by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{key}.{name}"] = value
     return tensors
 
 
@@ -141,19 +155,26 @@ def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
-    """Read the learner's tensors, whatever number of ranks wrote them.
+    """Read the learner's tensors, whatever number of ranks wrote them. An objective that is not that of the checkpoint, which
+    --allow-changes allows, keeps the state in which it begins.
 
     Where ranks shard the weights, every rank reads; otherwise the first rank reads and broadcasts.
 
     Raises:
         InputError: if names or shapes differ from those of this learner.
     """
-    names = _names(folder) if ranks.is_first else set()
-    if ranks.text_from_first(str(any(name.startswith("optimizer.") for name in names))) == "True":
-        for parameter in (p for group in learner.optimizer.param_groups for p in group["params"]):
-            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            learner.optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-    tensors = learner_tensors(learner)
+    names = set(json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else []))))
+    optimizers = {"optimizer.": learner.optimizer}
+    if learner.critic is not None:
+        optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer
+    for prefix, optimizer in optimizers.items():
+        if any(name.startswith(prefix) for name in names):
+            _add_moments(optimizer)
+    own = learner_tensors(learner)
+    own_alone, saved_alone = own.keys() - names, names - own.keys()
+    of_objective = {name for name in own_alone | saved_alone if name.startswith((OBJECTIVE, CRITIC))}
+    tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}
+    names -= of_objective
     if ranks.is_first and names != tensors.keys():
         name = min(names ^ tensors.keys())
         raise InputError(
@@ -162,6 +183,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     if learner.shares_weights:
         _load_parts(folder, tensors, no_dist=False)
         _share_frozen(learner)
+        _start_critic(learner, names)
         return
     if ranks.is_first and any(folder.glob("shard-*")):
         _load_parts(folder, tensors, no_dist=True)
@@ -169,16 +191,31 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
         _load_whole(folder, tensors)
     for tensor in tensors.values():
         ranks.from_first(tensor)
+    _start_critic(learner, names)
+
+
+def _start_critic(learner: Learner, names: set[str]) -> None:
+    """Let a critic begin as a copy of the policy if a checkpoint with these tensors has none."""
+    if learner.critic is not None and not any(name.startswith(CRITIC) for name in names):
+        learner.critic.start_from(learner.model)
+
+
+def _add_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW moments of 0, which are read next."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Copy the frozen weights from the policy to the reference, which has its own copy of them after sharding."""
-    if learner.reference is not None:
-        weights = dict(learner.model.named_parameters())
-        with torch.no_grad():
-            for name, own in learner.reference.named_parameters():
-                if not weights[name].requires_grad:
-                    own.copy_(weights[name])
+    """Copy the frozen weights from the policy to the reference and the critic, which have copies of them after sharding."""
+    frozen = {name: weight for name, weight in learner.model.named_parameters() if not weight.requires_grad}
+    copies = [learner.reference, None if learner.critic is None else learner.critic.model]
+    with torch.no_grad():
+        for model in (copy for copy in copies if copy is not None):
+            for name, own in model.named_parameters():
+                if name in frozen and not own.requires_grad:  # the reference trains nothing, the critic its value head
+                    own.copy_(frozen[name])
 
 
 def _names(folder: Path) -> set[str]:
@@ -201,7 +238,7 @@ def _load_whole(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read files of whole tensors."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in file.keys() & tensors.keys():
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != tensors[name].shape:
                     raise InputError(f"{path}: {name} must have shape {tuple(tensors[name].shape)}, got {shape}")

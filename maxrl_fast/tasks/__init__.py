@@ -1,6 +1,7 @@
 """Tasks produce prompts and score the responses to them."""
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,3 +39,27 @@ class Task(Protocol):
 
     def tokenizer_files(self) -> dict[str, Any]:
         """Return JSON contents by file name, for checkpoints that `transformers` can load."""
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """The reference answer to a prompt, as tokens that continue the reasoning of one response to it."""
+
+    length: int | None  # tokens of the reasoning, from the start of the response; None: it does not lead to an answer
+    lead: list[int]  # tokens that lead to the answer, to be put behind a response that does not; [] where none are needed
+    answer: list[int]  # at least one token
+
+
+@runtime_checkable
+class AnsweredTask(Task, Protocol):
+    """A task that knows the reference answer to every prompt."""
+
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the reference answer to each of the S responses, N to each prompt.
+
+        Where the reasoning ends must not depend on the tokens that follow it: the policy samples it up to there, and the
+        probability of the answer behind it is then an unbiased estimate of the probability of a response that gives it.
+
+        Raises:
+            InputError: if the answer to a prompt is not known.
+        """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "LEFT", "RIGHT")
@@ -75,6 +76,10 @@ class ChainTask:
         is_action = torch.isin(tokens, torch.tensor([LEFT, RIGHT], device=device)).gather(1, wrong)[:, 0] & (forward < width)
         into_dead_end = is_action & self.has_dead_end.to(device)[wrong[:, 0]]
         return (forward + into_dead_end) / len(self.actions)
+
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the way to the goal for each response, which is an answer without reasoning."""
+        return [ReferenceAnswer(0, [], self.actions.tolist()) for _ in range(len(rollouts))]
 
     def answer(self, response: str) -> str:
         """Return the actions as text."""

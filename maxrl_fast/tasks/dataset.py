@@ -12,8 +12,10 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
 from maxrl_fast.tasks.lines import Line, read_demonstrations, read_hub, read_lines
+from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
@@ -173,6 +175,16 @@ class DatasetTask:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Raise InputError: `reward` or the user's function scores responses in worker processes."""
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
+
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the answer of each response's line, behind the first box that the response opens.
+
+        Raises:
+            InputError: if only the reward function knows the answers, or an answer has a control token.
+        """
+        if self._spec.form is None:
+            raise InputError(f"the reference answer must be known, but only the reward function reads the lines of {self.name}")
+        return text_answers(self._text, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         """Return the answer in a response, such as the content of its last box; "" if it has none."""

@@ -11,6 +11,24 @@ GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answ
 
 
 @dataclass(frozen=True)
+class AnswerForm:
+    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, the answer and `closing` follow.
+
+    The marker stops before the punctuation that opens the answer, because tokenizers merge that with the answer: the brace and
+    the backslash of "{\\frac12}" are one token of many vocabularies. VeriFree (Zhou et al. 2025) splits responses at "<answer"
+    instead of "<answer>" for this reason.
+    """
+
+    marker: str
+    opening: str
+    closing: str
+
+
+BOX = AnswerForm("\\boxed", "{", "}")
+TAGS = AnswerForm("<answer", ">", "</answer>")
+
+
+@dataclass(frozen=True)
 class DatasetSpec:
     """The format of a data set: its prompts, its correct answers, and how responses are scored.
 
@@ -20,6 +38,7 @@ class DatasetSpec:
         suffix: text added to prompts that are text.
         hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
         gold: returns the correct answer of a line; None: only the user's reward function reads answers.
+        form: how a response gives the answer that `gold` returns; None where there is no `gold`.
         reward: the function that scores responses in worker processes; None: the user must name one.
         answer: returns the answer in a response, "" if it has none.
         answer_limit: the longest answer in characters; longer ones get reward 0 without being scored. None: no limit.
@@ -32,6 +51,7 @@ class DatasetSpec:
     hub: str | None = None
     test_hub: str | None = None
     gold: GoldAnswer | None = None
+    form: AnswerForm | None = None
     reward: str | None = None
     answer: Callable[[str], str] = str.strip
     answer_limit: int | None = None
@@ -84,6 +104,7 @@ DATASETS = {
         hub="openai/gsm8k:main",
         test_hub="madrylab/gsm8k-platinum:main",
         gold=gsm8k_answer,
+        form=BOX,
         reward="maxrl_fast.rewards.mathematics:score",
         answer=boxed,
         answer_limit=256,
@@ -96,6 +117,7 @@ DATASETS = {
         hub="nlile/hendrycks-MATH-benchmark",
         test_hub="HuggingFaceH4/MATH-500",
         gold=math_answer,
+        form=BOX,
         reward="maxrl_fast.rewards.mathematics:score",
         answer=boxed,
         answer_limit=256,

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.tasks import ReferenceAnswer
+from maxrl_fast.tasks.dataset_specs import TAGS
+from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
@@ -129,6 +132,14 @@ class GymTask:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Raise InputError: `reward` scores responses in worker processes."""
         raise InputError(f"{self.name} is scored in worker processes, by {self.reward}")
+
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the data set's answer behind the first answer tag that each response opens.
+
+        Raises:
+            InputError: if a question has no answer as text.
+        """
+        return text_answers(self._text, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         """Return the content of the last answer tags or the last box, or the whole response if it has neither."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
 # One token per word; ids 17..31 are reserved, as in the paper's configuration.
@@ -179,6 +180,13 @@ class MazeTask:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """Return rewards [S] float32, 0 or 1."""
         return judge(prompts, rollouts, self.size, self.strict)
+
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the solution for each response, its moves and DONE; a response is an answer without reasoning."""
+        # [G, size, size]
+        cells = prompts.tokens.cpu().view(len(prompts), -1)[:, 2:-2].view(-1, self.size, self.size + 1)[:, :, : self.size]
+        solutions = [ReferenceAnswer(0, [], [*shortest_path(maze), DONE]) for maze in (cells != WALL).tolist()]
+        return [solution for solution in solutions for _ in range(len(rollouts) // len(prompts))]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         """Return the words of these tokens, special ones too."""

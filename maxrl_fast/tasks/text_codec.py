@@ -67,6 +67,14 @@ class TextCodec:
         encoded = self._encoder.encode_responses(responses, places, limit - 1)
         return [None if ids is None else self._stopped(ids) for ids in encoded]
 
+    def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts within a response, without a stop token.
+
+        Raises:
+            InputError: as PromptEncoder.encode.
+        """
+        return [ids or [] for ids in self._encoder.encode_responses(texts, places, limit=2**31)]
+
     def _stopped(self, ids: list[int]) -> list[int]:
         """Return token ids that end with a stop token."""
         end = self.tokenizer.eos_token_id

@@ -14,6 +14,7 @@ from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import Means, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.policy_reward import PolicyReward
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
@@ -35,6 +36,8 @@ class Collected(Samples):
     components: tuple[dict[str, float], ...]  # [S], of the rewards that this rank gave; {} for those of others, or without any
     parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN where it does not apply or is not known
     part_weights: tuple[float, ...] = ()  # [R]
+    answered: Rollouts | None = None  # [S] with the reference answers, where the objective needs them
+    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each; 0 where it has none
 
     @property
     def num_sampled(self) -> int:
@@ -45,6 +48,11 @@ class Collected(Samples):
     def with_reward(self) -> Tensor:
         """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
+
+    def with_answers(self) -> "Collected":
+        """Return the samples with the reference answers in place of the sampled ones."""
+        assert self.answered is not None, "the collector scores by the policy"
+        return replace(self, rollouts=self.answered)
 
     def weighted(self, weights: Tensor | None) -> "Collected":
         """Return the samples with these factors [T] of the loss of their tokens, times importance weights; None: all are 1."""
@@ -71,6 +79,7 @@ class RolloutCollector:
         needs_greedy: whether the greedy response to each prompt is scored too.
         needs_binary: whether rewards must be 0 or 1.
         needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
+        policy_reward: scores the responses in place of the scorer; not with needs_greedy or needs_parts. None: the scorer does.
         make_prompts: returns training prompts, given the first and how many, such as PromptsAhead.take; None: the task makes
             them.
     """
@@ -87,6 +96,7 @@ class RolloutCollector:
     needs_greedy: bool = False
     needs_binary: bool = False
     needs_parts: bool = False
+    policy_reward: PolicyReward | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
@@ -132,6 +142,8 @@ class RolloutCollector:
             sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
+        if self.policy_reward is not None:
+            return self._by_policy(self.policy_reward, step, prompts, rollouts, lap.seconds, components)
         scorer.take_answers()  # forget the answers of an evaluation, or of greedy responses
         scorer.take_components()
         with clock("reward"):
@@ -151,6 +163,27 @@ class RolloutCollector:
         batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
         weights = tuple(scorer.weights.values())
         return replace(batch, components=tuple(parts), parts=each_reward, part_weights=weights)
+
+    def _by_policy(
+        self,
+        reward: PolicyReward,
+        step: int,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        rollout_seconds: float,
+        components: Means,
+    ) -> Collected:
+        """Return the batch with the rewards of the policy, which all ranks compute together."""
+        with self.clock("reward"):
+            scores = reward.score(prompts, rollouts)
+        first, own = self.ranks.part(self.num_prompts)
+        for parts in scores.components[first * self.num_rollouts : (first + own) * self.num_rollouts]:
+            for name, value in parts.items():
+                components.add(name, value)
+        rewards = scores.rewards.view(len(prompts), self.num_rollouts)
+        batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
+        parts_of_all = tuple(scores.components)
+        return replace(batch, components=parts_of_all, answered=scores.answered, answer_lengths=scores.answer_lengths)
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
         """Return the values [R, G, N] of several rewards whose sums were scored last; NaN where one has none."""

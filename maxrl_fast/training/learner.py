@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,19 @@ from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_atten
 from maxrl_fast.model.linear import own_part, whole
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
-from maxrl_fast.ops.losses import loss_numbers
-from maxrl_fast.ops.token_batch import has_term_without_advantage
+from maxrl_fast.ops import linear_policy_gradient_loss, linear_row_statistics, linear_token_logprobs
+from maxrl_fast.ops.losses import LOSSES, loss_numbers
+from maxrl_fast.ops.nucleus_entropy import linear_nucleus_entropy
+from maxrl_fast.ops.row_statistics import RowStatistics
+from maxrl_fast.ops.token_batch import has_term_of_chosen, has_term_without_advantage
 from maxrl_fast.records import Samples
-from maxrl_fast.training.optimizer import moment_variance
+from maxrl_fast.training.critic import Critic
+from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.sharding import gradients_stay
 from maxrl_fast.transfers import to_host
 
-AnySamples = TypeVar("AnySamples", bound=Samples)
+SIREN_NUCLEUS = 0.8  # the probability of the tokens whose entropy SIREN is about
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class LossSettings:
     temperature: float = 1.0
     max_new_tokens: int = 1  # the constant of seq_sum_constant
     loss_options: Mapping[str, float] = field(default_factory=dict)
+    siren: float = 0.0  # coefficient of SIREN's term, whose slopes the samples have
 
     def denominator(self, lengths: Tensor) -> float:
         """Return what the summed loss of responses of these lengths [S] is divided by, however they are split into
@@ -51,10 +55,20 @@ class LossSettings:
             return float(lengths.sum())
         return float(len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1))
 
+    @property
+    def numbers(self) -> list[float]:
+        """Return the loss's own numbers, in the order of ops.LOSSES."""
+        return loss_numbers(self.loss, self.loss_options)
+
+    @property
+    def own_options(self) -> dict[str, float]:
+        """Return the loss's own numbers by name."""
+        return dict(zip(LOSSES[self.loss].options, self.numbers, strict=True))
+
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient at all, given their advantages [S]."""
-        own = has_term_without_advantage(self.loss, loss_numbers(self.loss, self.loss_options))
-        if self.kl_coef or self.entropy_coef or own:
+        """Return which sequences [S] have a gradient at all, given their advantages [S] and no token_statistics."""
+        own = has_term_without_advantage(self.loss, self.numbers)
+        if self.kl_coef or self.entropy_coef or self.siren or own:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0
 
@@ -107,6 +121,7 @@ class Learner:
         dtype: of the computation; weights, gradients and moments are float32.
         reference: the reference policy, of settings.kl_coef and of objectives that need one.
         objective_state: tensors of the objective that checkpoints keep, by name.
+        critic: of objectives that need one; checkpoints keep it too.
         module: what runs the policy's passes (sharding.distribute); the model itself with one process.
     """
 
@@ -120,6 +135,7 @@ class Learner:
     ranks: Ranks = field(default_factory=Ranks)
     module: nn.Module | None = None
     objective_state: dict[str, Tensor] = field(default_factory=dict)
+    critic: Critic | None = None
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -151,7 +167,7 @@ class Learner:
         learning, denominator = self.select(packer, sequences)
         # In float64, so that sums of integers stay exact: loss, tokens computed, then sums over the trained tokens.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
-        for batch, is_own, is_last in self._passes(packer, learning):
+        for batch, is_own, is_last in self.passes(packer, learning):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
                 # Gradients become means over the ranks. A factor of the loss would be another pass over its gradients.
                 part, metrics = self.loss(batch, denominator / self.ranks.size)
@@ -185,15 +201,17 @@ class Learner:
         """Return which of the sequences have a gradient, on the host, and the denominator of the loss over all of them."""
         sequences = sequences.cpu()
         lengths = packer.lengths[sequences]
-        has_gradient = self.settings.has_gradient(packer.host_advantages[sequences]) & (lengths > 0)
-        return sequences[has_gradient], self.settings.denominator(lengths)
+        has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
+        if has_term_of_chosen(self.settings.loss, self.settings.numbers):
+            has_gradient = has_gradient | packer.has_statistic[sequences]
+        return sequences[has_gradient & (lengths > 0)], self.settings.denominator(lengths)
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
         """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
         none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
         return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self._merge_cost)
 
-    def _passes(self, packer: Packer, sequences: Tensor) -> Iterator[tuple[MicroBatch, bool, bool]]:
+    def passes(self, packer: Packer, sequences: Tensor) -> Iterator[tuple[MicroBatch, bool, bool]]:
         """Give this rank's micro-batches of the chosen sequences: (batch, whether it is its own, whether it is the last).
 
         All ranks make the same number of passes, since they exchange gradients, and sharded weights, in them; a rank with
@@ -207,23 +225,25 @@ class Learner:
 
     def loss(self, batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, and its metrics, which are means over its tokens."""
-        settings, ref_logprobs = self.settings, None
+        settings, ref_logprobs, advantages = self.settings, None, batch.advantages
+        if batch.importance_weights is not None:
+            advantages = batch.by_token(advantages) * batch.importance_weights
         if settings.kl_coef:
             assert self.reference is not None
             ref_logprobs = self._batch_logprobs(self.reference, batch)
 
         def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return linear_policy_gradient_loss(
+            loss, metrics = linear_policy_gradient_loss(
                 hidden,
                 weight,
                 batch.targets,
-                batch.advantages,
+                advantages,
                 batch.cu_seqlens,
-                advantages_per_token=False,
+                advantages_per_token=batch.importance_weights is not None,
                 old_logprobs=batch.old_logprobs,
-                importance_weights=batch.importance_weights,
-                importance_weights_per_token=True,
                 ref_logprobs=ref_logprobs,
+                token_statistics=batch.token_statistics,
+                top_tokens=batch.top_tokens,
                 loss=settings.loss,
                 clip_low=settings.clip_low,
                 clip_high=settings.clip_high,
@@ -236,46 +256,83 @@ class Learner:
                 aggregation=settings.aggregation,
                 denominator=denominator,
             )
+            if batch.entropy_slopes is not None:
+                loss = loss + self._entropy_term(batch, hidden, weight) / denominator
+            return loss, metrics
 
         loss, metrics = run_batch(self._module, batch, self.dtype, finish)
         return loss, metrics
 
+    def _entropy_term(self, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return 0 with the gradient of the sum of slopes times the entropies of nuclei."""
+        assert batch.entropy_slopes is not None
+        index = batch.entropy_slopes.nonzero()[:, 0]
+        entropies = self._nucleus_entropies_of(self.model, hidden[index], weight)
+        return (batch.entropy_slopes[index] * (entropies - entropies.detach())).sum()
+
+    def _nucleus_entropies_of(self, model: PolicyModel, hidden: Tensor, weight: Tensor) -> Tensor:
+        temperature, softcap = self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
+        return linear_nucleus_entropy(hidden, weight, top_p=SIREN_NUCLEUS, temperature=temperature, softcap=softcap)
+
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
         temperature."""
-        return self._of_tokens(self._batch_logprobs, model, samples, sequences)
+        return self.of_tokens(self._batch_logprobs, model, samples, sequences)
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
-        return self._of_tokens(self._batch_entropies, model, samples, sequences)
+        return self.of_tokens(self._batch_entropies, model, samples, sequences)
 
-    def _of_tokens(
+    def row_statistics(self, model: PolicyModel, samples: Samples, *, top_k: int, min_p: float) -> RowStatistics:
+        """Return ops.row_statistics of the tokens of all samples under `model` at the loss's temperature."""
+        tokens, packer = samples.rollouts.tokens, self.packer(samples)
+        per_token, per_top = tokens.new_zeros(len(tokens), dtype=torch.float32), tokens.new_zeros(len(tokens), top_k)
+        results = [per_token, per_token.clone(), per_top, per_top.float(), per_token.clone()]
+        for batch, is_own, _ in self.passes(packer, samples.sequences):
+            if is_own or self.shares_weights:
+                values = self._batch_row_statistics(model, batch, top_k, min_p)
+            if is_own:
+                for result, value in zip(results, values, strict=True):
+                    result[batch.target_index] = value
+        return RowStatistics(*(self.ranks.sum(result) for result in results))
+
+    @torch.no_grad()
+    def _batch_row_statistics(self, model: PolicyModel, batch: MicroBatch, top_k: int, min_p: float) -> RowStatistics:
+        temperature, softcap = self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
+
+        def finish(hidden: Tensor, weight: Tensor) -> RowStatistics:
+            return linear_row_statistics(
+                hidden, weight, batch.targets, top_k=top_k, min_p=min_p, temperature=temperature, softcap=softcap
+            )
+
+        values: RowStatistics = run_batch(model, batch, self.dtype, finish)
+        return values
+
+    def nucleus_entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return the entropies, in nats, of the nuclei of the same tokens' distributions that have SIREN_NUCLEUS of the
+        probability, as `logprobs`."""
+
+        @torch.no_grad()
+        def compute(model: PolicyModel, batch: MicroBatch) -> Tensor:
+            entropies: Tensor = run_batch(model, batch, self.dtype, partial(self._nucleus_entropies_of, model))
+            return entropies
+
+        return self.of_tokens(compute, model, samples, sequences)
+
+    def of_tokens(
         self, compute: Callable[[PolicyModel, MicroBatch], Tensor], model: PolicyModel, samples: Samples, sequences: Tensor
     ) -> Tensor:
+        """Return what `compute` gives for the tokens of the chosen samples, ascending, packed, float32; all ranks must call
+        this."""
         tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
         results = torch.zeros(len(tokens), device=tokens.device)
-        for batch, is_own, _ in self._passes(packer, sequences):
+        for batch, is_own, _ in self.passes(packer, sequences):
             if is_own or self.shares_weights:
                 values = compute(model, batch)
             if is_own:
                 results[batch.target_index] = values
         results, is_all = self.ranks.sum(results), len(sequences) == len(samples.rollouts)
         return results if is_all else results[packer.positions(sequences)]
-
-    def apply_importance_sampling(self, samples: AnySamples, cap: float) -> tuple[AnySamples, dict[str, float]]:
-        """Return the samples with truncated importance weights (Yao et al. 2025), and metrics of them.
-
-        The log-probs of the rollout engine can differ from this policy's, by rounding or because top-k or top-p sampling left
-        tokens out. Here they become this policy's, and every token is weighted by its probability under this policy over the
-        probability with which it was sampled, at most `cap`.
-        """
-        logprobs = self.logprobs(self.model, samples, samples.sequences)
-        difference = logprobs - samples.rollouts.logprobs
-        weights = difference.exp().clamp_max(cap)
-        mean_difference, mean_weight = (float(x) for x in to_host(difference.abs().mean(), weights.mean()))
-        metrics = {"logprob_diff": mean_difference, "importance_weight": mean_weight}
-        rollouts = dataclasses.replace(samples.rollouts, logprobs=logprobs, importance_weights=weights)
-        return dataclasses.replace(samples, rollouts=rollouts), metrics
 
     def _batch_logprobs(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
         return self._logprobs_and_entropies(model, batch)[0]
@@ -294,6 +351,12 @@ class Learner:
         values: tuple[Tensor, Tensor] = run_batch(model, batch, self.dtype, finish)
         return values
 
+    def copy_policy(self) -> None:
+        """Copy the policy as it is now into the reference policy and the critic, where there are any."""
+        self.set_reference()
+        if self.critic is not None:
+            self.critic.start_from(self.model)
+
     def set_reference(self) -> None:
         """Make the policy as it is now the reference policy, where there is one."""
         if self.reference is not None:
@@ -306,9 +369,7 @@ class Learner:
 
     def zero_gradients(self) -> None:
         """Set all gradients that there are to zero."""
-        gradients = [own_part(p.grad) for p in self.model.parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_zero_(gradients)
+        zero_gradients(self.model)
 
     def _find_non_finite(self, packer: Packer, sequences: Tensor, denominator: float) -> str:
         """Say what became non-finite, and for which prompt: compute every prompt again, alone, on all ranks alike."""

@@ -30,7 +30,7 @@ def step_metrics(
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
         "frac_groups_zero_variance": (advantages == 0).all(1).float().mean(),
-        # Minus the mean log-prob of what was sampled estimates the entropy without bias, whatever the engine.
+        # Minus the mean log-prob of what was sampled estimates the entropy without bias, but with top-p from below.
         "entropy": -rollouts.logprobs.mean(),
         "response_length_mean": rollouts.lengths.float().mean(),
         "truncated": rollouts.truncated.float().mean(),

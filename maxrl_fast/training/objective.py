@@ -17,7 +17,9 @@ class Needs:
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
     parts: bool = False  # each of several rewards, beside their sum
+    answers: bool = False  # the reference answer in place of that of each response, whose probability is the reward
     token_weights: bool = False  # factors of single tokens in the loss
+    critic: bool = False  # a value function of the states before each token, trained with the policy
     logprob_passes: int = 0  # forward passes over a step's samples, beside the passes of the loss
 
 
@@ -46,7 +48,10 @@ class Objective(Protocol):
 
     @property
     def token_weights(self) -> Tensor | None:
-        """Factors [T] of the policy-gradient terms of the step's tokens, at least 0, once it has begun; None: all are 1."""
+        """Factors [T] of the advantages of the step's tokens, of either sign, once it has begun; None: all are 1.
+
+        An objective with an advantage for every token gives it here, and the advantage 1 for every response.
+        """
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -66,4 +71,4 @@ class Objective(Protocol):
         """
 
     def end(self) -> dict[str, float]:
-        """Return the objective's own metrics of the step, after its last update."""
+        """Train what the objective trains besides the policy, and return its own metrics of the step, after the last update."""

@@ -1,7 +1,8 @@
-"""The objectives by name: which options each takes, and the objective made of them."""
+"""The objectives by name: what each is, which options it takes, and the objective made of them."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxrl_fast.ops import ESTIMATORS
@@ -11,15 +12,111 @@ from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.ppo_objective import PpoObjective
 from maxrl_fast.training.riskpo_objective import RiskpoObjective
+from maxrl_fast.training.verifree_objective import VerifreeObjective
 from maxrl_fast.training.zvp_objective import ZvpObjective
 
 DEFAULT_K, DEFAULT_BUNDLE = 4, 5
 _BASELINES = ("leave_two_out",)  # alone they have no gradient
-_PACS = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
-_PACS_OPTIONS: dict[str, dict[str, Any]] = {"pacs": _PACS, "pacs_paper": _PACS | {"ref_reset_interval": 50}}
-_ZVP_OPTIONS: dict[str, Any] = {"alpha": 0.1, "eps": 1e-6, "ddof": 1}
-OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *_PACS_OPTIONS, "rl_zvp", "riskpo")
+
+
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """An objective that is no estimator of ops.ESTIMATORS, whose rows have the same texts.
+
+    Args:
+        make: returns the objective from its options and the updates per step.
+        formula, needs, source: of its advantages, as `python -m maxrl_fast.objectives` prints them.
+        loss: its token loss without --loss.
+        options: their defaults; None where the configuration works one out.
+        min_rollouts: smallest N.
+        takes_one_naive: whether it takes N = 1 with --score naive.
+    """
+
+    make: Callable[[dict[str, Any], int], Objective]
+    formula: str
+    needs: str
+    source: str
+    loss: str = "ppo"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    min_rollouts: int = 1
+    takes_one_naive: bool = False
+
+
+def _make_pacs(options: dict[str, Any], updates_per_step: int) -> Objective:
+    return PacsObjective(**options, updates_per_step=updates_per_step)
+
+
+def _make_pacs_paper(options: dict[str, Any], updates_per_step: int) -> Objective:
+    return PacsObjective(**options, updates_per_step=updates_per_step, has_actor=True)
+
+
+def _make_zvp(options: dict[str, Any], updates_per_step: int) -> Objective:
+    ESTIMATORS["grpo"].resolve_options("rl_zvp", {name: options[name] for name in ("eps", "ddof")})
+    return ZvpObjective(**options)
+
+
+_PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
+_PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
+_PACS_OPTIONS: dict[str, Any] = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
+OWN: dict[str, ObjectiveRow] = {
+    "pacs": ObjectiveRow(
+        _make_pacs,
+        formula=f"{_PACS}; the reference is the sampling policy",
+        needs=_PACS_NEEDS,
+        source="PACS, eq. 8, code",
+        loss=PacsObjective.loss,
+        options=_PACS_OPTIONS,
+        min_rollouts=2,
+        takes_one_naive=True,
+    ),
+    "pacs_paper": ObjectiveRow(
+        _make_pacs_paper,
+        formula=f"{_PACS}; plus the log-likelihood of R; the reference is reset every --ref-reset-interval steps",
+        needs=_PACS_NEEDS,
+        source="PACS, eqs. 5, 8",
+        loss=PacsObjective.loss,
+        options=_PACS_OPTIONS | {"ref_reset_interval": 50},
+        min_rollouts=2,
+        takes_one_naive=True,
+    ),
+    "rl_zvp": ObjectiveRow(
+        _make_zvp,
+        formula="grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, "
+        "H_t its entropy, max over its response; alpha .1",
+        needs="rewards 0 or 1, N >= 1; one more forward pass over these groups",
+        source="RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
+        options={"alpha": 0.1, "eps": 1e-6, "ddof": 1},
+    ),
+    "riskpo": ObjectiveRow(
+        lambda options, _: RiskpoObjective(**options),
+        formula="(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 "
+        "prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
+        needs="N >= 2; --prompts a multiple of --bundle-size",
+        source="RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
+        options={"bundle_size": DEFAULT_BUNDLE},
+        min_rollouts=2,
+    ),
+    "verifree": ObjectiveRow(
+        lambda *_: VerifreeObjective(),
+        formula="rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference answer y* put "
+        "behind it",
+        needs="N >= 2; a task with reference answers; one more forward pass",
+        source="VeriFree, Zhou et al. 2025, arXiv:2505.21493, as the authors' code",
+        loss=VerifreeObjective.loss,
+        min_rollouts=2,
+    ),
+    "ppo": ObjectiveRow(
+        lambda options, _: PpoObjective(options["gae_gamma"], options["gae_lambda"]),  # the others are the critic's
+        formula="A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t + gamma V_(t+1) - V_t, r at "
+        "the last token; the critic V: a copy of the policy with a value head, trained on A + V",
+        needs="N >= 1; memory and work of a second model that is trained",
+        source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438",
+        options={"gae_gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "critic_lr": None},
+    ),
+}
+OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
 
 def is_custom(name: str) -> bool:
@@ -35,18 +132,22 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     """
     if is_custom(name):
         return {"k": DEFAULT_K} if "k" in inspect.signature(load_function(name)).parameters else {}
-    if name in _PACS_OPTIONS:
-        return _PACS_OPTIONS[name]
-    if name == "rl_zvp":
-        return _ZVP_OPTIONS
-    if name == "riskpo":
-        return {"bundle_size": DEFAULT_BUNDLE}
+    if name in OWN:
+        return dict(OWN[name].options)
     row = ESTIMATORS[name]
     sizes = {} if row.size is None else {row.size.name: DEFAULT_K if row.size.name == "k" else num_rollouts - 1}
     options = dict(row.options)
     if options.get("ddof") is not None:
         options["ddof"] = int(options["ddof"])  # type: ignore[arg-type]  # an integer among the options of a run
     return sizes | options
+
+
+def default_loss(name: str) -> str:
+    """Return the token loss of an objective without --loss."""
+    if name in OWN:
+        return OWN[name].loss
+    takes_ratios = name in ESTIMATORS and "log_ratios" in ESTIMATORS[name].inputs
+    return OffPolicyObjective.loss if takes_ratios else GroupObjective.loss
 
 
 def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
@@ -62,17 +163,12 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
     options = objective_options(name, num_rollouts) | dict(given)
     if is_custom(name):
         return CustomObjective.of(name, num_rollouts, **options)
-    if name in _PACS_OPTIONS:
-        if num_rollouts < 2 and options["score"] != "naive":
-            raise ValueError(f"{name} needs at least 2 rollouts per prompt, but with --score naive, got {num_rollouts}")
-        return PacsObjective(**options, updates_per_step=updates_per_step, has_actor=name == "pacs_paper")
-    if name == "rl_zvp":
-        ESTIMATORS["grpo"].resolve_options(name, {option: options[option] for option in ("eps", "ddof")})
-        return ZvpObjective(**options)
-    if name == "riskpo":
-        if num_rollouts < 2:
-            raise ValueError(f"riskpo needs at least 2 rollouts per prompt, got {num_rollouts}")
-        return RiskpoObjective(**options)
+    if name in OWN:
+        own = OWN[name]
+        if num_rollouts < own.min_rollouts and not (own.takes_one_naive and options["score"] == "naive"):
+            but = ", but with --score naive" if own.takes_one_naive else ""
+            raise ValueError(f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}")
+        return own.make(options, updates_per_step)
     row = ESTIMATORS[name]
     if num_rollouts < row.min_rollouts:
         raise ValueError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
+from maxrl_fast.ops.arguments import can_look_at
 from maxrl_fast.ops.off_policy import LARGEST_LOG_RATIO
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.training.collect import Collected
@@ -51,9 +53,7 @@ class OffPolicyObjective(GroupObjective):
 
     def begin(self, collected: Collected, learner: Learner) -> None:
         rewards, options = collected.rewards, self.options_for(collected)
-        at_one = group_advantage(
-            rewards, self.estimator, valid=collected.valid, log_ratios=torch.zeros_like(rewards), **options
-        )
+        at_one = self._estimate(collected, rewards, collected.valid, torch.zeros_like(rewards), options)
         cu_seqlens, learns = to_host(collected.rollouts.cu_seqlens, at_one.any(1))
         self._step = _Step(collected, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten()))
 
@@ -71,16 +71,25 @@ class OffPolicyObjective(GroupObjective):
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )
         own_ratios = log_ratio_reward(logprobs, collected.rollouts.logprobs[index], cu_seqlens)
-        log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios)
-        step.values.view(shape)[groups] = group_advantage(
-            collected.rewards[groups],
-            self.estimator,
-            valid=None if collected.valid is None else collected.valid[groups],
-            log_ratios=log_ratios.view(shape)[groups],
-            **step.options,
+        if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
+            step.values[chosen] = torch.nan  # as on a GPU; the update then finds what is not finite
+            return step.values
+        log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
+        valid = None if collected.valid is None else collected.valid[groups]
+        step.values.view(shape)[groups] = self._estimate(
+            collected, collected.rewards[groups], valid, log_ratios[groups], step.options
         )
         step.ratios.append(own_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp())
         return step.values
+
+    def _estimate(
+        self, collected: Collected, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Return the advantages of some groups; raise InputError, naming the step, where the rewards are too large."""
+        try:
+            return group_advantage(rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options)
+        except ValueError as error:
+            raise InputError(f"step {collected.step}: {error}") from error
 
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None

@@ -41,6 +41,13 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
     return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
 
 
+def zero_gradients(model: nn.Module) -> None:
+    """Set all gradients that there are to zero."""
+    gradients = [own_part(p.grad) for p in model.parameters() if p.grad is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)
+
+
 @torch.no_grad()
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
     """Return the estimate of the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.

@@ -1,5 +1,6 @@
 """RiskPO: the scores of bundles of prompts, below quantiles that are tracked over the run."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,8 @@ class RiskpoObjective:
             below = (self._scores < self.quantiles[:, None]).double().mean(1)
             self.quantiles += _RATE * (_LEVELS - below)
         low, high = self.quantiles.tolist()
+        if math.isnan(low):  # no paper of the run has had a score yet
+            return {}
         return {"riskpo_quantile_low": low, "riskpo_quantile_high": high}
 
 

@@ -11,22 +11,24 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.training.critic import num_critic_weights
 
 
-def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device) -> bool:
+def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False) -> bool:
     """Return whether --sharding means sharded weights, the same on all ranks: "auto" as `fills_half` says of some rank."""
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
         return sharding == "full"
-    return ranks.any(fills_half(model, memory_bytes(device)), device)
+    return ranks.any(fills_half(model, memory_bytes(device), has_critic), device)
 
 
-def fills_half(model: PolicyModel, gpu_bytes: int) -> bool:
+def fills_half(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
     """Return whether the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy would
-    take more than half of a GPU."""
+    take more than half of a GPU, with the weights, gradients and moments of a critic if there is one."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(size * (20 if is_trained else 8) for size, is_trained in sizes) > gpu_bytes / 2
+    critic = 16 * num_critic_weights(model) if has_critic else 0
+    return sum(size * (20 if is_trained else 8) for size, is_trained in sizes) + critic > gpu_bytes / 2
 
 
 def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
@@ -61,7 +63,7 @@ def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
 
     def total(hidden: Tensor, weight: Tensor) -> Tensor:
-        return (hidden @ weight.to(hidden.dtype).T).sum()
+        return (hidden @ weight.to(hidden.dtype).t()).sum()
 
     tokens = torch.arange(2, device=device)
     module(tokens, tokens, attention, tokens, dtype, total).backward()

@@ -9,8 +9,11 @@ G prompts, N rollouts per prompt, S = G N sequences.
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from maxrl_fast.rollout import Engine
 from maxrl_fast.training.collect import Collected, RolloutCollector
+from maxrl_fast.training.correction import NO_CORRECTION, Correction
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.length_penalty import LengthPenalty
@@ -18,7 +21,9 @@ from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.rollout_records import rollout_records
+from maxrl_fast.training.siren import Siren
 from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.token_choice import TokenChoice
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,11 @@ class Trainer:
 
     Args:
         updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
-        importance_cap: cap of the importance weights that correct for the rollout engine's log-probs; 0: no correction.
+        correction: for a rollout engine whose log-probs are not the policy's.
         keep_rollouts: rollouts of each step that its record keeps.
         length_penalty: is added to the rewards that the objective sees; None: nothing is.
+        token_choice: chooses the tokens that the loss treats in a way of their own; None: it has none.
+        siren: adds its term to the loss; None: the loss has none.
     """
 
     collector: RolloutCollector
@@ -50,10 +57,12 @@ class Trainer:
     engine: Engine
     learning_rate: LearningRate
     updates_per_step: int = 1
-    importance_cap: float = 0.0
+    correction: Correction = NO_CORRECTION
     clock: Stopwatch = field(default_factory=Stopwatch)
     keep_rollouts: int = 0
     length_penalty: LengthPenalty | None = None
+    token_choice: TokenChoice | None = None
+    siren: Siren | None = None
 
     def step(self, n: int, first_prompt: int, diagnose: bool = False) -> StepRecord:
         """Take step n, from 1, on the prompts from index `first_prompt` on.
@@ -66,32 +75,41 @@ class Trainer:
             InputError: where rewards are not what the objective needs.
         """
         sampled = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
-        collected, corrections = sampled, dict[str, float]()
+        collected = sampled.with_answers() if self.objective.needs.answers else sampled
+        penalties = dict[str, float]()
         if self.length_penalty is not None:
-            collected, corrections = self.length_penalty.add(collected)
-        if self.importance_cap:
+            collected, penalties = self.length_penalty.add(collected)
+        of_weights = dict[str, float]()
+        if self.correction is not NO_CORRECTION:
             with self.clock("log-probs"):
-                collected, more = self.learner.apply_importance_sampling(collected, self.importance_cap)
-            corrections |= more
+                collected, of_weights = self.correction.weigh(collected, self.learner)
         with self.clock("advantage") as lap:
             self.objective.begin(collected, self.learner)
             learned = collected.weighted(self.objective.token_weights)
+            if self.token_choice is not None:
+                self.token_choice.begin(collected)
         train_seconds = lap.seconds
         self.engine.sleep()
         diagnostics = diagnostics_record(sampled, self._prompt_gradient_norms(collected, learned)) if diagnose else None
 
         lr, updates = self.learning_rate.at(n), list[UpdateMetrics]()
-        for sequences in collected.minibatches(self.updates_per_step):
+        for update, sequences in enumerate(collected.minibatches(self.updates_per_step)):
             # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer step on
             #     loss = -(1/denominator) sum_i A_i sum_t log pi(y_it | x_i, y_i<t)
             # (for ppo, the clipped ratio pi/pi_old in place of log pi) makes responses with A_i > 0 more likely.
             with self.clock("advantage") as lap:
                 advantages = self.objective.advantages(sequences)  # [S]
+                kept = self.correction.mask(advantages, learned, sequences, self.learner)
+                samples = self._with_choice(learned, kept, sequences, update)
+                if self.siren is not None:
+                    samples = self.siren.apply(samples, sequences, update)
             train_seconds += lap.seconds
             with self.clock("update") as lap:
-                updates.append(self.learner.update(learned, advantages, sequences, when=f"step {n}", lr=lr))
+                updates.append(self.learner.update(samples, kept, sequences, when=f"step {n}", lr=lr))
             train_seconds += lap.seconds
-        own_metrics = self.objective.end()
+        with self.clock("update") as lap:
+            own_metrics = self._end()
+        train_seconds += lap.seconds
         with self.clock("weights to rollout"):
             self.engine.load_weights(self.learner.model)
 
@@ -101,7 +119,7 @@ class Trainer:
             rollouts = rollout_records(task, sampled, advantages, self.keep_rollouts, ranks)
         metrics = step_metrics(sampled, advantages.view(sampled.rewards.shape), updates, lr, train_seconds)
         return StepRecord(
-            metrics=metrics | corrections | own_metrics | collected.numbers,
+            metrics=metrics | penalties | of_weights | own_metrics | collected.numbers,
             diagnostics=diagnostics,
             num_prompts=collected.num_sampled,
             tokens={"rollout": collected.num_tokens, "update": sum(update.num_tokens for update in updates)},
@@ -109,11 +127,26 @@ class Trainer:
             rollouts=rollouts,
         )
 
+    def _end(self) -> dict[str, float]:
+        """Return the metrics of what took part in the step's updates, after the last of them; a critic learns here."""
+        metrics = self.objective.end() | self.correction.end()
+        if self.token_choice is not None:
+            metrics |= self.token_choice.end()
+        return metrics if self.siren is None else metrics | self.siren.end()
+
+    def _with_choice(self, learned: Collected, advantages: Tensor, sequences: Tensor, update: int) -> Collected:
+        """Return the samples as this update of the step, from 0, takes them."""
+        choice = self.token_choice
+        return learned if choice is None else choice.apply(learned, advantages, sequences, update)
+
     def _prompt_gradient_norms(self, collected: Collected, learned: Collected) -> list[float]:
         """Return the norm of each prompt's own gradient before the first update."""
         with self.clock("diagnosis"):
             known = collected.with_reward
             advantages = self.objective.advantages(known)
-            norms = prompt_gradient_norms(self.learner, learned, advantages, known, self.clock.beat)
+            kept = self.correction.mask(advantages, learned, known, self.learner)
+            samples = self._with_choice(learned, kept, known, update=0)
+            norms = prompt_gradient_norms(self.learner, samples, kept, known, self.clock.beat)
+            self.correction.end()
             self.objective.begin(collected, self.learner)  # anew, as if nothing had been asked of it
         return norms

@@ -21,8 +21,7 @@ class ZvpObjective:
     all are 0, with s over the tokens of its response and H_t the entropy of the policy that t was sampled from, in nats. Other
     groups have the advantages of grpo.
 
-    The learner takes an advantage per response, here 1 or -1, and a factor of at least 0 per token: their product is the same,
-    since no loss of a token depends on more than the product.
+    The learner takes an advantage per response, here 1 or -1, and a factor per token.
 
     Args:
         alpha: weight of the entropies.

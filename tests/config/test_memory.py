@@ -8,8 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from maxrl_fast import build, train
-from maxrl_fast.build import build_policy, build_task
+from maxrl_fast import train
+from maxrl_fast.builders import engine as build
+from maxrl_fast.builders.policy import build_policy
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.memory import CHUNK_BYTES, estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
@@ -19,7 +21,7 @@ from maxrl_fast.hardware import Machine
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.ops import linear_loss
+from maxrl_fast.ops import logit_chunks
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.tasks.maze import MazeTask
@@ -126,7 +128,7 @@ def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
 
 
 def test_the_chunk_of_logits_is_that_of_the_loss():
-    assert {name: CHUNK_BYTES[name] for name in ("cpu", "cuda")} == linear_loss._CHUNK_BYTES
+    assert {name: CHUNK_BYTES[name] for name in ("cpu", "cuda")} == logit_chunks._CHUNK_BYTES
 
 
 def big(*flags):

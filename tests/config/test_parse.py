@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.build import build_loss_settings
+from maxrl_fast.builders.run import build_loss_settings
 from maxrl_fast.config import evaluation_parse, options
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.hints import OTHER_NAMES
+from maxrl_fast.config.hints import OTHER_NAMES, as_flag
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import resolve
@@ -27,6 +27,14 @@ def resolved(*flags):
     return resolve(config, MazeTask(9)).flat()
 
 
+NONE = ("none", None)
+
+
+def correction(*flags):
+    options = resolved(*flags)
+    return options["correction"], options["importance_cap"]
+
+
 def test_defaults_are_resolved():
     options = resolved("--objective", "maxpo")
     assert (options["k"], options["max_new_tokens"], options["sft_steps"], options["aggregation"]) == (4, 32, 100, "token_mean")
@@ -40,11 +48,13 @@ def test_defaults_are_resolved():
     assert (options["loss"], options["beta"], options["score"]) == ("ppo", None, None)
     pacs = resolved("--objective", "pacs")
     assert (pacs["loss"], pacs["aggregation"], pacs["k"]) == ("reinforce", "seq_mean_token_sum", None)
-    assert (options["importance_cap"], pacs["importance_cap"]) == (0.0, 0.0)
-    assert resolved("--rollout", "vllm")["importance_cap"] == 2.0
-    assert resolved("--rollout", "vllm", "--importance-cap", "5")["importance_cap"] == 5.0
-    assert resolved("--rollout", "vllm", "--objective", "pacs")["importance_cap"] == 0.0
-    assert resolved("--top-p", "0.9")["importance_cap"] == 2.0
+    assert correction("--objective", "maxpo") == correction("--objective", "pacs") == correction("--top-p", "0.9") == NONE
+    assert correction("--rollout", "vllm") == correction("--importance-cap", "2") == ("tis", 2.0)
+    assert correction("--rollout", "vllm", "--importance-cap", "5") == ("tis", 5.0)
+    assert correction("--rollout", "vllm", "--importance-cap", "0") == NONE
+    assert correction("--rollout", "vllm", "--objective", "pacs") == NONE
+    assert correction("--correction", "tis_sequence") == ("tis_sequence", 2.0)
+    assert correction("--correction", "icepop") == ("icepop", None)
     assert (pacs["beta"], pacs["score"], pacs["class_weight"]) == (1.0, "rloo", "balanced")
     assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
@@ -132,6 +142,8 @@ def test_a_flag_overrides_the_file(tmp_path):
         ),
         ("[[optimizer]]\nlr = 9", r"run.toml, line 1: .* got the table \[optimizer\]"),
         ("gym_config = {a = 1}", r"run.toml, line 1: .* got the table \[gym_config\]; give it as a string of JSON"),
+        ("task_args = {a = 1}", r"run.toml, line 1: .* got the table \[task_args\]; give it as a string of JSON"),
+        ("loss_options = {kl = 0}", r"run.toml, line 1: .* got the table \[loss_options\]; give a list such as \["),
         ("learning_rate = 9", r"run.toml, line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
         ("seed = 1\nlr = 'fast'", "run.toml, line 2: lr must be a number, got 'fast'"),
         ("steps = 3.5", "run.toml, line 1: steps must be an integer, got 3.5"),
@@ -188,7 +200,7 @@ def test_the_hint_for_every_name_of_another_library_is_an_option():
             continue
         with pytest.raises(InputError) as refused:
             parse([f"--{name.replace('_', '-')}", "3"])
-        assert f"did you mean --{meant.replace('_', '-')}?" in str(refused.value)
+        assert f"did you mean {as_flag(meant)}?" in str(refused.value)
         if " " in meant:  # its value is one that the option has
             flag, value = meant.split()
             parse([f"--{flag.replace('_', '-')}", value])
@@ -313,16 +325,19 @@ def test_bad_flags_exit_with_2(flags, capsys):
         ("--top-p 0", "top_p must be above 0 and at most 1, got 0"),
         ("--kv-cache-gb 0", "kv_cache_gb must be a finite number above 0, got 0"),
         ("--importance-cap -1", "importance_cap must be finite and at least 0, got -1"),
-        ("--objective pacs --importance-cap 2", "pacs takes no importance_cap"),
+        ("--objective pacs --importance-cap 2", "pacs takes no correction: .*, got tis"),
         ("--loss sapo --loss-options tau_pos=1", r"loss_options of sapo must be among .*; did you mean 'tau_positive'\?"),
         ("--loss sapo --loss-options tau_positive=0", "tau_positive of sapo must be a finite number above 0, got 0"),
         ("--loss sapo --loss-options tau_positive", "loss_options must be NAME=VALUE with a number, got 'tau_positive'"),
         ("--loss dppo --loss-options kl=0 kl=1", "loss_options must have each name once, got kl twice"),
         ("--loss sapo --clip-low 0.1", "loss sapo takes no clip_low"),
+        ("--loss dispo --loss-options low_positive=12", "low_positive of dispo must be at most its high_positive, 11, got 12"),
         ("--loss topr --loss-options low=1", "loss topr takes no loss_options"),
         ("--loss-options low=1", "a run without --loss takes no loss_options"),
         ("--loss luspo --aggregation token_mean", "aggregation must be seq_mean_token_sum for luspo, .* got token_mean"),
         ("--objective pacs --loss sapo", "loss must be reinforce for pacs"),
+        ("--objective pacs --clip-high 0.3", "objective pacs takes no clip_high"),  # its loss has no ratio to clip
+        ("--objective bon_off_policy --clip-low 0.1", "objective bon_off_policy takes no clip_low"),
         ("--beta2 1", "beta2 must be in"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),
         ("--hidden-size 100 --heads 3", "hidden_size must be a multiple of heads, got 100 and 3"),

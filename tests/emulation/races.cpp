@@ -83,6 +83,19 @@ void token_logprobs() {
   cuda::scale<float, float>({logits.data, vocab_size}, num_tokens, vocab_size, &factor, nullptr);
 }
 
+template <typename Element>
+void row_statistics(int64_t num_tokens, int64_t vocab_size, int64_t shift) {
+  Numbers<Element> logits(num_tokens * vocab_size, shift);
+  const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
+  const int top_k = 4;
+  std::vector<float> logprobs(num_tokens), entropy(num_tokens), top_logprobs(num_tokens * top_k), log_mass(num_tokens);
+  std::vector<int64_t> top_tokens(num_tokens * top_k);
+  const RowStatistics<float> out{top_k,          0.1, logprobs.data(), entropy.data(), top_tokens.data(), top_logprobs.data(),
+                                 log_mass.data()};
+  cuda::row_statistics<Element, float>({logits.data, vocab_size}, {num_tokens, vocab_size, targets.data(), nullptr, 0.7}, out,
+                                       nullptr);
+}
+
 void decode_attention() {
   const int64_t rows = 5, limit = 40;
   const int heads = 8, kv_heads = 2, head_dim = 64;
@@ -233,6 +246,9 @@ int main(int argc, char** argv) {
     token_loss<BFloat16>(5, 45001, true, 0);
   } else if (part == "token_logprobs") {
     token_logprobs();
+  } else if (part == "row_statistics") {
+    row_statistics<float>(12, 300, 0);
+    row_statistics<BFloat16>(5, 5001, 1);
   } else if (part == "decode_attention") {
     decode_attention();
   } else if (part == "decode_sample") {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from tests.statistics import statistics_for
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -51,7 +52,11 @@ OPTIONS = [
     {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0},
     {"loss": "cispo", "kl_coef": 0.1, "kl": "k2"},
     {"loss": "gspo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
-    *({"loss": loss, "aggregation": row.aggregation or "token_mean"} for loss, row in ops.LOSSES.items() if row.options),
+    *(
+        {"loss": loss, "aggregation": row.aggregation or "token_mean", **statistics_for(loss, T)}
+        for loss, row in ops.LOSSES.items()
+        if row.options
+    ),
     *({"loss": loss, "aggregation": "seq_mean_token_sum"} for loss in ("luspo", "topr", "topr_token")),
 ]
 
@@ -62,12 +67,12 @@ def test_loss_gradient_and_metrics_equal_the_cpu_kernels(vocab, dtype):
     logits, batch = example(vocab, dtype)
     for options in OPTIONS:
         loss, gradient, metrics = gradient_of(logits, batch, **options)
-        gpu_loss, gpu_gradient, gpu_metrics = gradient_of(logits.to(DEVICE), on_gpu(batch), **options)
+        gpu_loss, gpu_gradient, gpu_metrics = gradient_of(logits.to(DEVICE), on_gpu(batch), **on_gpu(options))
         assert gpu_loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
         assert_rows_close(gpu_gradient, gradient, TOLERANCE[dtype])
         for name, value in metrics.items():
             assert gpu_metrics[name].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
-        _, again, _ = gradient_of(logits.to(DEVICE), on_gpu(batch), **options)
+        _, again, _ = gradient_of(logits.to(DEVICE), on_gpu(batch), **on_gpu(options))
         assert torch.equal(again, gpu_gradient)  # deterministic
 
 
@@ -101,6 +106,18 @@ def test_logprobs_entropy_and_their_gradient(dtype):
         for cpu, gpu in zip(results[0][:2], results[1][:2], strict=True):
             torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-5, atol=1e-6)
         assert_rows_close(results[1][2], results[0][2], 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_statistics_of_rows(dtype):
+    for vocab in (1, 127, 50257, 151936):
+        logits, batch = example(vocab, dtype)
+        options = {"top_k": min(vocab, 8), "min_p": 0.1, "temperature": 0.7}
+        expected = ops.row_statistics(logits, batch["targets"], **options)
+        actual = ops.row_statistics(logits.to(DEVICE), batch["targets"].to(DEVICE), **options)
+        assert torch.equal(actual.top_tokens.cpu(), expected.top_tokens)
+        for name in ("logprobs", "entropy", "top_logprobs", "log_mass"):
+            torch.testing.assert_close(getattr(actual, name).cpu(), getattr(expected, name), rtol=1e-5, atol=2e-6)
 
 
 def test_masked_values_may_be_anything_and_bad_targets_give_nan():

@@ -19,6 +19,7 @@ from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -45,6 +46,7 @@ KEEPING = 16  # of the rollouts that a step keeps
 WAITS = 3
 WAITS_OF_STEP = 2  # for the metrics of the step, and for those of the objective if it has any
 
+CORRECTION = make_correction("tis", 2.0, {})
 MAZE = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, 512)
 FAMILIES = {
     "qwen2": DecoderConfig(151936, 896, 4864, 2, 14, 2, 64, 4096),
@@ -275,7 +277,7 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
         learning.settings = dataclasses.replace(learning.settings, kl_coef=0.1)
         engine = NativeEngine(learning.model, torch.bfloat16, cache_bytes=10**9)
         batch = collected(samples(gpu), rewards(gpu))
-    trainer = Trainer(Collector(batch), OBJECTIVES["grpo"], learning, engine, LearningRate(1e-3, 10, 0), importance_cap=2.0)
+    trainer = Trainer(Collector(batch), OBJECTIVES["grpo"], learning, engine, LearningRate(1e-3, 10, 0), correction=CORRECTION)
     with gpu.watch():
         trainer.step(1, 0)
     assert len(gpu.waits) <= WAITS + 1 + 2, f"two more for the log-probs and their metrics: {gpu}"

@@ -1,5 +1,6 @@
 """Our losses against those of TRL's GRPOTrainer, in TRL's environment: `make test-integrations`."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.training.token_choice import highest
 
 pytestmark = pytest.mark.integrations
 
@@ -30,7 +32,11 @@ def rollouts():
     return logits.requires_grad_(), targets, logp.detach() + 0.2 * torch.randn(T, generator=generator, dtype=torch.float64)
 
 
-def trls(loss_type, level):
+def entropies_of(logits):
+    return torch.distributions.Categorical(logits=logits.detach()).entropy()
+
+
+def trls(loss_type, level, top_entropy=1.0):
     """Return the loss that TRL's trainer computes, without a model, and its gradient in the logits."""
     from trl import GRPOTrainer
 
@@ -42,12 +48,15 @@ def trls(loss_type, level):
 
     trainer = MagicMock(
         args=ARGUMENTS, loss_type=loss_type, importance_sampling_level=level, beta=0.0, epsilon_low=0.1, epsilon_high=0.15,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
+        top_entropy_quantile=top_entropy, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
         aux_loss_enabled=False, current_gradient_accumulation_steps=1, get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )  # fmt: skip
     trainer.args.steps_per_generation = trainer.accelerator.num_processes = 1
     trainer.accelerator.gather = lambda values: values
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (padded(logp), torch.zeros(MASK.shape), None)
+    entropies = padded(entropies_of(logits))
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (padded(logp), entropies, None)
+    trainer.accelerator.pad_across_processes = lambda values, **_: values
+    trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     ids = torch.zeros(MASK.shape, dtype=torch.int64)
     inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": MASK.long()}
     inputs |= {"advantages": ADVANTAGES, "old_per_token_logps": padded(old), "num_items_in_batch": MASK.sum()}
@@ -74,4 +83,66 @@ def test_loss_and_gradient_are_trls(name, aggregation, level, options):
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=1e-12)
     (gradient,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-12)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_the_sequence_mask_is_trls_off_policy_mask():
+    from trl import GRPOTrainer
+
+    from maxrl_fast.distributed.ranks import Ranks
+    from maxrl_fast.records import Rollouts, Samples, gather_sequences
+    from maxrl_fast.training.correction import SequenceMask
+
+    logits, targets, engine = rollouts()
+    logp = logits.detach().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
+    own = SimpleNamespace(
+        model=None, ranks=Ranks(), logprobs=lambda _, __, chosen: logp[gather_sequences(cu_seqlens, chosen)[0]]
+    )
+    own_log_probs, theirs = (torch.zeros(MASK.shape, dtype=torch.float64).masked_scatter(MASK, x) for x in (logp, engine))
+    kept = set()
+    for delta in (-1.0, 0.0, 0.05, 0.2, 1.0):
+        for advantages in (ADVANTAGES, -ADVANTAGES):
+            mask = GRPOTrainer.get_off_policy_mask(advantages[:, None], own_log_probs, theirs, MASK.double(), delta)[:, 0]
+            assert torch.equal(SequenceMask(delta).mask(advantages, sampled, torch.arange(S), own), advantages * mask)
+            kept.add(int(mask.sum()))
+    assert len(kept) > 2
+
+
+@pytest.mark.parametrize("share", [0.06, 0.2, 0.5, 0.9])
+def test_top_entropy_is_trls_quantile(share):
+    """TRL interpolates between entropies, so that it may keep one token fewer where the share of the tokens is no integer."""
+    from trl import GRPOTrainer
+
+    trainer = MagicMock()
+    trainer.accelerator.pad_across_processes = lambda values, **_: values
+    trainer.accelerator.gather = lambda values: values
+    differ = 0
+    for n in range(1, 120):
+        entropies = 3 * torch.rand(n, generator=torch.Generator().manual_seed(n))
+        expected = GRPOTrainer.get_high_entropy_mask(trainer, entropies[None], torch.ones(1, n), 1 - share)[0]
+        keep, _ = highest(entropies, share)
+        assert keep[expected].all()
+        more = int(keep.sum() - expected.sum())
+        assert more in (0, 1)
+        assert more == 0 or share * n % 1 > 1e-6
+        differ += more
+    assert differ == 0 or share not in (0.2, 0.5)  # shares 1 / m
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_with_top_entropy_loss_and_gradient_are_trls(share):
+    """The loss is divided by all tokens, those without a policy gradient included."""
+    expected, expected_gradient = trls("dapo", "token", share)
+    logits, targets, old = rollouts()
+    keep, _ = highest(entropies_of(logits), share)
+    loss, _ = ops.policy_gradient_loss(
+        logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old, importance_weights=keep.double(),
+        clip_low=0.1, clip_high=0.15,
+    )  # fmt: skip
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=1e-12)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+    assert (gradient.abs().sum(1) > 0).sum() <= keep.sum() < T
     assert gradient.abs().max() > 1e-3

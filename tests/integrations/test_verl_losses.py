@@ -1,5 +1,7 @@
 """Our losses against verl's own functions of the same losses, in verl's environment: `make test-integrations`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,13 +45,12 @@ def verls(name, **options):
     return loss.detach(), torch.autograd.grad(loss, logits)[0], clipped
 
 
-def ours(loss, aggregation, **options):
+def ours(loss, aggregation, arguments=None, **options):
     logits, targets, old, advantages, _ = rollouts()
     logits.requires_grad_()
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
-    value, metrics = ops.policy_gradient_loss(
-        logits, targets, advantages, cu_seqlens, old_logprobs=old, loss=loss, aggregation=aggregation, loss_options=options
-    )
+    given = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0), "old_logprobs": old, "aggregation": aggregation}
+    given |= arguments or {}
+    value, metrics = ops.policy_gradient_loss(logits, targets, advantages, **given, loss=loss, loss_options=options)
     return value.detach(), torch.autograd.grad(value, logits)[0], metrics
 
 
@@ -82,3 +83,76 @@ def test_dppo_has_the_gradient_of_dppo_tv_without_its_divergence(low, high):
     assert_same(our_gradient, gradient)
     assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(clipped, abs=1e-6)
     assert clipped > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "low", "high"),
+    [
+        ("tis", "token", None, 1.3),
+        ("tis_sequence", "sequence", None, 1.3),
+        ("icepop", "token", 0.7, 1.5),
+        ("mis", "sequence", 0.6, 1.5),
+    ],
+)
+def test_corrections_are_the_weights_of_rollout_correction(name, level, low, high):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    from maxrl_fast.records import Rollouts, Samples
+    from maxrl_fast.training.correction import make_correction
+
+    logits, targets, engine, _, mask = rollouts()
+    logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    log_ratio = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, logp - engine)
+    threshold = high if low is None else f"{low}_{high}"
+    expected, metrics = compute_rollout_correction_weights(log_ratio, mask.double(), level, threshold)
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
+    correction = make_correction(name, high if low is None else None, {} if low is None else {"low": low, "high": high})
+    learner = SimpleNamespace(model=None, logprobs=lambda *_: logp)
+    weighted, own = correction.weigh(sampled, learner)
+    torch.testing.assert_close(weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9)
+    assert len(expected[mask].unique()) > 2
+    assert (expected[mask] == (high if low is None else 0)).any()
+    if level == "token":  # verl's mean for sequences is over responses
+        assert own["importance_weight"] == pytest.approx(float(expected[mask].mean()), rel=1e-6)
+        assert own["importance_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=1e-5)
+
+
+def covariance_batch():
+    """Return the policy's log-probs, by which verl chooses tokens, and the advantages, [T] each."""
+    logits, targets, _, advantages, _ = rollouts()
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], advantages.repeat_interleave(torch.tensor(LENGTHS))
+
+
+def policy_loss(name, **options):
+    from verl.workers.config import PolicyLossConfig
+
+    return PolicyLossConfig(loss_mode=name, **options)
+
+
+@pytest.mark.parametrize(("share", "coef"), [(0.3, 1.0), (0.13, 0.4), (2e-4, 1.0)])
+def test_kl_cov(share, coef):
+    loss, gradient, _ = verls("kl_cov", policy_loss=policy_loss("kl_cov", kl_cov_ratio=share, ppo_kl_coef=coef))
+    chosen = {"token_statistics": ops.kl_cov_tokens(*covariance_batch(), share=share)}
+    value, our_gradient, _ = ours("kl_cov", "token_mean", chosen, share=share, coef=coef)
+    assert_same(value, loss)
+    assert_same(our_gradient, gradient)
+    plain = ours("kl_cov", "token_mean", {"token_statistics": torch.zeros(T)})[1]
+    assert (plain - gradient).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.3, 0.1, 5.0), (0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)])
+def test_clip_cov_draws_the_same_tokens_from_the_same_generator(share, low, high):
+    """With bounds of the ratio that clip no token, as in the authors' script; verl does not draw tokens that are clipped."""
+    options = policy_loss("clip_cov", clip_cov_ratio=share, clip_cov_lb=low, clip_cov_ub=high)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        loss, gradient, clipped = verls("clip_cov", policy_loss=options, clip_ratio_low=1.0, clip_ratio_high=99.0)
+        generator = torch.Generator().manual_seed(seed)
+        chosen = ops.clip_cov_tokens(*covariance_batch(), share=share, low=low, high=high, generator=generator)
+        arguments = {"token_statistics": chosen, "clip_low": 1.0, "clip_high": 99.0}
+        value, our_gradient, metrics = ours("clip_cov", "token_mean", arguments, share=share, low=low, high=high)
+        assert_same(value, loss)
+        assert_same(our_gradient, gradient)
+        assert chosen.any()
+        assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(clipped, abs=1e-6)

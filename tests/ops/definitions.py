@@ -95,6 +95,16 @@ def grpo(r, eps=1e-6, ddof=1):
     return standardised(r, mean(r), std(r, ddof), eps)
 
 
+def grpo_nemo(r):
+    """Return each reward minus the mean of the others, over their deviation; where they do not differ there is none."""
+    out = []
+    for i, x in enumerate(r):
+        others = r[:i] + r[i + 1 :]
+        centred = x - mean(others) if others else Fraction(0)
+        out.append(float(centred) / (std(others, 1) + 1e-6) if len(set(others)) > 1 else centred)
+    return out
+
+
 def first_order(ratios, subset):
     return 1 + sum(ratios[i] - 1 for i in subset)
 
@@ -147,6 +157,7 @@ DEFINITIONS = {
     "grpo": lambda r, _: grpo(r),
     "grpo_verl": lambda r, _: grpo(r),
     "grpo_trl": lambda r, _: grpo(r, eps=1e-4),
+    "grpo_nemo": lambda r, _: grpo_nemo(r),
     "pkpo": lambda r, k: [Fraction(k, len(r)) * x for x in ei(r, k)],
     "pkpo_sloo_minus_one": lambda r, k: [Fraction(k, len(r)) * x for x in ei(r, k)],
     "pkpo_sloo": pkpo_sloo,

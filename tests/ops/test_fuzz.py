@@ -74,7 +74,7 @@ def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy, l
         return grpo([x * Fraction(1 - o["penalty"] * rank) for x, rank in zip(r, ranks, strict=True)], o["eps"], int(o["ddof"]))
     if name == "remax":
         return [x - Fraction(baseline) for x, baseline in zip(r, greedy, strict=True)]
-    if name == "self" or name.startswith("grpo"):
+    if name in ("self", "grpo") or ops.ESTIMATORS[name].alias_of == "grpo":
         return [0.0 if known else v for v, known in zip(grpo(r, o["eps"], int(o["ddof"])), greedy, strict=True)]
     if name in OFF_POLICY:
         limit = o["clamp_delta"] or math.inf
@@ -353,7 +353,7 @@ def test_token_logprobs(data):
 def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=None, ref_logprobs=None, mask=None,
                importance_weights=None, loss="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None, kl="k3", kl_coef=0.0,
                entropy_coef=0.0, loss_options=None, temperature=1.0, aggregation="token_mean", denominator=None,
-               in_place=False, values=None,
+               in_place=False, values=None, token_statistics=None, top_tokens=None,
                chunk_tokens=None, leaves=None, tolerance=None, advantages_per_token=None,
                importance_weights_per_token=None):  # fmt: skip
     """Compare with the reference on the same numbers in float64. `values`: the logits before they were overwritten."""
@@ -407,6 +407,10 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, old_logprobs=
     bounds = torch.tensor(bounds)
     divisor = torch.tensor(divisor).double()
     batch = TokenBatch(targets, bounds, adv, per_token, weights, of_tokens, old, ref, tau, keep, by_sequence, divisor)
+    assert (token_statistics is None) == (ops.LOSSES[loss].statistic is None)
+    batch.token_statistics = None if token_statistics is None else exact(token_statistics.to(real))
+    assert (top_tokens is None) == (not ops.LOSSES[loss].top_tokens)
+    batch.top_tokens = None if top_tokens is None else top_tokens.long()
     if is_extreme(tau[torch.tensor(read, dtype=torch.bool)]):
         return
     actual, metrics = result
@@ -467,7 +471,23 @@ def loss_arguments(draw):
     arguments |= {name: make() for name, make in maybe.items() if draw(st.booleans())}
     row = ops.LOSSES[arguments.get("loss", "ppo")]
     if row.options and draw(st.booleans()):
-        arguments["loss_options"] = {name: draw(st.sampled_from([0.2, 0.9, 1, 2.5])) for name in row.options}
+        # Bounds such as dispo's low_positive and high_positive must be in order.
+        bounds = {"low": [0.2, 0.9], "high": [1, 2.5]}
+        arguments["loss_options"] = {
+            name: draw(
+                st.sampled_from(
+                    [1, 2]
+                    if name == "k"
+                    else bounds.get(name.partition("_")[0], [0.2, 0.9, 1] + [2.5] * ("1" not in option.wanted))
+                )
+            )
+            for name, option in row.options.items()
+        }
+    if row.statistic:
+        arguments["token_statistics"] = some([0.0, 1.0], [*FLOATS, torch.bool])
+    if row.top_tokens:
+        k = arguments.get("loss_options", {}).get("k", 3)
+        arguments["top_tokens"] = torch.arange(tokens * k).view(tokens, k) % max(vocab, 1)
     if row.aggregation:
         arguments["aggregation"] = row.aggregation
     if draw(st.booleans()):
@@ -655,6 +675,7 @@ def test_every_argument_is_checked(name):
 
 _HIDDEN = {"hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "chunk_tokens": 2}
 _ROWS = {"targets": torch.tensor([0, 1, 3]), "temperature": 1.0}
+_TOKENS = {"advantages": torch.tensor([1.0, -1.0, -1.0]), "mask": torch.tensor([True, True, False])}
 _LOSS = {
     **_ROWS,
     **{"advantages": torch.tensor([1.0, -1.0]), "cu_seqlens": torch.tensor([0, 1, 3]), "ref_logprobs": -torch.ones(3)},
@@ -676,6 +697,15 @@ PLAIN = {
     "token_logprobs": {"logits": torch.ones(3, 4), **_ROWS},
     "policy_gradient_loss": {"logits": torch.ones(3, 4), **_LOSS, "in_place": False},
     "linear_token_logprobs": {**_HIDDEN, **_ROWS},
+    "kl_cov_tokens": {**_TOKENS, "logprobs": -torch.ones(3), "share": 0.5},
+    "clip_cov_tokens": {**_TOKENS, "logprobs": -torch.ones(3), "share": 0.5, "low": 0.1, "high": 2.0},
+    "lp_reg_proxies": {**_TOKENS, "log_proxy": -torch.ones(3), "logprobs": -torch.ones(3), "share": 0.5},
+    "simko_tokens": {
+        **{**_TOKENS, "entropy": torch.ones(3), "is_top": torch.tensor([True, False, True]), "tau": 0.5},
+        "cu_seqlens": torch.tensor([0, 1, 3]),
+    },
+    "row_statistics": {"logits": torch.ones(3, 4), **_ROWS, "top_k": 2, "min_p": 0.1},
+    "linear_row_statistics": {**_HIDDEN, **_ROWS, "top_k": 2, "min_p": 0.1, "softcap": 3.0},
     "linear_policy_gradient_loss": {**_HIDDEN, **_LOSS},
     "log_ratio_reward": {
         **{"logprobs": -torch.ones(3), "ref_logprobs": torch.zeros(3), "cu_seqlens": torch.tensor([0, 1, 3])},

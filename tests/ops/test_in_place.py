@@ -6,6 +6,7 @@ import torch
 from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
+from tests.statistics import statistics_for
 
 T, H, V = 12, 8, 50
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,7 +28,7 @@ def test_the_gradient_replaces_the_logits(loss, scale):
     logp, _ = token_logprobs(HIDDEN @ WEIGHT.T, BATCH[0])
     old = logp + 0.2 * torch.randn(T, generator=torch.Generator().manual_seed(1))
     options = {"loss": loss, "old_logprobs": old, "clip_high": 9.0}
-    options["aggregation"] = "seq_mean_token_sum"
+    options |= {"aggregation": "seq_mean_token_sum", **statistics_for(loss, T)}
     results = []
     for in_place in (False, True):
         weight = WEIGHT.clone().requires_grad_()
@@ -144,6 +145,8 @@ def test_operators_pass_opcheck():
         ref_logprobs=None,
         importance_weights=None,
         importance_weights_per_token=None,
+        token_statistics=None,
+        top_tokens=None,
         loss="sapo",
         clip_low=0.2,
         clip_high=0.2,

@@ -17,7 +17,7 @@ from maxrl_fast.ops import (
     pacs_loss,
     policy_gradient_loss,
 )
-from maxrl_fast.ops.linear_loss import _Chunks
+from maxrl_fast.ops.logit_chunks import Chunks
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -133,13 +133,13 @@ def test_a_linear_loss_without_a_mask_does_not_wait_for_the_device(launches, los
 
 def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):
     expected = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
-    strides, original = [], _Chunks.__init__
+    strides, original = [], Chunks.__init__
 
     def remembered(self, *arguments):
         original(self, *arguments)
         strides.append(self.buffer.stride())
 
-    monkeypatch.setattr(_Chunks, "__init__", remembered)
+    monkeypatch.setattr(Chunks, "__init__", remembered)
     request.getfixturevalue("launches")  # from here on as on a GPU
     actual = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
     assert set(strides) == {(128, 1)}  # V = 71

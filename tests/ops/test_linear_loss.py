@@ -10,9 +10,10 @@ from maxrl_fast.ops import (
     policy_gradient_loss,
     token_logprobs,
 )
-from maxrl_fast.ops.linear_loss import _Chunks, chunk_tokens
+from maxrl_fast.ops.logit_chunks import Chunks, chunk_tokens
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
+from tests.statistics import statistics_for
 
 T, H, V = 50, 16, 70
 
@@ -49,7 +50,7 @@ def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens):
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
     rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
     for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
-        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef}
+        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef} | statistics_for(loss, T)
         options["aggregation"] = LOSSES[loss].aggregation or "seq_mean_token_mean"
         expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
         actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
@@ -76,13 +77,13 @@ def test_gspo_ratio_includes_tokens_without_a_gradient():
 def test_rows_without_a_gradient_are_not_multiplied(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     rows = []
-    original = _Chunks.__iter__
+    original = Chunks.__iter__
 
     def counted(self):
         rows.append(len(self.hidden))
         return original(self)
 
-    monkeypatch.setattr(_Chunks, "__iter__", counted)
+    monkeypatch.setattr(Chunks, "__iter__", counted)
     batch["advantages"] = torch.tensor([1.0, 0.0, 0.0, 0.5])
     kept = int(batch["mask"][:10].sum() + batch["mask"][30:].sum())
     _, metrics = linear_policy_gradient_loss(hidden, weight, **batch)
@@ -100,13 +101,13 @@ def test_rows_without_a_gradient_are_not_multiplied(monkeypatch):
 def test_frozen_inputs_get_no_gradient_buffer(monkeypatch):
     hidden, weight, batch = make(torch.float32)
     made = []
-    original = _Chunks.__init__
+    original = Chunks.__init__
 
     def remembered(self, *arguments):
         original(self, *arguments)
         made.append(self)
 
-    monkeypatch.setattr(_Chunks, "__init__", remembered)
+    monkeypatch.setattr(Chunks, "__init__", remembered)
     loss, _ = linear_policy_gradient_loss(hidden, weight.detach(), **batch)
     assert made[-1].grad_weight is None
     expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
@@ -136,7 +137,7 @@ def test_a_master_weight_gets_its_gradient_in_float32():
 
 def test_logits_exist_for_one_chunk_at_a_time():
     hidden, weight, _ = make(torch.float32)
-    chunks = _Chunks(hidden.detach(), weight.detach(), 8, True, True)
+    chunks = Chunks(hidden.detach(), weight.detach(), 8, True, True)
     addresses = {logits.data_ptr() for _, _, logits in chunks}
     assert len(addresses) == 1
     assert chunks.buffer.shape == (8, V)
@@ -267,7 +268,7 @@ def test_operators_pass_opcheck():
     hidden, weight, batch = make(torch.float32)
     absent = ("advantages_per_token", "importance_weights", "importance_weights_per_token", "ref_logprobs", "dual_clip")
     given = (
-        dict.fromkeys((*absent, "denominator", "loss_options"))
+        dict.fromkeys((*absent, "denominator", "loss_options", "token_statistics", "top_tokens"))
         | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"}
         | batch
     )

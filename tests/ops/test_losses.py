@@ -11,6 +11,7 @@ from maxrl_fast.config.options import LossName
 from maxrl_fast.ops import LOSSES, linear_policy_gradient_loss, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops import token_loss as module
 from maxrl_fast.ops.losses import loss_numbers
+from tests.statistics import statistics_for
 
 LENGTHS = [4, 1, 6, 3, 5]
 T, S, V = sum(LENGTHS), len(LENGTHS), 7
@@ -190,12 +191,13 @@ def test_gmpo_clips_each_token_by_the_sign_of_its_own_advantage(how, monkeypatch
 @pytest.mark.parametrize("old", ["the policy's", "absent"])
 def test_the_first_update_has_the_gradient_of_reinforce(name, old, monkeypatch):
     e = example(0.0)
+    own = statistics_for(name, T, chosen=False)
     if old == "absent":
         del e["old_logprobs"]
     for aggregation in {aggregation_of(name), LOSSES[name].aggregation or "seq_mean_token_mean"}:
         _, expected, _ = computed("kernel", monkeypatch, **e, loss="reinforce", aggregation=aggregation)
         for how in ("kernel", "reference", "linear"):
-            _, gradient, metrics = computed(how, monkeypatch, **e, loss=name, aggregation=aggregation)
+            _, gradient, metrics = computed(how, monkeypatch, **e, **own, loss=name, aggregation=aggregation)
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
             assert metrics["ratio"].item() == pytest.approx(1, rel=1e-14)
             if old == "absent":  # otherwise rounding puts some ratios above 1, where topr's weight ends
@@ -208,7 +210,7 @@ def test_equal_rewards_have_no_gradient_but_for_the_divergence_of_dppo(name, how
     """Groups of one and groups with equal rewards have advantage 0."""
     e = example(0.3) | {"advantages": torch.zeros(S, dtype=torch.float64)}
     e["old_logprobs"][2] = -math.inf
-    options = {"loss": name, "aggregation": aggregation_of(name)}
+    options = {"loss": name, "aggregation": aggregation_of(name), **statistics_for(name, T, chosen=False)}
     loss, gradient, metrics = computed(how, monkeypatch, **e, **options)
     if name != "dppo":
         assert loss.item() == 0

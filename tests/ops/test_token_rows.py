@@ -8,6 +8,7 @@ import torch
 from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.ops.token_loss_kernel import token_logprobs_backward_
+from tests.statistics import statistics_for
 
 VOCABULARIES = [1, 2, 127, 32000, 50257, 151936, 262144]
 # The relative error of a row in the Euclidean norm, from rounding of the result and of float32 arithmetic.
@@ -133,6 +134,24 @@ def test_extreme_logits(name, dtype):
         assert (gradient[impossible] == 0).all()
 
 
+@pytest.mark.parametrize(("vocab", "top"), [(2, -100.0), (2, -3000.0), (3000, -200.0), (5000, -3000.0)])
+@pytest.mark.usefixtures("instructions")
+def test_impossible_tokens_before_very_negative_logits(vocab, top):
+    """Blocks of a row that are all -inf, where the greatest logit is so low that exp(-top) overflows."""
+    logits = torch.full((2, vocab), -torch.inf)
+    logits[:, -1], logits[:, -2:-1] = top, -torch.inf if vocab == 2 else top - 1
+    targets, weights = torch.tensor([vocab - 1, max(vocab - 2, 1)]), torch.tensor([1.5, -2.0])
+    for options in ({}, {"entropy_coef": 0.5}):
+        loss, gradient = ours(logits, targets, weights, **options)
+        assert loss.item() == pytest.approx(exact(logits, targets, weights, **options)[0].item(), rel=1e-6, abs=1e-6)
+        assert not gradient[:, :-2].any()
+        p = torch.tensor([0.0, 1.0] if vocab == 2 else [0.26894142, 0.73105858])
+        if not options:
+            onehot = torch.nn.functional.one_hot(targets - (vocab - 2), 2)
+            torch.testing.assert_close(gradient[:, -2:], weights[:, None] * (p - onehot), rtol=1e-5, atol=1e-6)
+        assert gradient.isfinite().all()
+
+
 def test_a_nearly_certain_target_keeps_its_gradient():
     """1 - p is 1e-9, so p rounds to 1 in float32, and in bfloat16 it does from .998 on."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -218,6 +237,7 @@ def gradient_of(logits, batch, scale=1.0, **options):
 )
 def test_losses_of_any_split_add_up(loss, aggregation):
     logits, batch = packed()
+    batch |= statistics_for(loss, len(logits))
     denominator = {"token_mean": float(batch["mask"].sum()), "seq_sum_constant": 50.0}.get(aggregation, 7.0)
     options = {"loss": loss, "aggregation": aggregation, "denominator": denominator}
     whole, gradient, metrics = gradient_of(logits, batch, **options)
@@ -272,10 +292,13 @@ def test_no_tokens_and_all_masked_give_zero(loss):
     none = torch.zeros(0)
     options = {"loss": loss, "aggregation": "seq_mean_token_sum"}
     rows = (empty, none.long(), none, torch.tensor([0]))
-    value, metrics = policy_gradient_loss(*rows, **options, old_logprobs=none, ref_logprobs=none, kl_coef=0.1)
+    value, metrics = policy_gradient_loss(
+        *rows, **options, **statistics_for(loss, 0), old_logprobs=none, ref_logprobs=none, kl_coef=0.1
+    )
     value.backward()
     assert (value.item(), tuple(empty.grad.shape)) == (0.0, (0, 5))
     logits, batch = packed()
+    batch |= statistics_for(loss, len(logits))
     z = logits.requires_grad_()
     nothing = torch.zeros_like(batch["mask"])
     for denominator in (None, 5.0):
@@ -288,13 +311,15 @@ def test_no_tokens_and_all_masked_give_zero(loss):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_masked_values_may_be_anything(loss):
     logits, batch = packed()
+    batch |= statistics_for(loss, len(logits))
     _, clean, _ = gradient_of(logits, batch, loss=loss, aggregation="seq_mean_token_sum")
     masked = ~batch["mask"]
-    poisoned = {name: batch[name].clone() for name in ("targets", "old_logprobs", "ref_logprobs")}
+    poisoned = {name: batch[name].clone() for name in ("targets", "old_logprobs", "ref_logprobs", *statistics_for(loss, 0))}
     logits[masked] = torch.nan
     poisoned["targets"][masked] = -100
     poisoned["old_logprobs"][masked] = torch.inf
-    poisoned["ref_logprobs"][masked] = torch.nan
+    for name in ("ref_logprobs", *statistics_for(loss, 0)):
+        poisoned[name][masked] = torch.nan if poisoned[name].is_floating_point() else -100
     value, gradient, metrics = gradient_of(logits, batch | poisoned, loss=loss, aggregation="seq_mean_token_sum")
     assert value.isfinite()
     assert torch.equal(gradient, clean)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxrl_fast import evaluate as command
-from maxrl_fast.build import build_policy
+from maxrl_fast.builders.policy import build_policy
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.build import build_scorer
+from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.config.options import SCORE, RewardOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, StorageError

@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.build import build_scorer
+from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.config import evaluation_parse
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import RewardOptions

@@ -235,13 +235,9 @@ def engine():
 
 
 def own_logprobs(model, rollouts, sampling):
-    """Return log-probs under the sampling distribution, from the forward pass of the training model."""
+    """Return log-probs at the temperature, before the filters, from the forward pass of the training model."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-    if sampling.filters_tokens:
-        from maxrl_fast.rollout.sampling import filtered_logprobs
-
-        log_p = filtered_logprobs(log_p, sampling)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
 
 
@@ -250,9 +246,8 @@ def own_logprobs(model, rollouts, sampling):
     "sampling",
     [
         Sampling(1.0, 24, STOPS),
-        Sampling(1.3, 24, STOPS, top_k=9),
-        Sampling(0.7, 24, STOPS, top_p=0.8),
-        Sampling(1.2, 24, (), min_p=0.1),
+        Sampling(0.7, 24, STOPS),
+        Sampling(1.2, 24, ()),
     ],
 )
 def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
@@ -270,6 +265,45 @@ def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling)
         assert not any(stops[:-1])
         assert bool(rollouts.truncated[s]) == (not stops[-1])
         assert stops[-1] or len(tokens) == 24
+
+
+@pytest.mark.vllm
+def test_logprobs_under_top_p_are_those_before_it():
+    """In a process of its own, because a process can have only one engine, and this one gives vLLM's raw log-probs."""
+    code = """
+import torch
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.sampling import filtered_logprobs
+from maxrl_fast.rollout.vllm import VllmEngine
+from tests.batches import one_batch
+from tests.models import response_logits, tiny_decoder
+from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs
+
+model = tiny_decoder()
+engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
+for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
+    sampling = Sampling(1.0, 24, STOPS, **options)
+    rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+    assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
+    if options:
+        logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
+        kept = filtered_logprobs(logits.log_softmax(-1), sampling).gather(-1, rollouts.tokens[:, None])[:, 0]
+        assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
+cold = Sampling(0.7, 4, STOPS)
+assert engine.generate(PROMPTS, 2, cold, seed=0, step=1).logprobs.isnan().all()
+assert not engine.generate(PROMPTS, 2, cold.greedy, seed=0, step=1).logprobs.any()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
+@pytest.mark.vllm
+def test_logprobs_that_vllm_does_not_give_are_nan(engine):
+    sampling = Sampling(1.0, 4, STOPS, top_p=0.8)
+    assert engine.generate(PROMPTS, 2, sampling, seed=0, step=1).logprobs.isnan().all()
+    assert not engine.generate(PROMPTS, 2, sampling.greedy, seed=0, step=1).logprobs.any()
 
 
 @pytest.mark.vllm

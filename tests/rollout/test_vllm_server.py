@@ -1,5 +1,6 @@
 """--rollout vllm with --vllm-url. Tests marked vllm need the real server (`make test-vllm`)."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -150,6 +151,28 @@ def test_a_server_that_is_started_otherwise_is_refused(server, path, answer, mes
     server.answers[path] = answer
     with pytest.raises(InputError, match=message):
         VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+
+
+def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
+    with pytest.raises(
+        InputError, match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got processed"
+    ):
+        VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
+    of_all = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+    options = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    server.answers["/server_info?config_format=json"] = (200, json.dumps(options))
+    of_filters = VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
+    top_p, cold = (dataclasses.replace(SAMPLING, **options) for options in ({"top_p": 0.9}, {"temperature": 0.7}))
+    for engine, sampling, is_known in (
+        (of_all, SAMPLING, True),
+        (of_all, cold, True),
+        (of_all, top_p, False),
+        (of_filters, SAMPLING, True),
+        (of_filters, top_p, True),
+        (of_filters, cold, False),
+    ):
+        logprobs = engine.generate(PROMPTS, 2, sampling, seed=0, step=1).logprobs
+        assert logprobs.isfinite().all() if is_known else logprobs.isnan().all()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:1"])

@@ -50,6 +50,19 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(reward, tmp_path, monkeypatch):
+    class TrainingBegan(Exception):
+        pass
+
+    def begin(*_, **__):
+        raise TrainingBegan
+
+    monkeypatch.setattr(WarmStart, "steps", begin)
+    reward.write_text("def score(prompt, response):\n    return .5\n")
+    with pytest.raises(TrainingBegan):
+        train.main([*job(reward, tmp_path / "run", "pacs"), "--labels", "vote"])
+
+
 def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):
     reward.write_text("calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) - 2)\n")
     train.main(job(reward, tmp_path / "run"))

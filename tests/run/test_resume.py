@@ -40,6 +40,9 @@ OBJECTIVES = {
     "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",
     "off-policy": "--objective maxrl_off_policy --updates-per-step 2",
     "lora": "--objective grpo --lora-rank 2 --loss gspo",
+    "verifree": "--objective verifree --updates-per-step 2",
+    "critic": "--objective ppo --updates-per-step 2 --gae-lambda 0.9",
+    "mask": "--objective grpo --correction sequence_mask --correction-options delta=0.001 --updates-per-step 2",
 }
 
 
@@ -185,6 +188,28 @@ def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_pat
     assert "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now" in printed.err
     assert "learning rate" in printed.out
     assert "in the warm start" not in printed.out  # which is over
+
+
+def test_another_objective_on_resume_begins_with_its_own_state(tmp_path, capsys):
+    flags = ["--objective", "grpo", "--steps", "1"]
+    assert run(tmp_path / "run", *flags) == 0
+    for number, name in enumerate(("riskpo --bundle-size 2", "rloo", "riskpo --bundle-size 1"), start=2):
+        changed = ["--objective", *name.split(), "--steps", str(number), "--allow-changes"]
+        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, capsys.readouterr().err
+        last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["step"] == number
+        assert ("riskpo_quantile_low" in last) == name.startswith("riskpo")
+
+
+def test_another_loss_on_resume_brings_its_own_defaults(tmp_path, capsys):
+    flags = ["--objective", "rloo", "--loss", "sapo", "--loss-options", "tau_positive=0.8", "--steps", "1"]
+    assert run(tmp_path / "run", *flags) == 0
+    for number, loss, aggregation in ((2, "luspo", "seq_mean_token_sum"), (3, "dppo", "token_mean")):
+        changed = ["--loss", loss, "--steps", str(number), "--allow-changes"]
+        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, capsys.readouterr().err
+        options = json.loads((tmp_path / "run" / "config.json").read_text())
+        assert (options["loss"], options["aggregation"], options["loss_options"]) == (loss, aggregation, None)
+        assert "aggregation: " in capsys.readouterr().err  # what changes is said
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):

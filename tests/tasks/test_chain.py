@@ -59,3 +59,15 @@ def test_it_is_learned(tmp_path):
     assert train.main([*flags.split(), *sizes.split(), "--eval-samples", "4", "--out", str(tmp_path / "run")]) == 0
     rewards = [record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert sum(rewards[-5:]) / 5 > 3 * rewards[0]
+
+
+def test_verifree_learns_the_chain_from_its_exact_gradient(tmp_path):
+    flags = "--task chain --chain-length 4 --objective verifree --prompts 1 --rollouts 2 --steps 40 --lr 1e-2 --warmup-steps 1"
+    flags += " --eval-prompts 1 --eval-samples 2 --hidden-size 32 --intermediate-size 48 --layers 1 --heads 2 --kv-heads 1"
+    flags += " --threads 1 --dtype float32 --device cpu"
+    assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 0
+    metrics = read(tmp_path / "run" / "metrics.jsonl")
+    first, last = metrics[0], metrics[-1]
+    assert first["reward_mean"] < 0.01
+    assert last["reward_mean"] > 0.5
+    assert last["reward/answer_leads"] == 1.0

@@ -12,7 +12,8 @@ import torch
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast import train
-from maxrl_fast.build import build_scorer, build_task
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.build import build_scorer, build_task
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError

@@ -14,6 +14,7 @@ from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.statistics import statistics_for
 
 PPO = LossSettings(loss="ppo", aggregation="token_mean")
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
@@ -57,7 +58,8 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
     advantages = ops.maxpo_advantage(rewards, 2)
     assert advantages[1] > 0 > advantages[0]
     rollouts = Rollouts.given([[left], [right], [left], [left]])
-    rollouts = dataclasses.replace(rollouts, logprobs=p.log()[rollouts.tokens])  # on policy
+    logprobs = p.log()[rollouts.tokens]  # on policy
+    rollouts = dataclasses.replace(rollouts, logprobs=logprobs, **statistics_for(loss, 4, chosen=False))
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
     with torch.no_grad():
@@ -275,21 +277,6 @@ def test_empty_responses_are_skipped_but_counted():
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
 
 
-def test_rollouts_of_another_engine_get_importance_weights():
-    """A token's weight is its probability under the policy divided by the engine's probability, up to the cap."""
-    model = tiny_decoder()
-    rollouts = sampled(model)
-    off = torch.linspace(-1.5, 1.5, len(rollouts.tokens))  # policy log-prob minus engine log-prob, of either sign
-    samples = Samples(PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs - off))
-    weighted, metrics = learner(model).apply_importance_sampling(samples, cap=2.0)
-    corrected = weighted.rollouts
-    torch.testing.assert_close(corrected.logprobs, rollouts.logprobs, rtol=0, atol=2e-5)
-    torch.testing.assert_close(corrected.importance_weights, off.exp().clamp_max(2.0), rtol=1e-4, atol=0)
-    assert (corrected.importance_weights == 2.0).any()
-    assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-4)
-    assert metrics["importance_weight"] == pytest.approx(float(off.exp().clamp_max(2.0).mean()), rel=1e-4)
-
-
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
 def test_importance_weights_multiply_the_gradient(loss):
     model, settings = tiny_decoder(), LossSettings(loss=loss, aggregation="token_mean")
@@ -299,3 +286,60 @@ def test_importance_weights_multiply_the_gradient(loss):
     weighted = dataclasses.replace(rollouts, importance_weights=torch.full_like(rollouts.logprobs, 1.5))
     assert worst_difference(gradients(model, weighted, advantages, settings=settings), plain) > 0.3
     assert worst_difference(gradients(model, weighted, advantages / 1.5, settings=settings), plain) < 1e-4
+
+
+@pytest.mark.parametrize("budget", [10_000, 25])
+@pytest.mark.parametrize("loss", ops.LOSSES)
+def test_factors_of_tokens_are_importance_weights_of_every_loss(loss, budget):
+    """Of the loss of all responses at once, with an advantage per response and a weight per token, some of them 0."""
+    model, generator = tiny_decoder(), torch.Generator().manual_seed(4)
+    rollouts = sampled(model)
+    noise = 0.5 * torch.randn(len(rollouts.tokens), generator=generator)
+    weights = 2 * torch.rand(len(rollouts.tokens), generator=generator)
+    weights[::3] = 0
+    statistics = statistics_for(loss, len(rollouts.tokens))
+    rollouts = dataclasses.replace(rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights, **statistics)
+    advantages = torch.randn(12, generator=generator)
+    aggregation, batch = ops.LOSSES[loss].aggregation or "token_mean", one_batch(PROMPTS, rollouts)
+    expected, _ = ops.policy_gradient_loss(
+        response_logits(model, batch, torch.float32),
+        batch.targets,
+        advantages,
+        batch.cu_seqlens,
+        old_logprobs=batch.old_logprobs,
+        importance_weights=weights,
+        loss=loss,
+        aggregation=aggregation,
+        **statistics,
+    )
+    grads = dict(zip(dict(model.named_parameters()), torch.autograd.grad(expected, [*model.parameters()]), strict=True))
+    settings = LossSettings(loss=loss, aggregation=aggregation)
+    actual = gradients(model, rollouts, advantages, settings=settings, budget=budget)
+    assert max(float(g.abs().max()) for g in grads.values()) > 1e-3
+    assert worst_difference(actual, grads) < 1e-3
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gmpo", "sapo", "topr_token"])
+def test_a_factor_below_0_turns_the_advantage_of_its_token(loss):
+    """Bounds and options of a loss are then those of the product's sign."""
+    model, generator = tiny_decoder(), torch.Generator().manual_seed(5)
+    rollouts = sampled(model)
+    logprobs = rollouts.logprobs + 0.5 * torch.randn(len(rollouts.tokens), generator=generator)
+    factors = torch.randn(len(rollouts.tokens), generator=generator)
+    advantages = torch.randn(12, generator=generator)
+    settings = LossSettings(loss=loss, aggregation="token_mean")
+    rollouts = dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=factors)
+    turned = dataclasses.replace(rollouts, importance_weights=-factors)
+    actual = gradients(model, rollouts, advantages, settings=settings)
+    assert worst_difference(gradients(model, turned, -advantages, settings=settings), actual) < 1e-5
+    batch = one_batch(PROMPTS, rollouts)
+    expected, _ = ops.policy_gradient_loss(
+        response_logits(model, batch, torch.float32),
+        batch.targets,
+        advantages.repeat_interleave(rollouts.lengths) * factors,
+        batch.cu_seqlens,
+        old_logprobs=batch.old_logprobs,
+        loss=loss,
+    )
+    grads = dict(zip(dict(model.named_parameters()), torch.autograd.grad(expected, [*model.parameters()]), strict=True))
+    assert worst_difference(actual, grads) < 1e-3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.build import build_length_penalty
+from maxrl_fast.builders.rewards import build_length_penalty
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve

@@ -10,7 +10,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
@@ -108,6 +108,31 @@ def test_rollouts_without_a_reward_are_left_out(name):
     assert advantages.abs().max() > 0.1
 
 
+def test_a_policy_that_is_not_finite_ends_the_update_with_its_name():
+    """As where an earlier update of the step has made a weight too large: the ratios are NaN then."""
+    model = tiny_decoder()
+    samples, learner = collected(Samples(PROMPTS, sampled(model)), REWARDS), make_learner(model)
+    objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
+    objective.begin(samples, learner)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    advantages = objective.advantages(samples.with_reward)
+    with pytest.raises(NonFiniteError, match=r"step 1: the weight model.norm.weight is not finite"):
+        learner.update(samples, advantages, samples.with_reward, when="step 1", lr=1e-3)
+
+
+def test_advantages_that_are_too_large_name_the_step():
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    objective, learner = OffPolicyObjective("maxpo_off_policy", {"k": 2}), make_learner(model)
+    objective.begin(collected(Samples(PROMPTS, rollouts), 3e37 * REWARDS), learner)
+    far = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 5)
+    samples = collected(Samples(PROMPTS, far), 3e37 * REWARDS, step=4)
+    objective.begin(samples, learner)
+    with pytest.raises(InputError, match="step 4: the advantages of maxpo_off_policy must be finite"):
+        objective.advantages(samples.with_reward)
+
+
 def test_the_options_choose_the_objective():
     made = objective_of(parse(["--objective", "maxpo_off_policy", "--k", "3", "--clamp-delta", "0.5"]))
     assert made == OffPolicyObjective("maxpo_off_policy", {"k": 3, "clamp_delta": 0.5})
@@ -117,7 +142,7 @@ def test_the_options_choose_the_objective():
     assert objective_of(parse(["--objective", "bon_off_policy"])).learns_from_equal_rewards(8)
     for flags, message in (
         ("--loss ppo", "loss must be reinforce for maxpo_off_policy"),
-        ("--importance-cap 2", "maxpo_off_policy takes no importance_cap"),
+        ("--importance-cap 2", "maxpo_off_policy takes no correction: .*, got tis"),
         ("--clamp-delta -1", "clamp_delta must be at least 0, got -1"),
         ("--k 16", "maxpo_off_policy needs 1 <= k <= N-1 = 15"),
     ):

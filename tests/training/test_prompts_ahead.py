@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
-from maxrl_fast.build import build_collector, build_scorer, build_task
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.run import build_collector
+from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve

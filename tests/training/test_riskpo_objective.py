@@ -48,6 +48,17 @@ def paper_by_paper(rewards, keep, size, low, high):
     return torch.tensor(advantages)
 
 
+def test_a_step_without_any_score_neither_learns_nor_moves_the_quantiles():
+    objective, nobody = RiskpoObjective(2), torch.zeros(8, 4, dtype=torch.bool)
+    assert not begun(objective, 0 * REWARDS, nobody).any()
+    assert objective.end() == {}  # not NaN, which is no number in metrics.jsonl
+    begun(objective, REWARDS)
+    quantiles = objective.end()
+    assert 0 < quantiles["riskpo_quantile_low"] < quantiles["riskpo_quantile_high"]
+    assert not begun(objective, 0 * REWARDS, nobody).any()
+    assert objective.end() == quantiles
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_paper_has_the_authors_advantage(size):
     valid = torch.ones(8, 4, dtype=torch.bool)

@@ -15,6 +15,7 @@ from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner, sampled
 
+OF_SEQUENCES = ("gspo", "luspo", "gmpo", "vespo", "topr")
 REWARDS = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
 
 
@@ -106,7 +107,7 @@ def test_options():
     assert made == ZvpObjective(0.3, 1e-3, 1)
     assert made.needs == Needs(binary=True, token_weights=True, logprob_passes=1)
     for flags, message in (
-        ("--loss gspo", "rl_zvp weights single tokens, so loss cannot be gspo"),
+        *((f"--loss {loss}", f"so loss cannot be {loss}, whose ratio is one of whole responses") for loss in OF_SEQUENCES),
         ("--alpha 0", "alpha must be a finite number above 0, got 0"),
         ("--ddof 2", "ddof must be 0 or 1, got 2"),
         ("--dynamic-sampling 2", "rewards are equal, from which rl_zvp learns"),

@@ -1,0 +1,358 @@
+"""Every objective on the same mazes, at an equal number of sampled tokens: pass@k, entropy, variance of the gradient, time.
+
+    python examples/papers/objectives_league.py
+
+For each seed one warm start is followed by reinforcement learning with each objective, on the same mazes, until it has sampled
+--tokens tokens. Seeds come one after the other, so that a league that is stopped has a whole table for fewer seeds. Each
+finished run is a file in --work, and the same command continues with those that are missing.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiment import Settings, rounded, run, standard_error
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from maze_scaling import ScalingSettings, warm_start_flags
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from training_runs import train_all, workers
+
+from maxrl_fast.builders.engine import build_run_engine
+from maxrl_fast.builders.policy import build_policy
+from maxrl_fast.builders.rewards import build_scorer
+from maxrl_fast.builders.run import build_evaluator, build_trainer
+from maxrl_fast.builders.tasks import build_run_task
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.files.durable import write_json
+from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.trainer import StepRecord, Trainer
+
+LEFT_OUT = {
+    "maxrl_ratio": "is maxrl for rewards of 0 or 1",
+    "reinforce": "is rloo times (N-1)/N, a constant",
+    "pkpo": "is expected_improvement times k/N, a constant",
+    "pkpo_sloo_minus_one": "is pkpo",
+    "psr": "is reinforce_raw",
+    "grpo_trl": "is grpo_verl with another eps",
+    "pacs_first_update": "is pacs in the first update of a step",
+    "noisy_verifier_backward": "is for a verifier with known error rates; with an exact one it is reinforce",
+    "noisy_verifier_forward": "is for a verifier with known error rates; with an exact one it is nsr",
+    "gdpo": "needs several rewards",
+    "hero": "needs several rewards",
+}
+LEAGUE = tuple(name for name in OBJECTIVES if name not in LEFT_OUT)
+WARM_START = "warm start"
+ROLLOUTS, UPDATES, WARMUP_STEPS = 16, 2, 10
+MOST_STEPS = 250  # a policy whose responses have become short would otherwise need thousands
+SEED_SHIFT = 1000  # with the seed of the warm start, reinforcement learning would begin with its mazes
+COLUMNS = {  # and what each has on its axis
+    "pass@1": "held-out mazes",
+    "pass@16": "held-out mazes",
+    "pass@128": "held-out mazes",
+    "entropy": "nats per token",
+    "gradient_variance": "over the squared mean",
+    "seconds": "training, on one thread",
+}
+NOT_OF_WARM_START = ("gradient_variance", "seconds")
+
+
+@dataclass(frozen=True)
+class LeagueSettings(Settings):
+    """Every objective on 9x9 mazes, at an equal number of sampled tokens: pass@1, pass@16, pass@128, entropy, variance of the
+    gradient, and time. --threads is the number of simultaneous runs, each with one thread. The same command resumes it."""
+
+    objectives: tuple[str, ...] = LEAGUE
+    """Objectives, with their default options."""
+    seeds: int = 3
+    """Seeds from --seed on; each has a warm start and mazes of its own."""
+    hours: float = 1.0
+    """Time after which no new run begins. The same command then continues."""
+    tokens: int = 600_000
+    """Tokens of responses that a run samples; it ends with the step that reaches them."""
+    maze_size: int = 9
+    """Cells along one side of a maze."""
+    sft_steps: int = 150
+    """Warm-start steps of 64 solutions."""
+    prompts: int = 30
+    """Prompts per step, of 16 rollouts each; there are two updates per step, of half of the prompts each."""
+    lr: float = 3e-4
+    """Learning rate, the same for all objectives; constant after 10 steps of warm-up."""
+    eval_mazes: int = 256
+    """Held-out mazes."""
+    eval_samples: int = 128
+    """Samples per held-out maze."""
+    variance_steps: int = 12
+    """Steps whose gradients the variance is estimated from."""
+    work: Path = Path("runs/objectives_league")
+    """Folder of the warm starts and the finished runs."""
+
+
+@dataclass(frozen=True)
+class LeagueRun:
+    """One run of the league; `objective` is WARM_START for the evaluation of a warm start alone."""
+
+    objective: str
+    seed: int
+    options: dict[str, Any]  # of maxrl_fast.train
+    tokens: int
+    variance_steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective.replace(' ', '-')}-seed{self.seed}"
+
+
+def experiment(settings: LeagueSettings) -> dict[str, Any]:
+    refuse(settings)
+    end = time.monotonic() + 3600 * settings.hours
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    warm_starts = {f"start-seed{seed}": warm_flags(settings, seed) for seed in seeds}
+    folders = train_all(warm_starts, settings.work, settings.threads, "warm starts")
+    runs = [
+        league_run(settings, objective, seed, folders[f"start-seed{seed}"] / "checkpoints" / "step-000000")
+        for seed in seeds
+        for objective in (WARM_START, *settings.objectives)
+    ]
+    finish(runs, settings, end)
+    outcomes = [{"objective": one.objective, "seed": one.seed, **result} for one in runs if (result := stored(one, settings))]
+    results = {"runs": outcomes, "num_runs": len(runs), "left_out": LEFT_OUT}
+    show(results, vars(settings))
+    return results
+
+
+def refuse(settings: LeagueSettings) -> None:
+    """Raise InputError where the settings make no sense."""
+    if unknown := [name for name in settings.objectives if name not in LEAGUE]:
+        why = f"; {unknown[0]} {LEFT_OUT[unknown[0]]}" if unknown[0] in LEFT_OUT else ""
+        raise InputError(f"--objectives must be of {', '.join(LEAGUE)}, got {', '.join(unknown)}{why}")
+    for name, least in (("objectives", 1), ("seeds", 1), ("tokens", 1), ("eval_samples", 1), ("variance_steps", 2)):
+        value = getattr(settings, name)
+        if (number := len(value) if isinstance(value, tuple) else value) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {number}")
+    if not settings.hours > 0:
+        raise InputError(f"--hours must be above 0, got {settings.hours:g}")
+
+
+def warm_flags(settings: LeagueSettings, seed: int) -> list[str]:
+    """Return the flags of the supervised run that all runs of a seed start from."""
+    return warm_start_flags(ScalingSettings(seed=seed, maze_size=settings.maze_size, sft_steps=settings.sft_steps))
+
+
+def league_run(settings: LeagueSettings, objective: str, seed: int, policy: Path) -> LeagueRun:
+    is_start = objective == WARM_START
+    options = {
+        "objective": "rloo" if is_start else objective,
+        "seed": seed + SEED_SHIFT,
+        "model": str(policy),
+        "maze_size": settings.maze_size,
+        "prompts": settings.prompts,
+        "rollouts": ROLLOUTS,
+        "lr": settings.lr,
+        "lr_schedule": "constant",
+        "warmup_steps": WARMUP_STEPS,
+        "eval_prompts": settings.eval_mazes,
+        "eval_samples": settings.eval_samples,
+        "keep_rollouts": 0,
+        "threads": 1,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    return LeagueRun(objective, seed, options, 0 if is_start else settings.tokens, settings.variance_steps)
+
+
+def stored(one: LeagueRun, settings: LeagueSettings) -> dict[str, Any] | None:
+    """Return what a finished run of exactly these settings has measured."""
+    path = settings.work / f"{one.name}.json"
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    return record["outcome"] if record.get("run") == vars(one) else None
+
+
+def finish(runs: Sequence[LeagueRun], settings: LeagueSettings, end: float) -> None:
+    """Make the runs that are not stored, in their order, several at a time. None begins after the clock is at `end`."""
+    missing = [one for one in runs if stored(one, settings) is None]
+    waiting, num_done, start = iter(missing), 0, time.monotonic()
+    pending: dict[Future[dict[str, Any]], LeagueRun] = {}
+
+    def begin() -> None:
+        while len(pending) < settings.threads and time.monotonic() < end and (one := next(waiting, None)) is not None:
+            pending[pool.submit(measure, one)] = one
+
+    with workers(settings.threads) as pool:
+        begin()
+        while pending:
+            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                one, outcome = pending.pop(done), done.result()
+                write_json(settings.work / f"{one.name}.json", {"run": vars(one), "outcome": rounded(outcome)})
+                num_done += 1
+                minutes = (time.monotonic() - start) / num_done * (len(missing) - num_done) / 60
+                print(
+                    f"{one.objective}, seed {one.seed}: pass@1 {outcome['pass_at_k']['1']:.3f}, {outcome['seconds']:.0f} s; "
+                    f"{len(runs) - len(missing) + num_done} of {len(runs)} runs, about {minutes:.0f} minutes left",
+                    flush=True,
+                )
+            begin()
+
+
+def measure(one: LeagueRun) -> dict[str, Any]:
+    """Train and evaluate, in a process with one thread."""
+    torch.set_num_threads(1)
+    at_start, _ = build(one.options)
+    before, variance = gradient_variance(at_start, one.variance_steps)
+    trainer, evaluator = build(one.options | {"updates_per_step": UPDATES})
+    start = time.perf_counter()
+    records = [*steps(trainer, one.tokens)]
+    seconds = time.perf_counter() - start
+    latest = records[-max(len(records) // 10, 1) :] or before
+    return {
+        "pass_at_k": {str(k): rate for k, rate in evaluator.evaluate().pass_at_k.items()},
+        "entropy": sum(record.metrics["entropy"] for record in latest) / len(latest),
+        "gradient_variance": variance,
+        "seconds": seconds,
+        "steps": len(records),
+        "tokens": sum(record.tokens["rollout"] for record in records),
+        "reward": [record.metrics["reward_mean"] for record in records],
+    }
+
+
+def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
+    """Return the trainer and the evaluator of a run that leaves no folder.
+
+    Raises:
+        InputError: where an option does not fit the objective.
+    """
+    parsed = parse_options(options)
+    check(parsed)
+    task = build_run_task(parsed)
+    config = resolve(parsed, task)
+    model = build_policy(config, task)
+    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
+    trainer, _ = build_trainer(config, task, engine, scorer, model)
+    trainer.learner.set_reference()
+    engine.load_weights(model)
+    return trainer, build_evaluator(config, task, engine, scorer)
+
+
+def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
+    """Train until this many tokens of responses have been sampled, or for MOST_STEPS steps, and give what each step did."""
+    n = 0
+    while tokens > 0 and n < MOST_STEPS:
+        record = trainer.step(n + 1, n * trainer.collector.num_prompts)
+        yield record
+        n, tokens = n + 1, tokens - record.tokens["rollout"]
+
+
+def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord], float]:
+    """Return steps of a policy that does not change, and the variance of their gradient g relative to its mean.
+
+    That is tr Cov(g) / |E g|^2. With M gradients, tr Cov(g) is estimated by sum_m |g_m - mean|^2 / (M - 1), and |E g|^2 by
+    |mean|^2 - tr Cov(g) / M, both without bias; where the second is not above 0, the ratio is infinite. A constant factor of
+    the advantages does not change it. All objectives see the same rollouts.
+    """
+    trainer.learning_rate, trainer.learner.clip_grad = LearningRate(0.0, num_steps, 0, "constant"), math.inf
+    records, gradients = list[StepRecord](), list[Tensor]()
+    for n in range(num_steps):
+        records.append(trainer.step(n + 1, n * trainer.collector.num_prompts))
+        parts = [p.grad.flatten() for p in trainer.learner.model.parameters() if p.grad is not None]
+        gradients.append(torch.cat(parts).double())
+    return records, relative_variance(torch.stack(gradients))
+
+
+def relative_variance(gradients: Tensor) -> float:
+    """Return tr Cov / |mean|^2 of vectors [M, P], as `gradient_variance` says."""
+    variance = float(gradients.var(0).sum())
+    square = float(gradients.mean(0).square().sum()) - variance / len(gradients)
+    return variance / square if square > 0 else math.inf
+
+
+def by_objective(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each objective, the highest pass@1 first: those of the seeds that all objectives have finished, or of
+    all seeds where there is none."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in results["runs"]:
+        found.setdefault(one["objective"], []).append(one)
+    whole = set.intersection(*({one["seed"] for one in runs} for runs in found.values())) if found else set[int]()
+    kept = {name: [one for one in runs if not whole or one["seed"] in whole] for name, runs in found.items()}
+    return dict(sorted(kept.items(), key=lambda item: -float(column(item[1], "pass@1").mean())))
+
+
+def columns(settings: dict[str, Any]) -> list[str]:
+    """Return the columns that there are with this many samples."""
+    return [name for name in COLUMNS if int(name.partition("@")[2] or 1) <= settings["eval_samples"]]
+
+
+def column(runs: Sequence[dict[str, Any]], name: str) -> Tensor:
+    """Return a column for each run; JSON has no infinity, which is None there."""
+    values = [one["pass_at_k"][name.removeprefix("pass@")] if name.startswith("pass@") else one[name] for one in runs]
+    return torch.tensor([math.inf if value is None else value for value in values], dtype=torch.float64)
+
+
+def cell(name: str, objective: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the mean over seeds, and its standard error."""
+    if objective == WARM_START and name in NOT_OF_WARM_START:
+        return ""
+    values, digits = column(runs, name), 3 if name.startswith("pass@") else 2 if name == "entropy" else 1
+    return f"{float(values.mean()):.{digits}f} ± {float(standard_error(values)):.{digits}f}"
+
+
+def show(results: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Print the table of means over seeds with their standard errors."""
+    found, names = by_objective(results), columns(settings)
+    table = Table("", *(name.replace("_", " ") for name in names), "seeds", "tokens")
+    for objective, runs in found.items():
+        tokens = f"{sum(one['tokens'] for one in runs) / len(runs):,.0f}"
+        table.add_row(objective, *(cell(name, objective, runs) for name in names), str(len(runs)), tokens)
+    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    if (missing := results["num_runs"] - len(results["runs"])) > 0:
+        print(f"{missing} of {results['num_runs']} runs are missing: the same command continues")
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Draw a row for each objective and a panel for each column: a dot for each seed, a bar at the mean."""
+    found, names = by_objective(record["results"]), columns(record["settings"])
+    start = found.pop(WARM_START, None)
+    figure = Figure(figsize=(2.7 * len(names), 1.6 + 0.27 * len(found)), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        for row, runs in enumerate(found.values()):
+            values = column(runs, name)
+            values = values[values.isfinite()]
+            axes.plot(values, [row] * len(values), "o", color="tab:blue", alpha=0.45, markersize=4)
+            if len(values):
+                axes.plot(float(values.mean()), row, "|", color="black", markersize=11, markeredgewidth=2)
+        if start and name not in NOT_OF_WARM_START:
+            axes.axvline(float(column(start, name).mean()), color="tab:orange", linestyle="--", label=WARM_START)
+        axes.set(title=name.replace("_", " "), xlabel=COLUMNS[name])
+        if name == "gradient_variance":
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_yticks(range(len(found)), list(found))
+    panels[0].set_ylim(len(found) - 0.4, -0.6)  # the best on top
+    if start:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", frameon=False)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run("objectives_league", LeagueSettings, experiment, draw, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

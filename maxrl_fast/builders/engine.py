@@ -1,0 +1,119 @@
+"""From the options of the rollout to the engine that samples."""
+
+import torch
+
+from maxrl_fast.builders.policy import dtype_of
+from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.plugins import build_plugin
+from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.names import ENGINES
+from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
+from maxrl_fast.rollout.plain import PlainEngine
+from maxrl_fast.tasks import Task
+from maxrl_fast.training.exactness import check_engine
+
+
+def build_engine(
+    name: str,
+    model: PolicyModel,
+    task: Task,
+    dtype: torch.dtype,
+    *,
+    max_new_tokens: int,
+    max_batch: int,
+    kv_cache_gb: float | None = None,
+    compiled: bool = False,
+    ranks: Ranks | None = None,
+    vllm_tensor_parallel: int = 1,
+    vllm_url: str | None = None,
+    filters_tokens: bool = False,
+) -> Engine:
+    """Return the rollout engine of this name with the model's weights: "native", "vllm", or a class of the user's.
+
+    Args:
+        max_batch: responses that vLLM samples side by side.
+        kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
+        vllm_tensor_parallel: number of neighbouring ranks that share a vLLM engine.
+        vllm_url: address of the vLLM server that samples; None: vLLM runs in this process.
+        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p, which vLLM must know at its start.
+
+    Raises:
+        InputError: where it is not installed, its class is no engine, or it cannot run this model within the KV-cache limit.
+    """
+    device = model.lm_head.weight.device
+    cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
+    if vllm_url is not None:
+        from maxrl_fast.rollout.vllm_server import VllmServerEngine
+
+        return VllmServerEngine(model, dtype, vllm_url, ranks=ranks, filters_tokens=filters_tokens)
+    if name == "vllm":
+        from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
+
+        return VllmEngine(
+            model,
+            dtype,
+            cache_bytes=cache_bytes,
+            max_batch=min(max(max_batch, 256), MAX_BATCH[device.type]),
+            ranks=ranks,
+            tensor_parallel=vllm_tensor_parallel,
+            filters_tokens=filters_tokens,
+        )
+    if name not in ENGINES:
+        offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
+        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}  # refused by an engine that has none
+        hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
+        own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
+        return own
+    engine: NativeEngine | PlainEngine
+    if isinstance(model, HuggingFacePolicy):
+        engine = PlainEngine(model, dtype, cache_bytes=cache_bytes)
+    else:
+        assert isinstance(model, Decoder)
+        engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+    engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
+    return engine
+
+
+def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
+    """Return a sentence on how close an engine that is not ours samples to the policy; "" for engines that tests compare.
+
+    Args:
+        name: of the engine. vLLM is compared for policies of transformers, an engine of the user's for all.
+
+    Raises:
+        InputError: where it samples from another model.
+    """
+    if name not in ENGINES:
+        engine.load_weights(model)
+    elif not isinstance(model, HuggingFacePolicy) or isinstance(engine, PlainEngine):
+        return ""
+    return check_engine(model, engine, name)
+
+
+def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None) -> Engine:
+    """Return the rollout engine of a run; raises as `build_engine` does."""
+    options = config.rollout
+    return build_engine(
+        options.rollout,
+        model,
+        task,
+        dtype_of(config),
+        max_new_tokens=options.max_new_tokens,
+        max_batch=options.samples_of_engine(1 if ranks is None else ranks.size),
+        kv_cache_gb=options.kv_cache_gb,
+        compiled=config.run.compile,
+        ranks=ranks,
+        vllm_tensor_parallel=options.vllm_tensor_parallel,
+        vllm_url=options.vllm_url,
+        filters_tokens=options.top_p < 1,
+    )
+
+
+def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
+    """Return how a run samples responses."""
+    options = config.rollout
+    return Sampling(options.temperature, options.max_new_tokens, task.stop_ids, top_p=options.top_p)

@@ -1,0 +1,97 @@
+"""From the options of a model to the policy and the files of its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.model.checkpoint import kept_files, new_files
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.hub import directory_of
+from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.linear import add_adapters
+from maxrl_fast.model.policy import check_positions, load_policy, new_policy
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.run.resume import Saved
+from maxrl_fast.tasks import Task
+from maxrl_fast.training.exactness import check_exact
+
+CPU = torch.device("cpu")
+
+
+def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False) -> PolicyModel:
+    """Return the policy on the CPU, in float32, with adapters where asked.
+
+    Args:
+        saved: the checkpoint of a resumed run, whose float32 weights are loaded later.
+        is_empty: only its sizes are wanted: its weights are on the meta device.
+
+    Raises:
+        InputError: where a checkpoint cannot be read or does not fit the task.
+    """
+    options, limit = config.model, config.rollout.max_new_tokens
+    start = saved.directory if saved is not None else options.directory
+    if options.model is not None and saved is None and not is_empty:
+        start = directory_of(options.model, with_weights=True)
+    model: PolicyModel
+    if saved is not None and saved.decoder is not None:
+        model = Decoder.empty(saved.decoder, "meta" if is_empty else CPU)
+        check_positions(model, saved.directory, task.prompt_length, limit)
+    elif start is not None:
+        model = load_policy(
+            start,
+            backend=options.model_backend,
+            task=config.task.task,
+            vocab_size=task.vocab_size,
+            prompt_length=task.prompt_length,
+            max_new_tokens=limit,
+            is_empty=is_empty,
+        )
+    else:
+        model = new_policy(
+            vocab_size=task.vocab_size,
+            positions=max(512, task.prompt_length + limit),
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size,
+            layers=options.layers,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            rope_theta=options.rope_theta,
+            seed=config.run.seed,
+            is_empty=is_empty,
+        )
+    if options.lora_rank:
+        add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
+    model.checkpoint_activations = config.optimizer.checkpoint_activations
+    if config.run.compile and not is_empty:
+        model.compile_layers()
+    return model
+
+
+def compare_policy(model: PolicyModel) -> str:
+    """Return a sentence on how close a policy of transformers is to the model's own forward pass; "" for the native decoder.
+
+    Raises:
+        InputError: where it is not close enough to train.
+    """
+    return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
+
+
+def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
+    """Return the files of the policy's checkpoints beside its weights, by name: JSON contents or bytes.
+
+    Args:
+        start: the checkpoint that the policy starts from, whose configuration is kept; None: it is a new one.
+
+    Raises:
+        InputError: where a file cannot be read.
+    """
+    own = new_files(model.config, task.stop_ids) if start is None else kept_files(start, task.stop_ids)
+    return {**task.tokenizer_files(), **own}
+
+
+def dtype_of(config: ResolvedConfig) -> torch.dtype:
+    """Return the dtype of the computation."""
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    return dtype

@@ -1,0 +1,151 @@
+"""From the options of rewards to what scores responses."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from maxrl_fast.config.options import ResolvedConfig, RewardOptions
+from maxrl_fast.errors import InputError
+from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
+from maxrl_fast.rewards.classifier import CLASSIFIER, Classifier
+from maxrl_fast.rewards.in_process import InProcessReward
+from maxrl_fast.rewards.judge import JUDGE, Judge, default_cache
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.vote import MajorityVote
+from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.names import OBJECT, lost_object
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.length_penalty import LengthPenalty
+from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
+
+CPU = torch.device("cpu")
+
+
+def build_scorer(
+    options: RewardOptions,
+    task: Task,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    num_ranks: int = 1,
+) -> Scorer:
+    """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
+
+    Args:
+        device, dtype: of a reward model.
+        functions: Python functions of this process, by their names among the rewards.
+        num_ranks: processes that score a part of the responses each.
+
+    Raises:
+        InputError: where one of them cannot be loaded.
+    """
+    names = reward_names(options, task)
+    if not names:
+        return Scorer(task, None, threshold=options.reward_threshold)
+    with contextlib.ExitStack() as on_error:
+        sources: list[RewardSource] = []
+        for name in names:
+            is_optional = len(names) > 1
+            if functions and name in functions:
+                sources.append(InProcessReward(functions[name], name, options.reward_seconds, is_optional))
+            else:
+                sources.append(_build_source(options, name, is_optional, device, dtype))
+            on_error.callback(sources[-1].close)
+        weights = options.reward_weights or [1.0] * len(names)
+        source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
+        on_error.pop_all()
+    limit = None if options.reward else task.answer_limit  # a user's function sees everything
+    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks)
+
+
+def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
+    """Return the rewards that score responses: those of --reward, or the task's function; none where the task scores."""
+    return options.reward or ((task.reward,) if task.reward else ())
+
+
+def _build_source(
+    options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
+) -> RewardSource:
+    environment = [variable.strip() for variable in options.reward_env.split(",") if variable.strip()]
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("reward", name))
+    if name.startswith(CLASSIFIER):
+        return Classifier(name, device, dtype)
+    if name.startswith(JUDGE):
+        return Judge(
+            name,
+            _template(options),
+            pattern=options.judge_score,
+            time_limit=options.reward_seconds,
+            concurrency=options.reward_concurrency,
+            rate=options.judge_rate,
+            key=_key(environment),
+            cache=default_cache(),
+        )
+    return RewardPool(
+        name,
+        workers=options.reward_workers,
+        time_limit=options.reward_seconds,
+        memory_limit=int(options.reward_memory_gb * 1e9),
+        isolation=options.reward_isolation,
+        environment=environment,
+        concurrency=options.reward_concurrency,
+        is_optional=is_optional,
+    )
+
+
+def _template(options: RewardOptions) -> str:
+    if options.judge_template is None:
+        raise InputError(f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge")
+    try:
+        check_regular(options.judge_template, JSON_BYTES)
+        return options.judge_template.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--judge-template must be a readable text file, got {options.judge_template}: {error}") from error
+
+
+def _key(environment: Sequence[str]) -> str | None:
+    """Return the value of the first variable that is a key by its name; None if there is none."""
+    names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
+    if names and names[0] not in os.environ:
+        raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
+    return os.environ[names[0]] if names else None
+
+
+def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
+    """Return what scores the rollouts of training, which is not what scores the evaluation where labels are voted for."""
+    return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
+
+
+def build_policy_reward(
+    config: ResolvedConfig, task: Task, objective: Objective, learner: Learner | None
+) -> PolicyReward | None:
+    """Return what scores the rollouts of training by the probability of the reference answer; None where nothing does.
+
+    Args:
+        learner: has the policy; None: the task is checked alone.
+
+    Raises:
+        InputError: where the task does not know reference answers.
+    """
+    labels = config.shaping.labels
+    if not objective.needs.answers and labels not in LABELS:
+        return None
+    who = f"--objective {config.objective.objective}" if objective.needs.answers else f"--labels {labels}"
+    answered = check_answers(task, who)
+    kind = PROBABILITY if objective.needs.answers else labels
+    return None if learner is None else PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
+
+
+def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
+    """Return the length penalty of a run, or None where it has none."""
+    options = config.shaping
+    if not options.overlong_buffer:
+        return None
+    return LengthPenalty(config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty)

@@ -1,0 +1,220 @@
+"""From a resolved configuration to what trains, evaluates and identifies a run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maxrl_fast.builders.engine import build_sampling
+from maxrl_fast.builders.policy import dtype_of
+from maxrl_fast.builders.rewards import build_length_penalty, build_policy_reward, build_training_scorer, reward_names
+from maxrl_fast.config.checks import correction_of, objective_of
+from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.ops.losses import LOSSES
+from maxrl_fast.plugins import place_of
+from maxrl_fast.rewards.classifier import CLASSIFIER
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine
+from maxrl_fast.rollout.names import ENGINES
+from maxrl_fast.run.fingerprints import fingerprints, source_file
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.gym import GymTask
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks.names import OBJECT, is_plugin
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.critic import Critic, critic_model
+from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objective_registry import is_custom
+from maxrl_fast.training.optimizer import LearningRate, make_optimizer
+from maxrl_fast.training.prompts_ahead import PromptsAhead
+from maxrl_fast.training.sharding import distribute
+from maxrl_fast.training.siren import Siren
+from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.token_choice import TokenChoice
+from maxrl_fast.training.trainer import Trainer
+from maxrl_fast.training.warm_start import WarmStart
+
+
+def build_loss_settings(config: ResolvedConfig) -> LossSettings:
+    """Return the settings of the token loss in reinforcement learning."""
+    options = config.rollout
+    values: dict[str, Any] = {**vars(config.loss), "loss_options": config.loss.own_numbers()}
+    del values["top_entropy"]  # of build_token_choice
+    return LossSettings(**values, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
+
+
+def build_token_choice(config: ResolvedConfig, learner: Learner) -> TokenChoice | None:
+    """Return what chooses the tokens that the loss treats in a way of their own; None where it has none."""
+    if config.loss.top_entropy == 1 and LOSSES[config.loss.loss].statistic is None:
+        return None
+    return TokenChoice(learner, config.loss.top_entropy, config.run.seed)
+
+
+def build_learner(
+    config: ResolvedConfig,
+    model: PolicyModel,
+    ranks: Ranks | None = None,
+    module: Any = None,
+    reference: PolicyModel | None = None,
+) -> Learner:
+    """Return the learner of reinforcement learning, with a new optimizer."""
+    options = config.optimizer
+    return Learner(
+        model,
+        make_optimizer(model, options.beta2, options.weight_decay),
+        build_loss_settings(config),
+        options.clip_grad,
+        options.token_budget,
+        dtype_of(config),
+        reference,
+        ranks or Ranks(),
+        module,
+    )
+
+
+def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Critic:
+    """Return the critic of a policy whose weights are not sharded yet, with a new optimizer."""
+    options, trained = config.objective, critic_model(model)
+    assert options.critic_lr is not None
+    assert options.value_clip is not None
+    module = distribute(trained, None, ranks, dtype_of(config), config.run.sharding == "full")
+    optimizer = make_optimizer(trained, config.optimizer.beta2, config.optimizer.weight_decay)
+    return Critic(trained, optimizer, options.critic_lr, options.value_clip, module)
+
+
+def build_warm_start(
+    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks | None = None, module: Any = None
+) -> WarmStart:
+    """Return the warm start, with a learner and an optimizer of its own."""
+    options, optimizer = config.warm_start, config.optimizer
+    learner = Learner(
+        model,
+        make_optimizer(model, options.sft_beta2, optimizer.weight_decay),
+        LossSettings(loss="reinforce", aggregation="token_mean"),
+        optimizer.clip_grad,
+        optimizer.token_budget,
+        dtype_of(config),
+        ranks=ranks or Ranks(),
+        module=module,
+    )
+    rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
+    device, takes_prompts = torch.device(config.run.device), options.sft_data is None
+    return WarmStart(task, learner, rate, options.sft_batch, device, takes_prompts)
+
+
+def build_collector(
+    config: ResolvedConfig,
+    task: Task,
+    engine: Engine,
+    scorer: Scorer,
+    objective: Objective,
+    clock: Stopwatch | None = None,
+    ranks: Ranks | None = None,
+    learner: Learner | None = None,
+) -> RolloutCollector:
+    """Return what samples and scores a step's rollouts; rewards from the policy need the learner.
+
+    Raises:
+        InputError: where rewards from the policy are asked for, and the task does not know reference answers.
+    """
+    options, needs = config.rollout, objective.needs
+    policy_reward = build_policy_reward(config, task, objective, learner)
+    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))  # others take no time
+    return RolloutCollector(
+        task,
+        engine,
+        scorer if policy_reward is None else Scorer(task, None),
+        build_sampling(config, task),
+        num_prompts=options.prompts,
+        num_rollouts=options.rollouts,
+        seed=config.run.seed,
+        device=torch.device(config.run.device),
+        max_batches=max(options.dynamic_sampling, 1),
+        needs_greedy=needs.greedy,
+        needs_binary=needs.binary,
+        needs_parts=needs.parts,
+        policy_reward=policy_reward,
+        make_prompts=PromptsAhead(task).take if is_ahead else None,
+        clock=clock or Stopwatch(),
+        ranks=ranks or Ranks(),
+    )
+
+
+def build_trainer(
+    config: ResolvedConfig,
+    task: Task,
+    engine: Engine,
+    scorer: Scorer,
+    model: PolicyModel,
+    clock: Stopwatch | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Trainer, WarmStart]:
+    """Return the trainer and the warm start before it, which train one model.
+
+    Args:
+        model: on its device; with --sharding full its weights are sharded in place.
+    """
+    objective, ranks, clock = objective_of(config), ranks or Ranks(), clock or Stopwatch()
+    reference = frozen_copy(model) if config.loss.kl_coef or objective.needs.reference else None
+    critic = build_critic(config, model, ranks) if objective.needs.critic else None
+    module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
+    options = config.optimizer
+    learner = build_learner(config, model, ranks, module, reference)
+    siren = Siren(learner, config.loss.siren) if config.loss.siren else None
+    learner.objective_state = objective.state | ({} if siren is None else {"siren_anchor": siren.anchor})
+    learner.critic = critic
+    trainer = Trainer(
+        build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks, learner),
+        objective,
+        learner,
+        engine,
+        LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
+        options.updates_per_step,
+        correction_of(config),
+        clock,
+        config.evaluation.keep_rollouts,
+        build_length_penalty(config),
+        build_token_choice(config, learner),
+        siren,
+    )
+    return trainer, build_warm_start(config, task, model, ranks, module)
+
+
+def build_evaluator(
+    config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks | None = None
+) -> Evaluator:
+    """Return the evaluation on held-out prompts during training."""
+    return Evaluator(
+        engine,
+        task,
+        scorer,
+        build_sampling(config, task),
+        num_prompts=config.evaluation.eval_prompts,
+        num_samples=config.evaluation.eval_samples,
+        seed=config.run.seed,
+        device=torch.device(config.run.device),
+        ranks=ranks or Ranks(),
+        shares_engine=config.rollout.vllm_tensor_parallel > 1,
+    )
+
+
+def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
+    """Return the fingerprints of the files that decide the run's result."""
+    task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
+    files = {
+        "objective": source_file(place_of("objective", objective)) if is_custom(objective) else None,
+        "judge-template": config.reward.judge_template,
+        "task": source_file(place_of("task", task_name)) if is_plugin(task_name) else None,
+        "rollout": source_file(place_of("rollout", engine)) if engine not in ENGINES else None,
+    }
+    for i, name in enumerate(reward_names(config.reward, task)):
+        is_model = name.startswith(CLASSIFIER)
+        path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)
+        if name.startswith(OBJECT):  # has no file
+            path = None
+        files[f"reward {i + 1}" if i else "reward"] = path
+    return fingerprints(task, files)

@@ -1,0 +1,93 @@
+"""From the options of a task to the task."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxrl_fast.config.options import Config, TaskOptions
+from maxrl_fast.errors import InputError
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.chain import ChainTask
+from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.gym import GymTask
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward, lost_object, needs_data, unknown_task
+from maxrl_fast.tasks.own import json_object, own_task
+
+
+def build_run_task(config: Config) -> Task:
+    """Return the task of a run; raises as `build_task` does."""
+    return build_task(
+        config.task,
+        config.run.seed,
+        config.model.directory,
+        config.reward.reward,
+        sft_data=config.warm_start.sft_data,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def build_task(
+    options: TaskOptions,
+    seed: int,
+    model: Path | None = None,
+    reward: Sequence[str] = (),
+    *,
+    sft_data: Path | None = None,
+    max_new_tokens: int | None = None,
+) -> Task:
+    """Return the task.
+
+    Args:
+        model: the checkpoint directory whose tokenizer reads text.
+        reward: --reward, which tasks without a reward of their own need.
+        sft_data: a file of demonstrations for the warm start, for tasks that read a data set.
+        max_new_tokens: the longest demonstration; default: the task's.
+
+    Raises:
+        InputError: where there is none of this name, its options do not fit it, or its files cannot be read.
+    """
+    name, spec = options.task, dataset_spec(options.task)
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("task", name))
+    if name == "maze":
+        return MazeTask(options.maze_size, seed)
+    if name == "chain":
+        return ChainTask(options.chain_length, seed)
+    if is_plugin(name):
+        return own_task(name, options.task_args, seed, model)
+    if spec is None and not name.startswith(GYM):
+        raise InputError(unknown_task(name))
+    if spec is not None and options.data is not None and options.hub is not None:
+        raise InputError(f"--task {name} takes --data or --hub, got both")
+    if is_reward(name) and options.data is None and options.hub is None:
+        raise InputError(needs_data(name))
+    if spec is not None and options.data is None and options.hub is None and spec.hub is None:
+        raise InputError(f"--task {name} needs --data FILE or --hub NAME")
+    if spec is not None and not reward and spec.reward is None:
+        raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
+    if spec is None:
+        json_object("--gym-config", options.gym_config)
+    if model is None:
+        raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
+    text: dict[str, Any] = {
+        "prompt_suffix": options.prompt_suffix,
+        "plain_prompts": options.plain_prompts,
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "allow_special_tokens": options.allow_special_tokens,
+    }
+    if spec is None:
+        return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
+    return DatasetTask(
+        spec,
+        seed,
+        model,
+        data=options.data,
+        test_data=options.test_data,
+        hub=options.hub,
+        prompt_key=options.prompt_key,
+        answer_key=options.answer_key,
+        sft_data=sft_data,
+        max_new_tokens=max_new_tokens,
+        **text,
+    )

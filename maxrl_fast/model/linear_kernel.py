@@ -1,0 +1,113 @@
+"""`maxrl_fast::linear` on a CPU: the matrix multiplications of a linear layer in training, in float32.
+
+csrc/cpu/linear.cpp multiplies many rows by a small matrix, which PyTorch's library does far below its throughput for large
+square matrices (bench/README.md). Bias and residual are added as results are written, and bias gradients with weight gradients.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops.arguments import is_traced
+from maxrl_fast.ops.derivatives import first_order
+
+FEWEST_ROWS = 64  # below it, packing the matrix costs too much
+LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fast
+
+
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with sizes in multiples of 16.
+
+    Where torch.autocast or a transform of torch.func is at work, PyTorch's products follow it for any number of rows.
+    """
+    return (
+        x.device.type == "cpu"
+        and not _gate.is_gpu(x.device)
+        and x.dtype == weight.dtype == torch.float32
+        and x.dim() == 2
+        and len(x) >= FEWEST_ROWS
+        and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
+        and 0 < weight.numel() <= LARGEST_MATRIX
+        and not is_traced()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+@operator()
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    """Return x W^T + bias + added, for x [U, K], weight [N, K], bias [N] and added [U, N]."""
+    call, (num_rows, in_size), out_size = Call(x.device), x.shape, len(weight)
+    y = x.new_empty(num_rows, out_size)
+    call.launch(
+        "linear",
+        num_rows=num_rows,
+        in_size=in_size,
+        out_size=out_size,
+        x=call.address("x", x, torch.float32, (num_rows, in_size)),
+        weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
+        bias=call.address("bias", bias, torch.float32, (out_size,)),
+        added=call.address("added", added, torch.float32, (num_rows, out_size)),
+        y=call.keep(y),
+    )
+    return y
+
+
+@register_fake(linear)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(weight))
+
+
+@operator()
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients in x, weight and bias from that of the result [U, N]; [0] where they are not needed."""
+    call, (num_rows, in_size), out_size = Call(x.device), x.shape, len(weight)
+    shapes = ((num_rows, in_size), needs_x), ((out_size, in_size), needs_weight or needs_bias), ((out_size,), needs_bias)
+    grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
+    addresses = [call.keep(result) if is_needed else 0 for result, (_, is_needed) in zip(grads, shapes, strict=True)]
+    call.launch(
+        "linear_backward",
+        num_rows=num_rows,
+        in_size=in_size,
+        out_size=out_size,
+        grad=call.address("grad", grad, torch.float32, (num_rows, out_size)),
+        x=call.address("x", x, torch.float32, (num_rows, in_size)),
+        weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
+        grad_x=addresses[0],
+        grad_weight=addresses[1],
+        grad_bias=addresses[2],
+    )
+    return grads[0], grads[1], grads[2]
+
+
+@register_fake(linear_backward)
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_weight = weight.shape if needs_weight or needs_bias else (0,)
+    return x.new_empty(x.shape if needs_x else 0), x.new_empty(of_weight), x.new_empty(len(weight) if needs_bias else 0)
+
+
+class Product(torch.autograd.Function):
+    """`linear` with its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        y: Tensor = linear(x, weight, bias, None if added is None else added.contiguous())
+        return y
+
+    @staticmethod
+    @first_order("linear")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, needs_bias, needs_added = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * 3
+        if needs_x or needs_weight or needs_bias:
+            results = linear_backward(grad.contiguous(), *ctx.saved_tensors, needs_x, needs_weight, needs_bias)
+            grads = [x if is_needed else None for x, is_needed in zip(results, ctx.needs_input_grad, strict=False)]
+        return *grads, grad if needs_added else None

@@ -1,0 +1,53 @@
+"""The factor by which an estimator scales the gradient of a prompt."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops.arguments import check_integer, check_tensor, is_traced
+from maxrl_fast.ops.group_advantage import estimator_of, group_advantage
+
+_LARGEST = 10_000  # rollouts of the group, for which it needs memory for the square of that, in float64
+
+
+def effective_weight(
+    estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
+) -> Tensor:
+    """Return W_n(p), the factor by which an estimator scales the gradient of a prompt, for rewards 0 or 1, exactly at finite n.
+
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
+    where A_correct(c) and A_wrong(c) are the advantages of a correct and of a wrong rollout if c rollouts are correct. For opo
+    all lengths are equal.
+
+    Args:
+        estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
+        n: the number of rollouts in the group.
+        pass_rate: p, any shape, between 0 and 1.
+        k, order, options: as in `group_advantage`.
+
+    Returns:
+        W_n(p) like `pass_rate`, float64.
+
+    Raises:
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In torch.compile, where the check would
+            break the graph, the weight of such a pass rate is NaN.
+    """
+    row = estimator_of(estimator)
+    if not row.has_weight:
+        raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
+    wanted = f"an integer from 1 to {_LARGEST}"
+    check_integer("n", n, wanted, lambda x: 1 <= x <= _LARGEST)
+    check_tensor("pass_rate", pass_rate)
+    p = pass_rate.double().flatten()[:, None]
+    is_rate = (p >= 0) & (p <= 1)
+    if p.device.type != "meta" and not is_traced() and not bool(is_rate.all()):
+        raise ValueError("pass_rate must be between 0 and 1 everywhere")
+    rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
+    lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
+    advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
+    difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
+    c = torch.arange(n, dtype=torch.float64, device=p.device)
+    choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
+    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
+    return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

@@ -1,0 +1,166 @@
+"""The logits hidden @ weight.T, one chunk of tokens at a time."""
+
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops import _gate
+from maxrl_fast.ops.arguments import check_integer, check_number, check_tensor
+from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
+
+_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
+_MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
+_TILE = 128, 256  # rows and columns of a product that a multiprocessor computes at a time, in cuBLAS's large kernels
+_ROW_MULTIPLE = 64  # elements of a row of logits on a GPU: rows that start at 128 bytes are read 16 bytes at a time
+
+
+def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
+    """Return all logits hidden @ weight.T, [T, V]."""
+    logits = hidden @ weight.to(hidden.dtype).T
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float) -> tuple[int, int]:
+    """Return V and the given number of tokens in a chunk, or 0; raise ValueError if hidden and weight do not fit."""
+    check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
+    for name, matrix in (("hidden", hidden), ("weight", weight)):
+        check_tensor(name, matrix)
+    if hidden.dtype not in DTYPES:
+        raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.device != weight.device:
+        raise ValueError(
+            f"hidden [T, H] and weight [V, H] must have one H and device, got {tuple(hidden.shape)} on {hidden.device} and "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+    if weight.dtype not in (hidden.dtype, torch.float32):
+        raise ValueError(f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}")
+    if chunk_tokens is not None:
+        check_integer("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
+        chunk_tokens = min(chunk_tokens, torch.iinfo(torch.int64).max)
+    return len(weight), chunk_tokens or 0
+
+
+def row_stride(vocab_size: int, device: torch.device) -> int:
+    """Return the distance between rows of logits, in elements."""
+    multiple = _ROW_MULTIPLE if _gate.is_gpu(device) else 1
+    return -(-vocab_size // multiple) * multiple
+
+
+def default_chunk(hidden: Tensor, vocab_size: int) -> int:
+    """Return the number of tokens in a chunk of the logits [T, V] of `hidden` [T, H]."""
+    device = hidden.device
+    row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
+    most = max(_CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
+    if device.type != "cuda":
+        return most
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return chunk_tokens(len(hidden), most, hidden.shape[1], multiprocessors)
+
+
+@lru_cache(maxsize=256)
+def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
+    """Return how many tokens, at most `most`, to multiply at a time, so that the multiprocessors are idle least.
+
+    The gradient in the hidden states of a chunk [C, H] has few tiles, and its last wave of tiles takes as long as a full one,
+    so the result is the multiple of 128 with the fewest waves over all tokens, the largest of these. The other two products
+    have V / 256 times H / 256 or C / 128 tiles: their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
+    tiles of 128 x 256, four waves of 132 multiprocessors.
+    """
+    if num_tokens <= most:
+        return max(num_tokens, 1)
+    rows, columns = _TILE
+    width = -(-hidden_size // columns)
+
+    def waves(tokens: int) -> int:
+        return -(-(-(-tokens // rows) * width) // multiprocessors)
+
+    def total(size: int) -> int:
+        full, rest = divmod(num_tokens, size)
+        return full * waves(size) + waves(rest)
+
+    largest = most // rows * rows
+    return min(range(largest, largest // 2, -rows), key=total)
+
+
+class Chunks:
+    """The logits hidden @ weight.T, one chunk after the other in the same memory, and the backward pass of the product."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool, softcap: float = 0.0):
+        self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
+        self.size = size or default_chunk(hidden, len(weight))
+        self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # On a GPU the first product overwrites the gradient in the weight, which saves two passes over it.
+        overwrites = _gate.is_gpu(hidden.device) and len(hidden) > 0
+        make = torch.empty_like if overwrites else torch.zeros_like
+        self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
+        stride = row_stride(len(weight), hidden.device)
+        self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
+        self.softcap = softcap
+        self.slope = torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
+
+    def __iter__(self) -> Any:
+        """Yield (start, stop, logits [stop - start, V])."""
+        for start in range(0, len(self.hidden), self.size):
+            stop = min(start + self.size, len(self.hidden))
+            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start])
+            if self.softcap:
+                bounded = logits.div_(self.softcap).tanh_()
+                if self.slope is not None:
+                    torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)  # d tanh(x) / dx
+                bounded.mul_(self.softcap)
+            yield start, stop, logits
+
+    def backward(self, start: int, stop: int, gradient: Tensor) -> None:
+        """Add the gradient in the logits of a chunk [stop - start, V] to the gradients in hidden and weight."""
+        if self.slope is not None:
+            gradient = gradient.mul_(self.slope[: stop - start])
+        if self.grad_hidden is not None:
+            torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
+        if self.grad_weight is not None:
+            self.grad_weight = self._added(self.grad_weight, gradient, self.hidden[start:stop])
+
+    def _added(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
+        """Return total [V, H] + gradient.T @ hidden, in the memory of `total` where torch can do so."""
+        beta, self.beta = self.beta, 1
+        if gradient.dtype == total.dtype:
+            return total.addmm_(gradient.T, hidden, beta=beta)
+        if gradient.device.type != "cuda":
+            return total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype), beta=beta)
+        if _adds_half_products(gradient.device, gradient.dtype):
+            return torch.addmm(total, gradient.T, hidden, beta=beta, out_dtype=total.dtype, out=total)
+        product = torch.mm(gradient.T, hidden, out_dtype=total.dtype)
+        return total.add_(product) if beta else product
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients in hidden and weight, of their dtypes; [0] where they are not needed."""
+        hidden, weight = self.grad_hidden, self.grad_weight
+        return (
+            self.hidden.new_empty(0) if hidden is None else hidden,
+            self.hidden.new_empty(0, dtype=self.dtype) if weight is None else weight.to(self.dtype),
+        )
+
+
+@cache
+def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether this version of torch can add a product of half-precision matrices to a float32 matrix in place.
+
+    Otherwise the product needs a matrix [V, H] of its own, and another pass over both.
+    """
+    total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    unwritten = torch.full_like(total, torch.nan)
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        torch.addmm(unwritten, half, half, beta=0, out_dtype=torch.float32, out=unwritten)
+    except RuntimeError:  # this version requires equal dtypes
+        return False
+    return bool((total == 17).all() & (unwritten == 16).all())
+
+
+def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:
+    """Return the targets and temperatures of a chunk, as the operators on logits take them."""
+    chosen = temperature[start:stop] if isinstance(temperature, Tensor) else temperature
+    return targets[start:stop], *split_temperature(chosen)

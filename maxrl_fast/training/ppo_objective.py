@@ -1,0 +1,176 @@
+"""PPO with a critic: the advantage of every token from a learned value function, which learns after each step's updates."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.model.linear import whole
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.records import Samples
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.critic import value_loss, values_of
+from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
+from maxrl_fast.training.learner import Learner, run_batch
+from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.optimizer import zero_gradients
+from maxrl_fast.training.packing import MicroBatch
+from maxrl_fast.training.sharding import gradients_stay
+from maxrl_fast.transfers import to_host
+
+CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
+
+
+@dataclass
+class _Step:
+    """What a step's updates of the critic need."""
+
+    collected: Collected
+    learner: Learner
+    values: Tensor  # [T] before the step
+    returns: Tensor  # [T]
+    counts: Tensor  # bool [T], the tokens of responses whose reward is known
+    minibatches: list[Tensor] = field(default_factory=list)  # the samples of each update of the policy
+
+
+@dataclass
+class PpoObjective:
+    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347).
+
+    The advantage of a token is that of gae.gae_advantages, whitened over the tokens of the step whose reward is known. The
+    critic learns the returns A + V, A before whitening, after the updates of the policy and on the same minibatches.
+
+    The learner takes an advantage per response, here 1, and a factor per token, here the advantage.
+
+    Args:
+        gamma, gae_lambda: of gae_advantages.
+    """
+
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    loss: str = "ppo"
+    aggregation: str = "token_mean"
+    owns_loss: bool = False
+    _step: _Step | None = field(default=None, repr=False, compare=False)
+    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(token_weights=True, critic=True)
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        return self._token_weights
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}  # the learner keeps the critic
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        return True
+
+    def begin(self, collected: Collected, learner: Learner) -> None:
+        rollouts = collected.rollouts
+        values = state_values(learner, collected)
+        _check_finite(values, collected)
+        known = torch.ones_like(collected.rewards, dtype=torch.bool) if collected.valid is None else collected.valid
+        counts = known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
+        advantages = gae_advantages(values, collected.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda)
+        self._token_weights = whitened(advantages, counts).float()
+        self._step = _Step(collected, learner, values, (advantages + values).float(), counts)
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        step = self._step
+        assert step is not None, "begin comes first"
+        step.minibatches.append(sequences.cpu())
+        return torch.ones_like(step.collected.rewards.flatten())
+
+    def end(self) -> dict[str, float]:
+        step, self._step, self._token_weights = self._step, None, None
+        assert step is not None, "begin comes first"
+        learner, when = step.learner, f"step {step.collected.step}"
+        update = partial(update_critic, learner, step.collected, step.values, step.returns, when=when)
+        done = [update(sequences) for sequences in step.minibatches]
+        mean = torch.where(step.counts, step.values, 0.0).sum() / step.counts.sum().clamp_min(1)
+        value_mean, explained = to_host(mean, explained_variance(step.values, step.returns, step.counts))
+        return {
+            "value_loss": sum(loss for loss, _ in done) / len(done),
+            "explained_variance": float(explained),
+            "value_mean": float(value_mean),
+            "critic_grad_norm": sum(norm for _, norm in done) / len(done),
+        }
+
+
+def state_values(learner: Learner, samples: Samples) -> Tensor:
+    """Return the critic's values of the states before each token of the samples, float32 [T], the same on all ranks."""
+    assert learner.critic is not None
+
+    @torch.no_grad()
+    def compute(model: PolicyModel, batch: MicroBatch) -> Tensor:
+        values: Tensor = run_batch(model, batch, learner.dtype, values_of)
+        return values
+
+    return learner.of_tokens(compute, learner.critic.model, samples, samples.sequences)
+
+
+def update_critic(
+    learner: Learner, samples: Samples, old_values: Tensor, returns: Tensor, sequences: Tensor, *, when: str
+) -> tuple[float, float]:
+    """Take one optimizer step of the learner's critic on some of the samples, the same step on all ranks.
+
+    Args:
+        old_values, returns: [T] of all samples.
+        sequences: int64 on the host, ascending: the samples of this update. The loss is the mean over their tokens; without any
+            token there is no step.
+        when: for messages.
+
+    Returns:
+        the loss, and the norm of the gradient before clipping.
+
+    Raises:
+        NonFiniteError: if one of them is not finite; the weights are left as they were.
+    """
+    critic = learner.critic
+    assert critic is not None
+    packer, size = learner.packer(samples), learner.ranks.size
+    sequences = sequences[packer.lengths[sequences] > 0]
+    num_tokens = int(packer.lengths[sequences].sum())
+    if not num_tokens:
+        return 0.0, 0.0
+    zero_gradients(critic.model)
+    total = torch.zeros((), dtype=torch.float64, device=returns.device)
+    for batch, is_own, is_last in learner.passes(packer, sequences):
+        with contextlib.nullcontext() if is_last else gradients_stay(critic.module):
+            values = run_batch(critic.module, batch, learner.dtype, values_of)
+            of_tokens = value_loss(values, old_values[batch.target_index], returns[batch.target_index], critic.value_clip)
+            part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
+            (part if is_own else 0 * part).backward()  # a pass that only keeps step with the others adds nothing
+        if is_own:
+            total += part.detach() / size
+    before_clipping = whole(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
+    loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise NonFiniteError(
+            f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g} (a lower --critic-lr may help)"
+        )
+    for group in critic.optimizer.param_groups:
+        group["lr"] = critic.lr
+    critic.optimizer.step()
+    return loss, norm
+
+
+def _check_finite(values: Tensor, collected: Collected) -> None:
+    """Raise NonFiniteError naming the first prompt with a state whose value is not finite."""
+    broken = (~values.isfinite()).nonzero()
+    if len(broken):
+        token = int(broken[0])
+        sequence = int(torch.searchsorted(collected.rollouts.cu_seqlens, token, right=True)) - 1
+        prompt = int(collected.prompts.ids[sequence // collected.num_rollouts])
+        raise NonFiniteError(
+            f"step {collected.step}: the critic's value of a token is {float(values[token])} for prompt {prompt} "
+            "(a lower --critic-lr may help)"
+        )

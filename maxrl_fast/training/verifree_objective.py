@@ -1,0 +1,62 @@
+"""VeriFree: the reward of a response's reasoning is the probability of the reference answer, which is learned too."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops import group_advantage
+from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.objective import Needs
+
+
+@dataclass
+class VerifreeObjective:
+    """VeriFree (Zhou et al. 2025, arXiv:2505.21493): the gradient of E_z pi(y* | x, z) is the mean over responses of
+
+        A grad log pi(z | x) + R grad log pi(y* | x, z),
+
+    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient, and A the advantage of R by
+    rloo. The update is on z + y* instead of what was sampled. A response that does not lead to an answer has R = 0 and is z as
+    a whole.
+
+    The learner takes an advantage per response, here 1, or 0 where nothing has a gradient, and a factor per token.
+    """
+
+    loss: str = "reinforce"
+    aggregation: str = "seq_mean_token_sum"
+    owns_loss: bool = False
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [S]
+    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(answers=True, token_weights=True, logprob_passes=1)
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        return self._token_weights
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        return True
+
+    def begin(self, collected: Collected, learner: Learner) -> None:
+        rollouts, answer_lengths = collected.rollouts, collected.answer_lengths
+        assert answer_lengths is not None, "the collector scores by the policy"
+        rewards = collected.rewards.flatten()  # [S]
+        advantages = group_advantage(collected.rewards, "rloo").flatten()
+        factors = torch.stack([advantages, rewards], 1).flatten()  # of z and of y*, in turn
+        parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
+        self._token_weights = factors.repeat_interleave(parts, output_size=len(rollouts.tokens))
+        self._values = ((parts > 0) & (factors != 0)).view(-1, 2).any(1).float()
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        return self._values
+
+    def end(self) -> dict[str, float]:
+        return {}

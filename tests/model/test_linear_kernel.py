@@ -1,0 +1,148 @@
+"""The products of a linear layer in training on a CPU: against float64, for any sizes, instructions and numbers of threads."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from maxrl_fast.model import linear_kernel
+from maxrl_fast.model.linear import Linear, joined
+from tests.layers import numbers, with_gradients
+
+SIZES = [16, 32, 48, 64, 80, 112, 272]  # 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
+CASES = [(64, 16, 16), *((97, k, n) for k, n in itertools.product(SIZES, SIZES[::-1])), (257, 128, 48), (513, 48, 256)]
+
+
+def inputs_of(rows, in_size, out_size, has_bias, has_added):
+    inputs = [numbers(rows, in_size, dtype=torch.float32), numbers(out_size, in_size, seed=1, dtype=torch.float32)]
+    inputs += [numbers(out_size, seed=2, dtype=torch.float32)] * has_bias
+    return inputs + [numbers(rows, out_size, seed=3, dtype=torch.float32)] * has_added
+
+
+def product_of(apply, has_bias, has_added):
+    def function(x, weight, *others):
+        others = list(others)
+        bias = others.pop(0) if has_bias else None
+        return apply(x, weight, bias, others.pop(0) if has_added else None)
+
+    return function
+
+
+def by_definition(x, weight, bias, added):
+    y = x @ weight.T
+    y = y if bias is None else y + bias
+    return y if added is None else y + added
+
+
+def compared(rows, in_size, out_size, has_bias, has_added):
+    """Return results and gradients of ours in float32, of the definition in float64, and of PyTorch's in float32."""
+    inputs = inputs_of(rows, in_size, out_size, has_bias, has_added)
+    ours, definition = (product_of(apply, has_bias, has_added) for apply in (linear_kernel.Product.apply, by_definition))
+    return (
+        with_gradients(function, inputs, dtype)
+        for function, dtype in ((ours, torch.float32), (definition, torch.float64), (definition, torch.float32))
+    )
+
+
+@pytest.mark.usefixtures("instructions")
+def test_results_and_gradients_err_at_most_twice_as_much_as_pytorchs():
+    for (rows, in_size, out_size), (has_bias, has_added) in zip(
+        CASES, itertools.cycle(itertools.product((False, True), repeat=2)), strict=False
+    ):
+        for ours, exact, pytorchs in zip(*compared(rows, in_size, out_size, has_bias, has_added), strict=True):
+            assert ours.dtype == torch.float32
+            assert ours.shape == exact.shape
+            scale = float(exact.abs().max())
+            assert scale > 0.1
+            error, others = (float((x.double() - exact).abs().max()) for x in (ours, pytorchs))
+            assert error <= 2 * others + 4e-7 * scale, (rows, in_size, out_size)
+
+
+@pytest.mark.usefixtures("instructions")
+def test_results_are_bitwise_the_same_for_any_number_of_threads():
+    threads = torch.get_num_threads()
+    inputs, function = inputs_of(700, 48, 80, True, True), product_of(linear_kernel.Product.apply, True, True)
+    results = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            results.append(with_gradients(function, inputs, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+@pytest.mark.parametrize("trained", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)])
+def test_only_gradients_that_are_needed_are_computed(trained):
+    inputs = [
+        x.float().requires_grad_(is_trained) for x, is_trained in zip(inputs_of(64, 32, 48, True, False), trained, strict=True)
+    ]
+    y = linear_kernel.Product.apply(*inputs, None)
+    y.backward(torch.ones_like(y))
+    x, weight, _ = (value.detach().double() for value in inputs)
+    ones = torch.ones(64, 48, dtype=torch.float64)
+    for value, expected, is_trained in zip(inputs, (ones @ weight, ones.T @ x, ones.sum(0)), trained, strict=True):
+        if is_trained:
+            torch.testing.assert_close(value.grad.double(), expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert value.grad is None
+
+
+def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
+    layer = Linear(32, 48)
+    for rows, dtype, is_served in ((64, torch.float32, True), (63, torch.float32, False), (64, torch.float64, False)):
+        x, weight = torch.randn(rows, 32, dtype=dtype), layer.weight.to(dtype)
+        assert linear_kernel.has_kernel(x, weight) == is_served
+        torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias.to(dtype)))
+    for shape in ((40, 48), (48, 40), (2048, 1024)):
+        assert not linear_kernel.has_kernel(torch.zeros(64, shape[1]), torch.zeros(shape))
+
+
+def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products():
+    layers = [Linear(32, size) for size in (48, 16)]
+    x = torch.randn(100, 64)[:, ::2].requires_grad_()
+    together = joined(layers, x)
+    apart = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], 1)
+    torch.testing.assert_close(together, apart)
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    grad = torch.randn(64, 100).T
+    for ours, pytorchs in zip(
+        *(torch.autograd.grad(y, parameters, grad, retain_graph=True) for y in (together, apart)), strict=True
+    ):
+        torch.testing.assert_close(ours, pytorchs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_derivative_raises():
+    x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="linear can be differentiated once only"):
+        torch.autograd.grad(linear_kernel.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True)
+
+
+def test_without_rows_gradients_are_zero():
+    grad, x, weight = torch.zeros(0, 48), torch.zeros(0, 32), torch.ones(48, 32)
+    occupied = [torch.full((48, 32), 7.0) for _ in range(8)]  # memory that an allocation may get again
+    del occupied
+    results = linear_kernel.linear_backward(grad, x, weight, True, True, True)
+    assert [tuple(r.shape) for r in results] == [(0, 32), (48, 32), (48,)]
+    assert not any(r.any() for r in results)
+
+
+def test_autocast_and_transforms_get_pytorchs_products_for_any_number_of_rows():
+    layer, x = Linear(32, 48), torch.randn(64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == layer(x[:63]).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.func.vmap(layer)(x[None])[0], layer(x))
+    gradient = torch.func.grad(lambda x: layer(x).sum())(x)
+    torch.testing.assert_close(gradient, layer.weight.detach().sum(0).expand(64, 32))
+
+
+def test_wrong_shapes_are_refused():
+    x, weight = torch.zeros(64, 32), torch.zeros(48, 32)
+    with pytest.raises(ValueError, match="bias must be a contiguous"):
+        linear_kernel.linear(x, weight, torch.zeros(32), None)
+    with pytest.raises(ValueError, match="weight must be a contiguous"):
+        linear_kernel.linear(x, torch.zeros(48, 16), None, None)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        linear_kernel.linear(torch.zeros(64, 8), torch.zeros(16, 8), None, None)

@@ -1,0 +1,160 @@
+"""Reference answers in text: where reasoning ends, and the answer's tokens behind it, with tokenizers that merge across it."""
+
+import json
+import signal
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from maxrl_fast import train
+from maxrl_fast.builders.tasks import build_task
+from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks.dataset_specs import BOX, TAGS
+from maxrl_fast.tasks.text_answers import text_answers
+from maxrl_fast.tasks.text_codec import prompts_of
+from maxrl_fast.training.policy_reward import check_answers
+from tests.run.test_resume import assert_same, stop_at
+from tests.tasks.test_dataset import save_byte_level_policy, written
+from tests.test_train import read
+
+
+class Merging:
+    """The part of a TextCodec that is used, with a token for every byte and for each of these merges."""
+
+    def __init__(self, *merges):
+        vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
+        self.tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(vocabulary)}, [*merges]))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+
+    def ids(self, *pieces):
+        """Return the token ids of texts, each encoded alone."""
+        return [i for piece in pieces for i in self.tokenizer.encode(piece).ids]
+
+    def encode_pieces(self, texts, places):
+        return [self.ids(text) for text in texts]
+
+    def decode(self, tokens):
+        return self.tokenizer.decode(tokens)
+
+
+def references(codec, answer, *responses, form=BOX):
+    prompts = prompts_of([[1]], [4], [{"answer": answer}])
+    return text_answers(codec, form, prompts, Rollouts.given([*responses]))
+
+
+def test_the_reasoning_ends_with_the_first_marker_and_the_answer_is_as_the_tokenizer_writes_it():
+    codec = Merging(("{", "\\"))
+    first, second, third, fourth = references(
+        codec,
+        "\\frac12",
+        codec.ids("so \\boxed{7} or \\boxed{8}"),
+        codec.ids("\\boxed"),
+        codec.ids("so 7"),
+        codec.ids("é\\boxed{\\pi}"),
+    )
+    assert len(codec.ids("{\\")) == 1
+    assert (first.length, first.lead, first.answer) == (9, codec.ids("\\boxed"), codec.ids("{\\frac12}"))
+    assert (second.length, second.answer) == (6, first.answer)
+    assert (third.length, third.lead, third.answer) == (None, first.lead, first.answer)
+    assert (fourth.length, fourth.answer) == (8, first.answer)  # é is two tokens
+    assert codec.decode([*codec.ids("so 7"), *third.lead, *third.answer]) == "so 7\\boxed{\\frac12}"
+    [tagged] = references(codec, "42", codec.ids("<answer> 7</answer>"), form=TAGS)
+    assert (tagged.length, tagged.answer) == (7, codec.ids(">42</answer>"))
+
+
+def test_a_token_across_the_marker_begins_the_answer_or_gives_another_one():
+    codec = Merging(("d", "{"), ("d{", "\\"))
+    box, wrong = codec.ids("so \\boxed{"), codec.ids("\\boxed{\\pi}")
+    assert len(box) == 9
+    begun, other, spelled, none = references(codec, "42", [*box, *codec.ids("7}")], wrong, codec.ids("\\boxed", "{42}"), [])
+    assert (begun.length, begun.lead, begun.answer) == (9, codec.ids("\\boxed{"), codec.ids("42}"))
+    for reference in (other, spelled, none):  # another answer; tokens that the tokenizer does not write; no response
+        assert (reference.length, reference.lead) == (None, codec.ids("\\boxe"))
+        assert reference.answer == codec.ids("d{42}")
+    [other_answer] = references(codec, "\\pi", wrong)
+    assert (other_answer.length, other_answer.answer) == (len(codec.ids("\\boxed{\\")), codec.ids("pi}"))
+
+
+def test_a_prompt_without_an_answer_is_refused():
+    with pytest.raises(InputError, match="every prompt must have a reference answer as text, got none for prompt 4"):
+        references(Merging(), None, [1])
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
+
+
+PROBLEMS = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(6)]
+
+
+def test_tasks_of_text_know_their_answers(policy, tmp_path):
+    data = written(tmp_path / "sums.jsonl", PROBLEMS)
+    task = build_task(TaskOptions("math", data=data), 0, policy)
+    prompts = task.prompts("train", 0, 2)
+    right = [f"{line['answer']}" for line in prompts.columns]
+    encoded = [task._text.encode_response(text) for text in ("it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}")]
+    found = task.reference_answers(prompts, Rollouts.given(encoded))
+    assert [reference.length for reference in found] == [12, None, 6, 6]
+    assert [task.decode(reference.answer) for reference in found] == [f"{{{text}}}" for text in right for _ in range(2)]
+    gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
+    prompts = gym.prompts("train", 0, 1)
+    [reference] = gym.reference_answers(prompts, Rollouts.given([gym._text.encode_response("so <answer>3</answer>")]))
+    assert (reference.length, gym.decode(reference.answer)) == (10, f">{prompts.columns[0]['answer']}</answer>")
+
+
+def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_are_refused(policy, tmp_path):
+    data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
+    task = build_task(TaskOptions("dataset", data=data), 0, policy, ("rewards.py:f",))
+    with pytest.raises(InputError, match="--labels rlpr: the reference answer must be known, but only the reward function"):
+        check_answers(task, "--labels rlpr")
+    data = written(tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS])
+    with pytest.raises(InputError, match="the reference answer to prompt 0: "):
+        check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--labels rlpr")
+
+
+def flags_of(policy, tmp_path, *more):
+    data = written(tmp_path / "sums.jsonl", PROBLEMS)
+    flags = ["--task", "math", "--data", str(data), "--model", str(policy), "--prompt-suffix", "", "--plain-prompts"]
+    flags += ["--prompts", "4", "--rollouts", "4", "--steps", "4", "--max-new-tokens", "24", "--eval-prompts", "2"]
+    flags += ["--eval-samples", "2", "--keep-rollouts", "16", "--lr", "1e-3", "--warmup-steps", "1", "--save-every", "1"]
+    return [*flags, "--threads", "1", "--dtype", "float32", "--keep-checkpoints", "0", *more]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "--objective rloo --labels rlpr",
+        "--objective grpo --labels mean_logprob --updates-per-step 2 --importance-cap 2",
+        "--objective maxpo --k 2 --labels logprob --overlong-buffer 4 --dynamic-sampling 2",
+        "--objective verifree --temperature 0.9 --kl-coef 0.1 --diagnose-every 2",
+    ],
+)
+def test_a_run_logs_its_rewards_and_resumes_bitwise(policy, tmp_path, monkeypatch, chosen):
+    flags = flags_of(policy, tmp_path, *chosen.split())
+    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    stop_at(monkeypatch, "step 2")
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+    metrics, kept = read(tmp_path / "whole" / "metrics.jsonl"), read(tmp_path / "whole" / "rollouts.jsonl")
+    for record in metrics:
+        assert 0 <= record["reward/answer_leads"] <= 1
+        assert record["grad_norm"] > 0 or "verifree" in chosen
+        own = [line for line in kept if line["step"] == record["step"]]
+        rewards = torch.tensor([line["reward"] for line in own], dtype=torch.float64)
+        leads = torch.tensor([line["components"]["answer_leads"] for line in own], dtype=torch.float64)
+        if "dynamic" not in chosen:
+            assert record["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+            assert record["reward/answer_leads"] == pytest.approx(float(leads.mean()))
+        if "labels logprob" in chosen:
+            assert [line["components"]["answer_logprob"] for line in own] == pytest.approx(rewards.tolist())
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert config["labels"] == ("given" if "verifree" in chosen else chosen.split("--labels ")[1].split()[0])
+    assert "answers_missing" in read(tmp_path / "whole" / "eval.jsonl")[-1]  # by math-verify

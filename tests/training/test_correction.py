@@ -1,0 +1,250 @@
+"""Corrections for a rollout engine that is not the policy: weights and masks by their definitions, and what the trainer does
+with an engine whose log-probs are disturbed on purpose."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.config.checks import check, correction_of
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Samples
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.training.correction import CORRECTIONS, NO_CORRECTION, ImportanceWeights, SequenceMask, make_correction
+from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.trainer import Trainer
+from tests.batches import collected, one_batch
+from tests.models import response_logits, tiny_decoder
+from tests.training.test_learner import PROMPTS, learner
+
+REWARDS = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
+BOUNDS = {"tis": {}, "tis_sequence": {}, "icepop": {"low": 0.6, "high": 2.5}, "mis": {"low": 0.2, "high": 3.0}}
+CAP = 1.7
+
+
+def sampled(model, top_p=1.0):
+    """Return four responses to each prompt, of different lengths."""
+    sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25), top_p=top_p)
+    rollouts = NativeEngine(model, torch.float32).generate(PROMPTS, 4, sampling, seed=1, step=1)
+    assert len(rollouts.lengths.unique()) > 3
+    return rollouts
+
+
+def disturbed(model, spread=1.5):
+    """Return rollouts whose engine gave other log-probs, and policy's minus engine's log-prob of each token, in float64."""
+    rollouts = sampled(model)
+    off = spread * torch.randn(len(rollouts.tokens), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return dataclasses.replace(rollouts, logprobs=(rollouts.logprobs.double() - off).float()), off
+
+
+def by_definition(name, off, lengths, low=0.0, high=CAP):
+    """Return the weight of each token, response by response, as the publications write them."""
+    weights = []
+    for part in off.split(lengths.tolist()):
+        ratios = [math.exp(x) for x in part.tolist()]
+        product = math.prod(ratios)
+        weights += {
+            "tis": [min(ratio, high) for ratio in ratios],
+            "tis_sequence": [min(product, high)] * len(ratios),
+            "icepop": [ratio if low <= ratio <= high else 0.0 for ratio in ratios],
+            "mis": [product if low <= product <= high else 0.0] * len(ratios),
+        }[name]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_weights_follow_their_definitions(name):
+    model = tiny_decoder()
+    rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
+    given = BOUNDS[name]
+    correction = make_correction(name, None if given else CAP, given)
+    weighted, metrics = correction.weigh(Samples(PROMPTS, rollouts), learner(model))
+    expected = by_definition(name, off, rollouts.lengths, **given)
+    weights = weighted.rollouts.importance_weights
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-4, atol=1e-6)
+    bounded = expected == (0.0 if given else CAP)
+    assert 0.05 < bounded.double().mean() < 0.95  # both kinds are there
+    assert expected[~bounded].std() > 0.05
+    torch.testing.assert_close(weighted.rollouts.logprobs, sampled(model).logprobs, rtol=0, atol=2e-5)  # the policy's own
+    assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
+    assert metrics["importance_weight"] == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert metrics["importance_bounded"] == pytest.approx(float(bounded.double().mean()), abs=1e-6)
+    size = expected.sum() ** 2 / (expected**2).sum() / len(expected)
+    assert metrics["importance_sample_size"] == pytest.approx(float(size), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "none"])
+def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
+    model = tiny_decoder()
+    samples, learning = Samples(PROMPTS, sampled(model)), learner(model)
+    correction = make_correction(name, 2.0, {})
+    weights = correction.weigh(samples, learning)[0].rollouts.importance_weights
+    if weights is not None:
+        torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-4)
+    advantages = torch.linspace(-1, 1, 12)
+    assert torch.equal(correction.mask(advantages, samples, samples.sequences, learning), advantages)
+
+
+def test_weights_that_are_all_0_have_no_sample_size():
+    rollouts, _ = disturbed(model := tiny_decoder())
+    metrics = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True).weigh(Samples(PROMPTS, rollouts), learner(model))[1]
+    assert (metrics["importance_weight"], metrics["importance_bounded"], metrics["importance_sample_size"]) == (0.0, 1.0, 0.0)
+
+
+class Collector:
+    """What a step has sampled."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def collect(self, step, first_prompt):
+        return self.batch
+
+
+def step(model, rollouts, correction, updates=1, lr=0.0, **options):
+    """Return the metrics of a step of the trainer by plain gradient descent on these rollouts."""
+    settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
+    learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
+    engine = NativeEngine(model, torch.float32)
+    batch = collected(Samples(PROMPTS, rollouts), REWARDS)
+    rate = LearningRate(lr, 10, 0)
+    trainer = Trainer(Collector(batch), GroupObjective("grpo", {}), learning, engine, rate, updates, correction)
+    return trainer.step(1, 0).metrics
+
+
+def logprobs_of(model, rollouts):
+    """Return the log-probs [T] of the sampled tokens under the policy, with gradients."""
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
+    return logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_gradient_of_a_step_has_the_weights(name):
+    """At the first update the ratio to the old log-probs is 1, and the gradient is that of -mean(w A log pi)."""
+    model = tiny_decoder()
+    rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
+    given = BOUNDS[name]
+    weights = by_definition(name, off, rollouts.lengths, **given).float()
+    advantages = ops.grpo_advantage(REWARDS).flatten().repeat_interleave(rollouts.lengths)
+    expected = torch.autograd.grad(-(weights * advantages * logprobs_of(model, rollouts)).mean(), [*model.parameters()])
+    metrics = step(model, rollouts, make_correction(name, None if given else CAP, given))
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["importance_weight"] == pytest.approx(float(weights.mean()), rel=1e-3)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=2e-3, atol=2e-4 * float(gradient.abs().max()) + 1e-7)
+
+
+def test_without_a_correction_the_ratio_is_to_the_engine():
+    rollouts, off = disturbed(model := tiny_decoder())
+    metrics = step(model, rollouts, NO_CORRECTION)
+    assert metrics["ratio"] == pytest.approx(float(off.exp().mean()), rel=1e-3)
+    assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
+    assert not {"importance_weight", "frac_sequences_masked"} & metrics.keys()
+
+
+def distances_of(model, rollouts):
+    """Return mean_t(log pi_old - log pi) of each response, in float64."""
+    with torch.no_grad():
+        own = logprobs_of(model, rollouts).double()
+    return torch.stack([x.mean() for x in (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())])
+
+
+def masked_by_definition(model, rollouts, advantages, delta):
+    """Return whether DeepSeek-V3.2's M of each response is 0: A < 0 and mean_t(log pi_old - log pi) > delta."""
+    return torch.tensor([a < 0 and d > delta for a, d in zip(advantages, distances_of(model, rollouts), strict=True)])
+
+
+def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
+    model = tiny_decoder()
+    rollouts, _ = disturbed(model)
+    advantages = ops.grpo_advantage(REWARDS).flatten()
+    distances = distances_of(model, rollouts)
+    delta = float(distances[advantages < 0].median()) - 1e-3
+    is_masked = masked_by_definition(model, rollouts, advantages, delta)
+    assert 1 < int(is_masked.sum()) < int((advantages < 0).sum())
+    assert (distances[advantages > 0] > delta).any()  # which its sign keeps
+    correction, samples = SequenceMask(delta), Samples(PROMPTS, rollouts)
+    kept = correction.mask(advantages, samples, samples.sequences, learner(model))
+    assert torch.equal(kept, advantages.masked_fill(is_masked, 0.0))
+    assert correction.end() == {"frac_sequences_masked": int(is_masked.sum()) / 12}
+    assert correction.end() == {"frac_sequences_masked": 0.0}
+    some = torch.tensor([2, 3, 4, 5])  # those of another update stay as they are
+    expected = torch.where(torch.isin(torch.arange(12), some) & is_masked, 0.0, advantages)
+    assert torch.equal(correction.mask(advantages, samples, some, learner(model)), expected)
+
+
+def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch):
+    """The engine gives the policy's log-probs, so the first update masks nothing; then the policy has moved."""
+    model, delta = tiny_decoder(), 0.05
+    rollouts = sampled(model)
+    advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
+    update = type(learner(model)).update
+
+    def spied(self, samples, advantages, sequences, **options):
+        taken.append((copy.deepcopy(self.model), advantages.clone(), sequences))
+        return update(self, samples, advantages, sequences, **options)
+
+    monkeypatch.setattr(type(learner(model)), "update", spied)
+    metrics = step(model, rollouts, SequenceMask(delta), updates=3, lr=0.05)
+    masked = []
+    for policy, kept, sequences in taken:
+        is_masked = masked_by_definition(policy, rollouts, advantages, delta)[sequences]
+        assert torch.equal(kept[sequences], advantages[sequences].masked_fill(is_masked, 0.0))
+        masked.append(int(is_masked.sum()))
+    assert masked[0] == 0 < sum(masked) < sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
+    assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)
+
+
+@pytest.mark.parametrize("correction", [NO_CORRECTION, make_correction("tis", 2.0, {}), make_correction("icepop", None, {})])
+def test_under_top_p_every_ratio_is_1(correction):
+    """With log-probs of the renormalised distribution they would be the kept mass, which top-p 0.6 makes much less than 1."""
+    model = tiny_decoder()
+    metrics = step(model, sampled(model, top_p=0.6), correction)
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["logprob_diff"] < 1e-4
+    assert metrics.get("importance_weight", 1.0) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--objective pacs --correction tis", "pacs takes no correction: .*, got tis"),
+        ("--objective maxpo_off_policy --correction sequence_mask", "maxpo_off_policy takes no correction"),
+        ("--objective rl_zvp --correction sequence_mask", "rl_zvp weights single tokens by either sign"),
+        ("--correction tis --importance-cap 0", "importance_cap of tis must be finite and above 0, got 0"),
+        ("--correction icepop --importance-cap 2", "correction icepop takes no importance_cap"),
+        ("--correction tis --correction-options low=1", "correction tis takes no correction_options"),
+        ("--correction-options low=1", "a run without --correction takes no correction_options"),
+        ("--correction icepop --correction-options lo=1", "correction_options of icepop must be among low, high, got 'lo'"),
+        ("--correction icepop --correction-options low=6", "low of icepop must be below high, got 6 and 5"),
+        ("--correction mis --correction-options high=nan", "high of mis must be finite and at least 0, got nan"),
+        ("--correction sequence_mask --correction-options delta", "correction_options must be NAME=VALUE with a number"),
+        ("--rollout vllm --top-p 0.9 --temperature 0.7", "--rollout vllm with --top-p needs --temperature 1, got 0.7"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(flags, message):
+    with pytest.raises(InputError, match=message):
+        check(parse(flags.split()))
+
+
+def test_options_choose_the_correction():
+    def chosen(flags):
+        config = parse(flags.split())
+        check(config)
+        return correction_of(config)
+
+    tis = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
+    assert chosen("") is chosen("--top-p 0.9") is chosen("--rollout vllm --objective pacs") is NO_CORRECTION
+    assert chosen("--rollout vllm --correction none") is chosen("--rollout vllm --importance-cap 0") is NO_CORRECTION
+    assert chosen("--rollout vllm") == chosen("--importance-cap 2") == chosen("--correction tis") == tis
+    assert chosen("--correction tis_sequence --importance-cap 3") == ImportanceWeights(0.0, 3.0, of_sequence=True, masks=False)
+    assert chosen("--correction icepop") == ImportanceWeights(0.5, 5.0, of_sequence=False, masks=True)
+    assert chosen("--correction mis --correction-options high=4") == ImportanceWeights(0.0, 4.0, of_sequence=True, masks=True)
+    assert chosen("--correction sequence_mask --correction-options delta=0.1") == SequenceMask(0.1)

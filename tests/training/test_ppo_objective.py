@@ -1,0 +1,398 @@
+"""PPO with a critic: values against a plain forward pass, the value loss and its gradient, whole steps, runs and refusals."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from maxrl_fast import ops, train
+from maxrl_fast.config.checks import check, objective_of
+from maxrl_fast.config.estimates import estimate
+from maxrl_fast.config.memory import count, estimate_memory
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.hardware import Machine
+from maxrl_fast.model.linear import LoraLinear, add_adapters
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
+from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.ppo_objective import PpoObjective, state_values, update_critic
+from maxrl_fast.training.sharding import fills_half
+from tests.batches import collected, one_batch
+from tests.models import response_logits, tiny_decoder
+from tests.test_train import read
+from tests.training.test_gae import by_definition
+from tests.training.test_learner import PROMPTS, learner, sampled
+
+REWARDS = torch.tensor([[1.0, 0, 0.5, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
+
+
+def responses(model):
+    """Return four responses to each prompt, two of them empty."""
+    lists = [part.tolist() for part in sampled(model).tokens.split(sampled(model).lengths.tolist())]
+    lists[2], lists[11] = [], []
+    given = Rollouts.given(lists)
+    return dataclasses.replace(given, logprobs=-torch.rand(len(given.tokens), generator=torch.Generator().manual_seed(1)) - 2)
+
+
+def with_critic(model, clip=0.2, settings=None, budget=10_000):
+    """Return a learner with a critic whose value head is not 0, and whose layers are not the policy's any more."""
+    trained = critic_model(model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in (p for p in trained.parameters() if p.requires_grad):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    one = learner(model, settings or LossSettings(loss="ppo", aggregation="token_mean"), budget)
+    one.critic = Critic(trained, make_optimizer(trained, 0.99, 0.01), 1e-3, clip, trained)
+    return one
+
+
+def plain_values(critic, rollouts):
+    """Return the values [T] by a causal forward pass over each prompt with each response, with plain attention, in float64,
+    for a critic in float64."""
+    values = []
+
+    def attention(layer, q, k, v, *_):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    for s, response in enumerate(rollouts.tokens.split(rollouts.lengths.tolist())):
+        prompt = PROMPTS.take(s // 4, 1).tokens
+        tokens = torch.cat([prompt, response])[: len(prompt) + len(response) - 1]
+        rows = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(response))
+        if len(response):
+            hidden = critic(tokens, torch.arange(len(tokens)), attention, rows, torch.float64)
+            values.append(hidden @ critic.lm_head.weight)
+    return torch.cat(values)
+
+
+def exact_values(one, rollouts):
+    return plain_values(copy.deepcopy(one.critic.model).double(), rollouts).detach()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_values_are_those_of_a_plain_forward_pass(tied, budget):
+    model = tiny_decoder(tie_word_embeddings=tied)
+    rollouts, one = responses(model), with_critic(model, budget=budget)
+    actual = state_values(one, Samples(PROMPTS, rollouts))
+    assert actual.dtype == torch.float32
+    assert not actual.requires_grad
+    expected = exact_values(one, rollouts)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+    assert expected.abs().min() > 1e-3
+    assert expected.std() > 0.1
+
+
+def test_values_in_bfloat16_are_near_them():
+    model = tiny_decoder()
+    rollouts, one = responses(model), with_critic(model)
+    one.dtype = torch.bfloat16
+    expected = exact_values(one, rollouts)
+    error = (state_values(one, Samples(PROMPTS, rollouts)).double() - expected).abs()
+    assert 1e-4 < error.mean() < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_value_loss_and_its_slope(clip):
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = (torch.randn(400, generator=generator, dtype=torch.float64) for _ in range(3))
+    old = values + 0.3 * (old - values)  # some within the clip, some outside
+    values.requires_grad_()
+    actual = value_loss(values, old, returns, clip)
+    (slopes,) = torch.autograd.grad(actual.sum(), values)
+    num_clipped = 0
+    for v, o, r, loss, slope in zip(*(x.tolist() for x in (values, old, returns, actual, slopes)), strict=True):
+        clamped = min(max(v, o - clip), o + clip) if clip else v
+        is_clipped = (clamped - r) ** 2 > (v - r) ** 2
+        num_clipped += is_clipped
+        assert loss == pytest.approx(0.5 * max((v - r) ** 2, (clamped - r) ** 2), rel=1e-12)
+        assert slope == pytest.approx(0.0 if is_clipped else v - r, rel=1e-9, abs=1e-12)
+    assert num_clipped > 30 if clip else num_clipped == 0
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget):
+    model = tiny_decoder()
+    rollouts, one = responses(model), with_critic(model, clip, budget=budget)
+    critic, generator = one.critic, torch.Generator().manual_seed(3)
+    size = len(rollouts.tokens)
+    values = exact_values(one, rollouts)
+    old = (values + 0.2 * torch.randn(size, generator=generator)).float()
+    returns = torch.rand(size, generator=generator)
+    chosen = torch.tensor([0, 1, 2, 3, 8, 10, 11])
+    of_token = torch.arange(12).repeat_interleave(rollouts.lengths)
+    is_chosen = torch.isin(of_token, chosen)
+
+    reference = copy.deepcopy(critic.model).double()
+    v = plain_values(reference, rollouts)
+    clamped = torch.minimum(torch.maximum(v, old.double() - clip), old.double() + clip) if clip else v
+    errors = 0.5 * torch.maximum((v - returns) ** 2, (clamped - returns) ** 2)
+    expected = errors[is_chosen].mean()
+    expected.backward()
+
+    critic.lr = 0.0
+    loss, norm = update_critic(one, Samples(PROMPTS, rollouts), old, returns, chosen, when="step 1")
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    gradients = dict(reference.named_parameters())
+    whole_norm = math.sqrt(sum(float(p.grad.square().sum()) for p in gradients.values()))
+    assert norm == pytest.approx(whole_norm, rel=1e-3)
+    scale = min(1.0, 1.0 / whole_norm)  # the clipped gradient
+    for name, parameter in critic.model.named_parameters():
+        wanted = scale * gradients[name].grad
+        assert wanted.abs().max() > 1e-6, name
+        torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    assert all(p.grad is None for p in model.parameters())  # the policy has no part in it
+
+
+@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+@pytest.mark.parametrize("has_unknown", [False, True])
+def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_unknown):
+    model = tiny_decoder()
+    rollouts, one = responses(model), with_critic(model, settings=LossSettings(loss=loss, aggregation="token_mean"))
+    valid = torch.ones(3, 4, dtype=torch.bool)
+    if has_unknown:
+        valid[0, 1] = valid[2, 0] = False
+    samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid if has_unknown else None)
+    counts = valid.flatten().repeat_interleave(rollouts.lengths)
+    values = exact_values(one, rollouts)
+    given = (REWARDS * valid).flatten().tolist()
+    raw = by_definition(values.tolist(), given, rollouts.lengths.tolist(), 0.99, 0.9)
+    whitened = (raw - raw[counts].mean()) / (raw[counts].var() + 1e-8).sqrt() * counts
+
+    objective = PpoObjective(0.99, 0.9)
+    objective.begin(samples, one)
+    assert objective.token_weights.abs().max() > 1
+    torch.testing.assert_close(objective.token_weights.double(), whitened, rtol=1e-3, atol=1e-3)
+    advantages = objective.advantages(samples.with_reward)
+    assert torch.equal(advantages, torch.ones(12))
+
+    batch = one_batch(PROMPTS, rollouts)
+    expected, _ = ops.policy_gradient_loss(
+        response_logits(model, batch, torch.float32),
+        batch.targets,
+        whitened.float(),
+        batch.cu_seqlens,
+        advantages_per_token=True,
+        old_logprobs=batch.old_logprobs,
+        loss=loss,
+        aggregation="token_mean",
+        denominator=float(counts.sum()),
+    )
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    learned = samples.weighted(objective.token_weights)
+    one.update(learned, advantages, samples.with_reward, when="step 1", lr=0.0)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7)
+
+    returns = (raw + values)[counts]
+    metrics = objective.end()
+    assert metrics["value_mean"] == pytest.approx(float(values[counts].mean()), rel=1e-3)
+    explained = 1 - float((returns - values[counts]).var(correction=0) / returns.var(correction=0))
+    assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-2)
+    assert metrics["value_loss"] == pytest.approx(0.5 * float((returns - values[counts]).square().mean()), rel=1e-3)
+    assert metrics["critic_grad_norm"] > 1e-2
+
+
+def test_the_critic_learns_once_for_each_minibatch_and_not_from_a_diagnosis():
+    model = tiny_decoder()
+    one = with_critic(model)
+    samples, objective = collected(Samples(PROMPTS, responses(model)), REWARDS), PpoObjective()
+    before = copy.deepcopy(one.critic.model.state_dict())
+    objective.begin(samples, one)
+    objective.advantages(samples.sequences)  # for the gradient of every prompt
+    objective.begin(samples, one)
+    for share in samples.minibatches(3):
+        objective.advantages(share)
+    assert all(torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items())
+    objective.end()
+    assert {int(state["step"]) for state in one.critic.optimizer.state.values()} == {3}
+    assert all((before[name] != weight).any() for name, weight in one.critic.model.state_dict().items())
+    assert not one.optimizer.state  # the policy's
+
+
+def test_the_values_become_the_rewards():
+    """Sixty steps on the same responses: what is left is that equal states have one value."""
+    model = tiny_decoder()
+    rollouts, one = sampled(model), with_critic(model)
+    one.critic.start_from(model)
+    with torch.no_grad():
+        one.critic.model.lm_head.weight.zero_()
+    one.critic.lr = 3e-3
+    samples, objective = collected(Samples(PROMPTS, rollouts), REWARDS), PpoObjective()
+    history = []
+    for _ in range(60):
+        objective.begin(samples, one)
+        objective.advantages(samples.sequences)
+        history.append(objective.end())
+    assert history[0]["value_mean"] == history[0]["explained_variance"] == 0
+    of_tokens = REWARDS.flatten().repeat_interleave(rollouts.lengths)
+    assert history[0]["value_loss"] == pytest.approx(0.5 * float(of_tokens.square().mean()))
+    assert history[-1]["explained_variance"] > 0.7
+    assert history[-1]["value_loss"] < 0.3 * history[0]["value_loss"]
+
+
+def test_without_a_token_nothing_is_learned():
+    model = tiny_decoder()
+    one = with_critic(model)
+    samples = collected(Samples(PROMPTS, Rollouts.given([[]] * 12)), REWARDS)
+    objective = PpoObjective()
+    objective.begin(samples, one)
+    objective.advantages(samples.sequences)
+    assert set(objective.end().values()) == {0.0}
+    assert not one.critic.optimizer.state
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_critic_is_a_copy_of_what_is_trained(tied, rank):
+    model = tiny_decoder(tie_word_embeddings=tied)
+    if rank:
+        add_adapters(model, rank, 8.0, "q_proj,down_proj", seed=0)
+    critic = critic_model(model)
+    assert count(critic, is_trained=True) == num_critic_weights(model)
+    policy, own = dict(model.named_parameters()), dict(critic.named_parameters())
+    assert {name for name, p in own.items() if p is policy.get(name)} == {n for n, p in own.items() if not p.requires_grad}
+    assert own["lm_head.weight"].shape == (32,)
+    assert not own["lm_head.weight"].any()
+    assert sum(isinstance(module, LoraLinear) for module in critic.modules()) == (4 if rank else 0)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter += 1
+    holder = Critic(critic, make_optimizer(critic, 0.99, 0.01), 1e-3, 0.2, critic)
+    holder.start_from(model)
+    for name, parameter in critic.named_parameters():
+        assert name == "lm_head.weight" or torch.equal(parameter, policy[name]), name
+    assert model.lm_head.weight.shape == (32, 32)  # the policy keeps its own
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_policies_of_transformers_have_critics(family):
+    from tests.model.test_huggingface import PROMPTS as THEIRS
+    from tests.model.test_huggingface import ROLLOUTS, tiny_policy
+
+    policy = tiny_policy(family)
+    one = learner(policy)
+    trained = critic_model(policy)
+    with torch.no_grad():
+        trained.lm_head.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(0)))
+    descent = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.0)
+    one.critic = Critic(trained, descent, 1e-4, 0.2, trained)
+    assert count(trained, is_trained=True) == num_critic_weights(policy)
+    samples = Samples(THEIRS, ROLLOUTS)
+    values = state_values(one, samples)
+    body, expected, num_rollouts = trained.body, [], samples.num_rollouts
+    for s, response in enumerate(ROLLOUTS.tokens.split(ROLLOUTS.lengths.tolist())):
+        prompt = THEIRS.take(s // num_rollouts, 1).tokens
+        _, hidden = policy.own_logits(torch.cat([prompt, response]))  # the critic has the policy's weights still
+        expected.append(hidden[len(prompt) - 1 : len(prompt) - 1 + len(response)] @ trained.lm_head.weight.detach())
+    assert body is not policy.body
+    torch.testing.assert_close(values, torch.cat(expected), rtol=1e-3, atol=1e-3)
+    returns = torch.zeros_like(values)
+    first, second, third = (update_critic(one, samples, values, returns, samples.sequences, when="step 1")[0] for _ in range(3))
+    assert first == pytest.approx(0.5 * values.square().mean().item(), rel=1e-3)
+    assert third < second < first - 1e-5
+
+
+def test_what_is_not_finite_is_named():
+    model = tiny_decoder()
+    rollouts, one = responses(model), with_critic(model)
+    samples, objective = collected(Samples(PROMPTS, rollouts), REWARDS), PpoObjective()
+    before = copy.deepcopy(one.critic.model.state_dict())
+    size = len(rollouts.tokens)
+    with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf"):
+        update_critic(one, samples, torch.zeros(size), torch.full((size,), 1e30), samples.sequences, when="step 7")
+    assert all(torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items())
+    samples = collected(Samples(PROMPTS, Rollouts.given([[20, 21]] * 12)), REWARDS)
+    with torch.no_grad():
+        one.critic.model.model.embed_tokens.weight[9] = torch.nan  # a token of the second prompt alone
+    with pytest.raises(NonFiniteError, match="step 1: the critic's value of a token is nan for prompt 1"):
+        objective.begin(samples, one)
+
+
+def test_options():
+    made = objective_of(parse(["--objective", "ppo", "--gae-lambda", ".9", "--gae-gamma", ".99", "--rollouts", "1"]))
+    assert made == PpoObjective(0.99, 0.9)
+    assert made.needs == Needs(token_weights=True, critic=True)
+    assert (made.loss, made.aggregation, made.state) == ("ppo", "token_mean", {})
+    for flags, message in (
+        ("--loss gspo", "ppo weights single tokens, so loss cannot be gspo"),
+        ("--loss luspo", "ppo weights single tokens, so loss cannot be luspo"),
+        ("--gae-lambda 1.1", r"gae_lambda must be in \[0, 1\], got 1.1"),
+        ("--gae-gamma -.1", r"gae_gamma must be in \[0, 1\], got -0.1"),
+        ("--gae-gamma nan", r"gae_gamma must be in \[0, 1\], got nan"),
+        ("--value-clip -1", "value_clip must be finite and at least 0, got -1"),
+        ("--critic-lr 0", "critic_lr must be a finite number above 0, got 0"),
+        ("--dynamic-sampling 2", "rewards are equal, from which ppo learns"),
+        ("--k 2", "objective ppo takes no k"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check(parse(["--objective", "ppo", *flags.split()]))
+    with pytest.raises(InputError, match="objective maxrl takes no value_clip"):
+        check(parse(["--objective", "maxrl", "--value-clip", ".1"]))
+
+
+@pytest.mark.parametrize(("flags", "rate"), [([], 2e-3), (["--critic-lr", "3e-4"], 3e-4)])
+def test_the_defaults_of_the_critic(flags, rate):
+    config = resolve(parse(["--objective", "ppo", *flags]), MazeTask(9))
+    options = config.objective
+    assert (options.gae_gamma, options.gae_lambda, options.value_clip, options.critic_lr) == (1.0, 1.0, 0.2, rate)
+
+
+def test_estimates_have_the_critic():
+    task, model, machine = MazeTask(9), tiny_decoder(), Machine("cpu", 1, 10**10)
+    plain, ppo = (resolve(parse(["--objective", name]), task).replace(sharding="none") for name in ("reinforce", "ppo"))
+    before, after = (estimate_memory(config, task, model, machine) for config in (plain, ppo))
+    size = num_critic_weights(model)
+    assert size == count(model) + 32  # tied
+    assert after["critic (float32)"] == (4 * size, 4 * size, 4 * size)
+    assert after["critic's gradients and Adam moments (float32)"] == (0, 12 * size, 12 * size)
+    saved = "copy of the state while a checkpoint is written"
+    assert after[saved][2] - before[saved][2] == 12 * size
+    assert not any("critic" in name for name in before)
+
+    def work(config):
+        line = next(line for line in estimate(config, task, model, machine).splitlines() if line.startswith("  update:"))
+        return float(line.split()[1].replace(",", ""))
+
+    assert work(ppo) == pytest.approx(work(plain) * 14 / 6, rel=0.05)
+    assert f"critic: a copy of the policy with a value head, {size:,} parameters" in estimate(ppo, task, model, machine)
+    limit = 2 * (20 * count(model) + 8 * size)
+    assert fills_half(model, limit, has_critic=True)
+    assert not fills_half(model, limit)
+
+
+@pytest.mark.slow
+def test_a_run_learns_the_chain_and_its_values(tmp_path, capsys):
+    flags = ["--task", "chain", "--chain-length", "8", "--objective", "ppo", "--steps", "60", "--sft-steps", "0"]
+    flags += [
+        "--prompts",
+        "8",
+        "--rollouts",
+        "8",
+        "--warmup-steps",
+        "5",
+        "--lr",
+        "3e-3",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+    ]
+    flags += ["--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    assert train.main([*flags, "--eval-prompts", "8", "--out", str(tmp_path / "run")]) == 0
+    assert "critic: a copy of the policy with a value head" in capsys.readouterr().out
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert records[0]["value_mean"] == 0
+    assert records[-1]["reward_mean"] > 2 * records[0]["reward_mean"] + 0.1
+    late = [record["explained_variance"] for record in records[-20:]]
+    assert sum(late) / len(late) > 0.1
+    assert records[-1]["value_mean"] == pytest.approx(records[-1]["reward_mean"], abs=0.3)

@@ -1,8 +1,8 @@
 // The products of a linear layer in training, in float32, by the tiles of panels.h: y = x W^T, dx = dy W and dW = dy^T x.
 //
-// For y and dx the weights are packed into panels, and rows are cut into tasks. For dW the rows of x are those of the panels as
-// they are, and the rows of dW are cut into tasks; a task adds up blocks of rows of x, one after the other. Every number is
-// therefore summed in one order: results are bitwise the same for any number of threads.
+// For y and dx the weights are packed into panels, and rows are cut into tasks. For dW its own rows are cut into tasks; a task
+// packs blocks of rows of x and dy, and adds up their products, one after the other. Every number is therefore summed in one
+// order: results are bitwise the same for any number of threads.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -14,7 +14,9 @@ namespace maxrl::cpu {
 namespace {
 
 constexpr int64_t kTaskRows = 64;  // of a task: they stay in the second cache while panels pass
-constexpr int64_t kBlockRows = 256;  // of x, which stay there while columns of dy pass
+constexpr int64_t kBlockRows = 128;  // of x and dy in dW: three panels of x are half of the first cache
+constexpr int64_t kGroup = 6;  // panels of x that are packed at a time: a multiple of the tiles' two or three
+constexpr int64_t kTaskColumns = 256;  // of dy, at most: packed, they are an eighth of the second cache
 
 // [panels, k, 16] of a matrix whose number (column, row) is at column * column_stride + row * row_stride.
 AlignedBytes pack(const float* matrix, int64_t columns, int64_t k, int64_t column_stride, int64_t row_stride, int num_threads) {
@@ -47,31 +49,46 @@ void multiply(int64_t m, int64_t n, int64_t k, const float* from, const AlignedB
     });
 }
 
-// Rows begin..end - 1 of dW, and of the gradient in the bias.
+// Copies 16 columns of a matrix [rows, stride] side by side, and hands each row of them to `seen`.
+template <typename Vectors, typename Seen>
+void pack_columns(const float* from, int64_t rows, int64_t stride, float* to, const Seen& seen) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto row = TileRow<Vectors>::read(from + i * stride);
+    row.write(to + i * kPanel);
+    seen(row);
+  }
+}
+
+// Rows begin..end - 1 of dW, and of the gradient in the bias; at most kTaskColumns.
 template <typename Vectors>
 void weight_rows(const LinearBackward& in, int64_t begin, int64_t end) {
   using Row = TileRow<Vectors>;
-  alignas(64) float packed[kBlockRows * kPanel];  // 16 columns of dy, whose rows lie far apart
+  // Columns of dy and of x: in the matrices their rows lie far apart, and would compete for few sets of the caches.
+  alignas(64) float grads[kTaskColumns * kBlockRows], inputs[kGroup * kPanel * kBlockRows];
+  const int64_t num_panels = in.in_size / kPanel;
   for (int64_t first = 0; first < in.num_rows; first += kBlockRows) {
-    const int64_t rows = std::min(kBlockRows, in.num_rows - first);
+    const int64_t rows = std::min(kBlockRows, in.num_rows - first), size = rows * kPanel;
     const auto add = [&](float* to, Row row) {
       if (first) row += Row::read(to);
       row.write(to);
     };
     for (int64_t column = begin; column < end; column += kPanel) {
       Row sum = {};
-      for (int64_t i = 0; i < rows; ++i) {
-        const Row row = Row::read(in.grad + (first + i) * in.out_size + column);
-        row.write(packed + i * kPanel);
-        sum += row;
-      }
+      pack_columns<Vectors>(in.grad + first * in.out_size + column, rows, in.out_size, grads + (column - begin) * rows,
+                            [&](const Row& row) { sum += row; });
       if (in.grad_bias) add(in.grad_bias + column, sum);
+    }
+    for (int64_t panel = 0; panel < num_panels; panel += kGroup) {
+      const int64_t group = std::min(kGroup, num_panels - panel);
+      for (int64_t p = 0; p < group; ++p)
+        pack_columns<Vectors>(in.x + first * in.in_size + (panel + p) * kPanel, rows, in.in_size, inputs + p * size,
+                              [](const Row&) {});
       product<Vectors>(
-          kPanel, [&](int64_t i) { return packed + i; }, rows, in.x + first * in.in_size, in.in_size / kPanel, kPanel,
-          [&](int64_t i, int64_t panel, const Row& row) {
-            add(in.grad_weight + (column + i) * in.in_size + panel * kPanel, row);
+          end - begin, [&](int64_t i) { return grads + i / kPanel * size + i % kPanel; }, rows, inputs, group, size,
+          [&](int64_t i, int64_t p, const Row& row) {
+            add(in.grad_weight + (begin + i) * in.in_size + (panel + p) * kPanel, row);
           },
-          {kPanel, in.in_size});
+          kPanel);
     }
   }
 }
@@ -97,12 +114,11 @@ void linear_backward(const LinearBackward& in, int num_threads) {
     if (in.grad_bias) std::fill_n(in.grad_bias, in.out_size, 0.0f);
     return;
   }
-  const int64_t num_panels = in.out_size / kPanel, of_task = (num_panels - 1) / num_threads + 1;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-  for (int64_t panel = 0; panel < num_panels; panel += of_task)
-    with_widest_floats([&](auto vectors) {
-      weight_rows<decltype(vectors)>(in, panel * kPanel, std::min(panel + of_task, num_panels) * kPanel);
-    });
+  const int64_t even = padded((in.out_size - 1) / num_threads + 1), of_task = std::min(even, kTaskColumns);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+  for (int64_t begin = 0; begin < in.out_size; begin += of_task)
+    with_widest_floats(
+        [&](auto vectors) { weight_rows<decltype(vectors)>(in, begin, std::min(begin + of_task, in.out_size)); });
 }
 
 }  // namespace maxrl::cpu

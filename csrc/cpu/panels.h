@@ -1,7 +1,6 @@
 // Matrix multiplication with packed matrices: C [m, n] = A [m, k] B^T, with B [n, k] in panels of 16 rows, each [k][16].
 //
-// Where A is transposed, the numbers of a row are `row_step` apart; where B is, it need not be packed: its own rows are the
-// panels' rows, `panel_step` apart, and panels are 16 apart.
+// Where A is transposed, the numbers of a row are `row_step` apart.
 //
 // An element of C is one chain of multiply-adds over k, independent of m and of the row's position. A sample's numbers are
 // therefore bitwise independent of what else is in the batch.
@@ -60,16 +59,11 @@ struct TileRow {
   }
 };
 
-// Numbers from one number of a row, and from one row of a panel, to the next.
-struct Steps {
-  int64_t row = 1, panel = kPanel;
-};
-
 // Multiplies `rows` rows a[i] [k] with `width` panels, and calls sink(i, panel, row) for each. Meanwhile it prefetches what
 // lies `ahead` floats after the panels: of one panel in a full tile, because others follow for the next panels, otherwise of
 // all.
 template <typename Vectors, int rows, int width, typename Sink>
-inline void tile(const float* const* a, int64_t k, const float* panels, int64_t panel_stride, Steps steps, int64_t ahead,
+inline void tile(const float* const* a, int64_t k, const float* panels, int64_t panel_stride, int64_t row_step, int64_t ahead,
                  const Sink& sink) {
   using Row = TileRow<Vectors>;
   constexpr bool kPrefetches = tile_panels<Vectors>() > 1;
@@ -78,7 +72,7 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
   const float* from[rows];
 #pragma GCC unroll 8
   for (int i = 0; i < rows; ++i) from[i] = a[i];
-  for (int64_t j = 0; j < k; ++j, panels += steps.panel) {
+  for (int64_t j = 0; j < k; ++j, panels += kPanel) {
     Row b[width];
 #pragma GCC unroll 3
     for (int w = 0; w < width; ++w) b[w] = Row::read(panels + w * panel_stride);
@@ -86,7 +80,7 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
     for (int w = 0; w < kPrefetched; ++w) __builtin_prefetch(panels + ahead + w * panel_stride, 0, 2);
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) {
-      const float x = from[i][j * steps.row];
+      const float x = from[i][j * row_step];
 #pragma GCC unroll 3
       for (int w = 0; w < width; ++w)
 #pragma GCC unroll 4
@@ -100,18 +94,18 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
 }
 
 template <typename Vectors, int most, int width, typename Sink>
-inline void tile_of(int rows, const float* const* a, int64_t k, const float* panels, int64_t panel_stride, Steps steps,
+inline void tile_of(int rows, const float* const* a, int64_t k, const float* panels, int64_t panel_stride, int64_t row_step,
                     int64_t ahead, const Sink& sink) {
   if constexpr (most > 1) {
-    if (rows < most) return tile_of<Vectors, most - 1, width>(rows, a, k, panels, panel_stride, steps, ahead, sink);
+    if (rows < most) return tile_of<Vectors, most - 1, width>(rows, a, k, panels, panel_stride, row_step, ahead, sink);
   }
-  tile<Vectors, most, width>(a, k, panels, panel_stride, steps, ahead, sink);
+  tile<Vectors, most, width>(a, k, panels, panel_stride, row_step, ahead, sink);
 }
 
 // Multiplies m rows row_of(i) with the first `width` of num_panels panels, and calls sink(i, panel, row) for each.
 template <typename Vectors, int width, typename RowOf, typename Sink>
 inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
-                  Steps steps, const Sink& sink) {
+                  int64_t row_step, const Sink& sink) {
   constexpr int kRows = tile_rows<Vectors>();
   for (int64_t start = 0; start < m; start += kRows) {
     const int rows = static_cast<int>(m - start < kRows ? m - start : kRows);
@@ -119,7 +113,7 @@ inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels
     for (int i = 0; i < rows; ++i) a[i] = row_of(start + i);
     const int64_t next = rows < kRows ? 0 : start / kRows;  // which of the next panels this tile prefetches
     const int64_t ahead = next < width && width + next < num_panels ? (width + next) * panel_stride : 0;
-    tile_of<Vectors, kRows, width>(rows, a, k, panels, panel_stride, steps, ahead,
+    tile_of<Vectors, kRows, width>(rows, a, k, panels, panel_stride, row_step, ahead,
                                    [&](int i, int panel, const TileRow<Vectors>& row) { sink(start + i, panel, row); });
   }
 }
@@ -127,11 +121,11 @@ inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels
 // Multiplies m rows row_of(i) with all panels, `panel_stride` floats apart, and calls sink(i, panel, row) for each.
 template <typename Vectors, typename RowOf, typename Sink>
 inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
-                    const Sink& sink, Steps steps = {}) {
+                    const Sink& sink, int64_t row_step = 1) {
   int64_t done = 0;
   const auto multiply = [&](auto width) {
     tiles<Vectors, decltype(width)::value>(
-        m, row_of, k, panels + done * panel_stride, num_panels - done, panel_stride, steps,
+        m, row_of, k, panels + done * panel_stride, num_panels - done, panel_stride, row_step,
         [&](int64_t i, int64_t panel, const TileRow<Vectors>& row) { sink(i, done + panel, row); });
     done += width;
   };

@@ -33,7 +33,7 @@ def make(dtype, seed=0):
     return hidden, weight, batch
 
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}  # each side rounds its own products
 
 
 def assert_close(actual, expected, dtype):

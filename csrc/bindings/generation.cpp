@@ -17,6 +17,10 @@ constexpr std::pair<std::string_view, Arithmetic> kArithmetics[] = {
     {"bfloat16, AMX", Arithmetic::kAmx},
 };
 
+std::string_view name_of(Arithmetic wanted) {
+  return std::find_if(std::begin(kArithmetics), std::end(kArithmetics), [&](auto& one) { return one.second == wanted; })->first;
+}
+
 // Refuses instructions that this machine does not have, which would end the process.
 Arithmetic arithmetic_of(std::string_view name) {
   const Arithmetic chosen = choose("arithmetic", name, kArithmetics);
@@ -38,11 +42,10 @@ void bind_generation(py::module_& m) {
            "o"_a, "post_norm"_a, "gate"_a, "up"_a, "down"_a);
   m.def("bfloat16_arithmetics", [] {
     std::vector<std::string_view> names;
-    for (const Arithmetic found : cpu::bfloat16_arithmetics())
-      for (const auto& [name, arithmetic] : kArithmetics)
-        if (arithmetic == found) names.push_back(name);
+    for (const Arithmetic found : cpu::bfloat16_arithmetics()) names.push_back(name_of(found));
     return names;
   });
+  m.def("fastest_for_bfloat16", [] { return name_of(cpu::fastest_for_bfloat16()); });
   m.def(
       "packed_product_cpu",
       [](std::string_view arithmetic, std::int64_t m, std::int64_t n, std::int64_t k, Address a, Address b, Address c) {

@@ -61,6 +61,15 @@ const std::vector<Arithmetic>& bfloat16_arithmetics() {
   return found;
 }
 
+Arithmetic fastest_for_bfloat16() {
+  const Arithmetic first = bfloat16_arithmetics().front();
+  if (first == Arithmetic::kAmx) return first;
+#if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
+  if (first == Arithmetic::kAvx512BFloat16 && !__builtin_cpu_is("intel")) return first;
+#endif
+  return Arithmetic::kFloat32;
+}
+
 TileRegisters::TileRegisters(Arithmetic arithmetic) : is_used_(arithmetic == Arithmetic::kAmx) {
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
   if (is_used_) configure_tiles();

@@ -19,8 +19,12 @@
 
 namespace maxrl::cpu {
 
-// The ways to multiply in bfloat16 that this machine has, the fastest first; the last one, plain C++, is for tests.
+// The ways to multiply in bfloat16 that this machine has; the last one, plain C++, is for tests.
 const std::vector<Arithmetic>& bfloat16_arithmetics();
+
+// The fastest arithmetic for a run in bfloat16: float32 where no instructions for bfloat16 are faster, as on Intel processors
+// without AMX (bench/README.md).
+Arithmetic fastest_for_bfloat16();
 
 // AMX's tile registers of this thread, all of 16 rows of 64 bytes, in the scope of an object. Other arithmetic needs none.
 class TileRegisters {

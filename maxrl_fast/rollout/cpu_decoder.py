@@ -13,14 +13,12 @@ from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
 CPU = torch.device("cpu")
-PLAIN = "bfloat16, plain C++"  # slower than float32: for tests
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
-    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has instructions for it, else in float32."""
-    best = _C.bfloat16_arithmetics()[0]
-    return best if dtype == torch.bfloat16 and best != PLAIN else "float32"
+    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has faster instructions for it, else in float32."""
+    return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
 class CpuDecoder:

@@ -10,11 +10,12 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.ops._gate import Call
 from maxrl_fast.rollout import Sampling, check_finite
-from maxrl_fast.rollout.cpu_decoder import CPU, PLAIN, CpuDecoder
+from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
+PLAIN = "bfloat16, plain C++"
 PATHS = _C.bfloat16_arithmetics()  # plain C++ always, and the instructions that this machine has
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31), *range(1, 20)], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)
@@ -185,9 +186,11 @@ def test_the_cache_is_half_as_large_where_nothing_is_padded():
     assert CpuDecoder(tiny_decoder(**ODD).config, PLAIN).cache_bytes(33) == 2 * config.num_hidden_layers * 64 * (32 + 16)
 
 
-def test_a_run_in_bfloat16_decodes_in_it_where_there_are_instructions(monkeypatch):
-    for found, chosen in ((["bfloat16, AMX", PLAIN], "bfloat16, AMX"), ([PLAIN], "float32")):
-        monkeypatch.setattr(_C, "bfloat16_arithmetics", lambda found=found: found)
+def test_a_run_in_bfloat16_decodes_by_the_fastest_instructions(monkeypatch):
+    assert _C.fastest_for_bfloat16() in ("float32", *PATHS)
+    assert ("bfloat16, AMX" in PATHS) == (_C.fastest_for_bfloat16() == "bfloat16, AMX")
+    for chosen in ("bfloat16, AMX", "bfloat16, AVX512-BF16", "float32"):
+        monkeypatch.setattr(_C, "fastest_for_bfloat16", lambda chosen=chosen: chosen)
         if chosen in ("float32", *PATHS):
             engine = NativeEngine(tiny_decoder(), torch.bfloat16)
             assert engine.describe().startswith(f"native (C++, {chosen}, key/value cache")

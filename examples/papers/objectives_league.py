@@ -3,8 +3,8 @@
     python examples/papers/objectives_league.py
 
 For each seed one warm start is followed by reinforcement learning with each objective, on the same mazes, until it has sampled
---tokens tokens. Seeds come one after the other, so that a league that is stopped has a whole table for fewer seeds. Each
-finished run is a file in --work, and the same command continues with those that are missing.
+--tokens tokens, or for 250 steps. Seeds come one after the other, so that a league that is stopped has a whole table for fewer
+seeds. Each finished run is a file in --work, and the same command continues with those that are missing.
 """
 
 import json
@@ -60,7 +60,7 @@ WARM_START = "warm start"
 ROLLOUTS, UPDATES, WARMUP_STEPS = 16, 2, 10
 MOST_STEPS = 250  # a policy whose responses have become short would otherwise need thousands
 SEED_SHIFT = 1000  # with the seed of the warm start, reinforcement learning would begin with its mazes
-COLUMNS = {  # and what each has on its axis
+COLUMNS = {  # and the label of its axis
     "pass@1": "held-out mazes",
     "pass@16": "held-out mazes",
     "pass@128": "held-out mazes",
@@ -83,7 +83,7 @@ class LeagueSettings(Settings):
     hours: float = 1.0
     """Time after which no new run begins. The same command then continues."""
     tokens: int = 600_000
-    """Tokens of responses that a run samples; it ends with the step that reaches them."""
+    """Tokens of responses that a run samples; it ends with the step that reaches them, or after 250 steps."""
     maze_size: int = 9
     """Cells along one side of a maze."""
     sft_steps: int = 150
@@ -264,6 +264,8 @@ def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord
     the advantages does not change it. All objectives see the same rollouts.
     """
     trainer.learning_rate, trainer.learner.clip_grad = LearningRate(0.0, num_steps, 0, "constant"), math.inf
+    if trainer.learner.critic is not None:
+        trainer.learner.critic.lr = 0.0
     records, gradients = list[StepRecord](), list[Tensor]()
     for n in range(num_steps):
         records.append(trainer.step(n + 1, n * trainer.collector.num_prompts))
@@ -305,6 +307,8 @@ def cell(name: str, objective: str, runs: Sequence[dict[str, Any]]) -> str:
     """Return the mean over seeds, and its standard error."""
     if objective == WARM_START and name in NOT_OF_WARM_START:
         return ""
+    if not bool(column(runs, name).isfinite().all()):
+        return "inf"
     values, digits = column(runs, name), 3 if name.startswith("pass@") else 2 if name == "entropy" else 1
     return f"{float(values.mean()):.{digits}f} ± {float(standard_error(values)):.{digits}f}"
 
@@ -322,7 +326,8 @@ def show(results: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw a row for each objective and a panel for each column: a dot for each seed, a bar at the mean."""
+    """Draw a row for each objective and a panel for each column: a dot for each seed, and a bar at the mean where
+    all are finite."""
     found, names = by_objective(record["results"]), columns(record["settings"])
     start = found.pop(WARM_START, None)
     figure = Figure(figsize=(2.7 * len(names), 1.6 + 0.27 * len(found)), layout="constrained")
@@ -332,7 +337,7 @@ def draw(record: dict[str, Any]) -> Figure:
             values = column(runs, name)
             values = values[values.isfinite()]
             axes.plot(values, [row] * len(values), "o", color="tab:blue", alpha=0.45, markersize=4)
-            if len(values):
+            if len(values) == len(runs):
                 axes.plot(float(values.mean()), row, "|", color="black", markersize=11, markeredgewidth=2)
         if start and name not in NOT_OF_WARM_START:
             axes.axvline(float(column(start, name).mean()), color="tab:orange", linestyle="--", label=WARM_START)

@@ -12,7 +12,7 @@ struct Linear {
   float* y;                    // [U, N]
 };
 
-// The gradients in x, W and bias; each may be null.
+// The gradients in x, W and bias. Each may be null; that in bias is written only together with that in W.
 struct LinearBackward {
   int64_t num_rows, in_size, out_size;
   const float *grad, *x, *weight;             // [U, N], [U, K], [N, K]

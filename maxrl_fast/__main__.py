@@ -12,7 +12,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "sweep": ("maxrl_fast.sweep", "train a grid of options and seeds, one run after another"),
     "evaluate": ("maxrl_fast.evaluate", "evaluate a run or a checkpoint"),
     "report": ("maxrl_fast.report.command", "write runs and evaluations as one HTML page"),
-    "objectives": ("maxrl_fast.objectives", "print the estimators of the group advantage and their weights"),
+    "objectives": ("maxrl_fast.objectives", "print objectives, token losses and corrections, and the weights of estimators"),
 }
 USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
 USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the versions."

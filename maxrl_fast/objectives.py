@@ -32,7 +32,7 @@ _NOTATION = (
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _LOSS_NOTATION = (
     "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; weight: the factor of "
-    "A grad logp, 1 for every loss at rho = 1."
+    "A grad logp, 1 for every loss at rho = 1, except for tokens that clip_cov, lp_reg and simko choose."
 )
 _LOSS_COLUMNS = ("loss of a token", "weight", "--loss-options", "source")
 _CORRECTION_NOTATION = (

@@ -29,6 +29,12 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(len(shift), device=shift.device) + shift
 
 
+def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sums [S] of packed values [T] over sequences of these lengths [S]."""
+    # Not index_add, whose order of additions on a GPU differs between calls.
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Return the packed positions [T'] of the chosen sequences, concatenated, and their own cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
@@ -160,9 +166,7 @@ class Rollouts:
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
-        # Not index_add, whose order of additions on a GPU differs between calls.
-        sums = torch.segment_reduce(self.logprobs, "sum", lengths=self.lengths, unsafe=True)
-        return sums / self.lengths.clamp_min(1)
+        return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
 
     def to(self, device: torch.device) -> "Rollouts":
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})

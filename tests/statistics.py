@@ -11,7 +11,7 @@ def statistics_for(loss: str, num_tokens: int, chosen: bool = True) -> dict[str,
     """Return the arguments token_statistics and top_tokens of the losses that take them.
 
     Args:
-        chosen: whether every third token is treated in a way of its own, or none.
+        chosen: whether every third token is treated differently, or none.
     """
     if LOSSES[loss].statistic is None:
         return {}

@@ -48,7 +48,7 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
 
 
 def build_token_choice(config: ResolvedConfig, learner: Learner) -> TokenChoice | None:
-    """Return what chooses the tokens that the loss treats in a way of their own; None where it has none."""
+    """Return what chooses the tokens that the loss treats differently; None where it has none."""
     if config.loss.top_entropy == 1 and LOSSES[config.loss.loss].statistic is None:
         return None
     return TokenChoice(learner, config.loss.top_entropy, config.run.seed)
@@ -116,7 +116,10 @@ def build_collector(
     ranks: Ranks | None = None,
     learner: Learner | None = None,
 ) -> RolloutCollector:
-    """Return what samples and scores a step's rollouts; rewards from the policy need the learner.
+    """Return what samples and scores a step's rollouts.
+
+    Args:
+        learner: has the policy, for rewards from it; None: `scorer` scores in their place, as in the rehearsal.
 
     Raises:
         InputError: where rewards from the policy are asked for, and the task does not know reference answers.

@@ -97,7 +97,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
     needs, loss = objective_of(config).needs, config.loss
     more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
-    more_passes += LOSSES[loss.loss].rows + (loss.top_entropy < 1) + bool(loss.kl_coef) + bool(loss.siren)
+    more_passes += (LOSSES[loss.loss].rows or loss.top_entropy < 1) + bool(loss.kl_coef) + bool(loss.siren)
     # The greedy responses are sampled by a call of their own, which reads the prompts again.
     greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
     work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}

@@ -14,6 +14,7 @@ from maxrl_fast.hardware import Machine
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.ops.logit_chunks import CHUNK_BYTES
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.grid import Shape
@@ -24,7 +25,6 @@ from maxrl_fast.training.critic import num_critic_weights
 
 PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
 FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the allocator
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits in the loss, as in ops/logit_chunks.py
 Phases = tuple[float, float, float]
 
 

@@ -237,7 +237,9 @@ class RolloutOptions:
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
-    correction: Annotated[CorrectionName | None, unset("STR", "none with native, else tis")] = None
+    correction: Annotated[
+        CorrectionName | None, unset("STR", "none with native, pacs and the off-policy objectives, else tis")
+    ] = None
     """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
     sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
     importance_cap: Annotated[float | None, unset("FLOAT", "2 for tis and tis_sequence")] = None
@@ -298,10 +300,10 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs and the off-policy objectives")] = None
+    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs, verifree and the off-policy objectives")] = None
     """Policy-gradient loss: ppo, reinforce, cispo, gspo, luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token,
     kl_cov, clip_cov, lp_reg or simko (`python -m maxrl_fast.objectives` has their formulas). With one update per step the ratio
-    is 1, and all have the same gradient, but for the tokens that the last three treat in a way of their own."""
+    is 1, and all have the same gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
     loss_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the loss's own")] = ()
     """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
     clip_low: float = 0.2
@@ -310,7 +312,7 @@ class LossOptions:
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[str | None, unset("STR", "the objective's")] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
-    (pacs, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
+    (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
     top_entropy: float = 1.0
     """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper), at
     the price of one more forward pass; the others still count in the average. 1: all."""
@@ -429,7 +431,7 @@ class Config:
 
     Examples: python -m maxrl_fast.train --objective maxpo --k 4
 
-    torchrun --nproc-per-node 8 -m maxrl_fast.train --objective maxrl --model DIR
+    torchrun --nproc-per-node 8 -m maxrl_fast.train --objective maxrl --task gsm8k --model DIR
 
     --version prints the versions instead.
     """

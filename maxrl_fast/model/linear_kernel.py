@@ -19,9 +19,10 @@ LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fa
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with sizes in multiples of 16.
+    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with K and N multiples of 16, at
+    least FEWEST_ROWS rows and at most LARGEST_MATRIX numbers in the weight.
 
-    Where torch.autocast or a transform of torch.func is at work, PyTorch's products follow it for any number of rows.
+    Under torch.autocast, torch.compile and the transforms of torch.func, PyTorch's own product serves any number of rows.
     """
     return (
         x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The tokens that the losses kl_cov and clip_cov treat in a way of their own, by the covariance of advantage and log-prob.
+"""The tokens that the losses kl_cov and clip_cov treat differently, by the covariance of advantage and log-prob.
 
 Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617), eqs. 10 to
 13: a token's covariance is (A - mean A)(logp - mean logp), and few tokens with a great one make the entropy fall.
@@ -19,7 +19,7 @@ def kl_cov_tokens(logprobs: Tensor, advantages: Tensor, mask: Tensor | None = No
     Args:
         logprobs: [T], of the whole batch over which the tokens are to be chosen.
         advantages: [T], one per token.
-        mask: [T] bool, False for tokens that do not count. They may hold anything.
+        mask: [T] bool, False for tokens that do not count, whose other values may be anything.
         share: of the tokens that count, above 0 and at most 1, rounded down to a number of tokens, but at least one.
 
     Returns:
@@ -61,6 +61,8 @@ def clip_cov_tokens(
         ValueError, TypeError: if shapes, devices or numbers do not fit.
     """
     low, high = check_finite("low", low), check_finite("high", high)
+    if not low < high:
+        raise ValueError(f"low must be below high, got {low:g} and {high:g}")
     covariance, keep = _covariance(logprobs, advantages, mask)
     candidates = (keep & (covariance > low) & (covariance < high)).nonzero()[:, 0]
     drawn = torch.randperm(len(candidates), generator=generator)[: _count(share, keep, mask)]
@@ -91,7 +93,8 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> tu
 
 def _count(share: float, keep: Tensor, mask: Tensor | None) -> int:
     share = check_number("share", share, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
-    return max(int(share * (len(keep) if mask is None else int(keep.sum()))), 1)
+    count = len(keep) if mask is None else int(keep.sum())
+    return max(int(round(share * count, 6)), 1)  # .29 x 100 is 28.999999999999996
 
 
 def _chosen(index: Tensor, keep: Tensor) -> Tensor:

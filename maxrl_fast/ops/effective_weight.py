@@ -8,7 +8,7 @@ from torch import Tensor
 from maxrl_fast.ops.arguments import check_integer, check_tensor, is_traced
 from maxrl_fast.ops.group_advantage import estimator_of, group_advantage
 
-_LARGEST = 10_000  # rollouts of the group, for which it needs memory for the square of that, in float64
+_LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 8 n^2 bytes
 
 
 def effective_weight(

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops.arguments import check_integer, check_number, check_tensor
+from maxrl_fast.ops.token_batch import real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
 
-_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
 _TILE = 128, 256  # rows and columns of a product that a multiprocessor computes at a time, in cuBLAS's large kernels
 _ROW_MULTIPLE = 64  # elements of a row of logits on a GPU: rows that start at 128 bytes are read 16 bytes at a time
@@ -53,7 +54,7 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
     """Return the number of tokens in a chunk of the logits [T, V] of `hidden` [T, H]."""
     device = hidden.device
     row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
-    most = max(_CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
+    most = max(CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
     if device.type != "cuda":
         return most
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -92,7 +93,7 @@ class Chunks:
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = real_dtype(hidden.dtype)
         # On a GPU the first product overwrites the gradient in the weight, which saves two passes over it.
         overwrites = _gate.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like

@@ -40,7 +40,8 @@ class LossSpec:
 
     Args:
         formula: of a token. A: advantage, rho = pi / pi_old, sg: a constant factor, without a gradient.
-        weight: the factor of A grad logp in the descent direction; it is 1 at rho = 1 for every loss.
+        weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for every loss, except for the tokens
+            that clip_cov, lp_reg and simko choose.
         source: the publication, and the code that the formula was compared with.
         options: at most four, in the order of csrc/token_loss.h.
         sequence: what the ratio of a whole sequence is made of, where the loss has one: the mean of the tokens' log-ratios,
@@ -219,6 +220,8 @@ def loss_numbers(loss: str, given: Mapping[str, float] | None) -> list[float]:
         upper = name.replace("low_", "high_")  # of a bound such as low_positive; others are compared with themselves
         if low > numbers[upper]:
             raise ValueError(f"{name} of {loss} must be at most its {upper}, {numbers[upper]:g}, got {low:g}")
+    if loss == "clip_cov" and not numbers["low"] < numbers["high"]:
+        raise ValueError(f"low of clip_cov must be below its high, {numbers['high']:g}, got {numbers['low']:g}")
     return [*numbers.values()]
 
 

@@ -23,7 +23,7 @@ def lp_reg_proxies(
         log_proxy: [T], `row_statistics(...).log_proxy(min_p)` of the sampling policy.
         logprobs: [T] of the sampling policy, of the whole batch over which the tokens are to be chosen.
         advantages: [T], one per token.
-        mask: [T] bool, False for tokens that do not count. They may hold anything.
+        mask: [T] bool, False for tokens that do not count, whose other values may be anything.
         share: of the tokens that count and have a negative advantage, above 0 and at most 1, rounded down to a number of
             tokens, which may be 0.
 
@@ -46,7 +46,7 @@ def lp_reg_proxies(
         if mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool, got {mask.dtype}")
         is_negative = is_negative & mask
-    count = int(share * int(is_negative.sum()))
+    count = int(round(share * int(is_negative.sum()), 6))  # .29 x 100 is 28.999999999999996
     lowest = logprobs.detach().masked_fill(~is_negative, math.inf).argsort(stable=True)[:count]
     log_proxy = log_proxy.detach()
     return torch.full_like(log_proxy, -math.inf).index_copy(0, lowest, log_proxy[lowest])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from maxrl_fast.ops.derivatives import first_order
 from maxrl_fast.ops.logit_chunks import Chunks, default_chunk
+from maxrl_fast.ops.token_batch import real_dtype
 
 _COPIES = 8  # of a chunk of logits, in float32, that sorting and the gradient take beside it
 
@@ -21,8 +22,8 @@ def linear_nucleus_entropy(
     the nucleus with the renormalised probability q, and 0 for others.
 
     In plain PyTorch, with a sort of every row: for few rows. Logits are computed again in the backward pass. Beside the results
-    it needs the memory of a chunk of logits (at most 32 MiB on a CPU and 1.25 GiB on a GPU, but at least one row) and of its
-    float32 copies, together as much as a chunk of linear_token_logprobs.
+    it needs the memory of a small chunk of logits and of its float32 copies, which together take as much as a chunk of
+    linear_token_logprobs (at most 32 MiB on a CPU and 1.25 GiB on a GPU, but at least one row).
 
     Args:
         hidden: [T, H]; logits have its dtype, and are computed in float32, or in float64 for float64.
@@ -40,7 +41,7 @@ class _NucleusEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         ctx.numbers = top_p, temperature, softcap = numbers
         chunks = Chunks(hidden, weight, _chunk_tokens(hidden, weight), False, False, softcap)
-        real = torch.promote_types(hidden.dtype, torch.float32)
+        real = real_dtype(hidden.dtype)
         parts = [_entropy(logits.to(real) / temperature, top_p)[1] for _, _, logits in chunks]
         return torch.cat([hidden.new_empty(0, dtype=real), *parts])
 
@@ -60,7 +61,8 @@ class _NucleusEntropy(torch.autograd.Function):
 
 
 def _chunk_tokens(hidden: Tensor, weight: Tensor) -> int:
-    return max(default_chunk(hidden, len(weight)) // _COPIES, 1)
+    own, of_copies = hidden.element_size(), _COPIES * real_dtype(hidden.dtype).itemsize
+    return max(default_chunk(hidden, len(weight)) * own // of_copies, 1)
 
 
 def _entropy(z: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

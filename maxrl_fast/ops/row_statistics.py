@@ -73,10 +73,14 @@ def linear_row_statistics(
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> RowStatistics:
-    """Return row_statistics of the logits hidden @ weight.T, one chunk of tokens at a time.
+    """Return row_statistics of the logits hidden @ weight.T, one chunk of tokens at a time; on a device without kernels, of all
+    tokens at once.
 
     hidden [T, H], weight [V, H], softcap and chunk_tokens are as in linear_policy_gradient_loss, the other arguments and the
     results as in row_statistics.
+
+    Raises:
+        ValueError, TypeError: as row_statistics does, and where hidden, weight, softcap or chunk_tokens do not fit.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)

@@ -84,13 +84,15 @@ def policy_gradient_loss(
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
         gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
                     their GSPO-token
-        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token, lp_reg, simko: as `ops.LOSSES` says, with options and sources
+        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token, kl_cov, clip_cov, lp_reg, simko: as `ops.LOSSES`
+                    says, with options and sources
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
-    At rho = 1, as in the first update, every loss has the gradient of reinforce. The log-ratios logp - old, or the sequence's,
-    and logp - ref are clamped to +-20, so that one wrong log-prob cannot make the loss infinite. As for any clamp, the gradient
-    of a clamped ratio or divergence is 0; a ratio that is a constant factor never has one.
+    At rho = 1, as in the first update, every loss has the gradient of reinforce, except for the tokens that clip_cov, lp_reg
+    and simko choose. The log-ratios logp - old, or the sequence's, and logp - ref are clamped to +-20, so that one wrong
+    log-prob cannot make the loss infinite. As for any clamp, the gradient of a clamped ratio or divergence is 0; a ratio that
+    is a constant factor never has one.
 
     The forward pass reads the logits once and writes their gradient once; losses with the ratio of a sequence (gspo, luspo,
     gmpo, vespo, topr) read them twice. Tokens with zero gradient

@@ -1,4 +1,4 @@
-"""The tokens that the loss simko treats in a way of their own, by the entropy of the sampling policy.
+"""The tokens that the loss simko treats differently, by the entropy of the sampling policy.
 
 Peng et al. 2025, "SimKO: Simple Pass@K Policy Optimization" (arXiv 2510.14807), and the authors' code.
 """
@@ -21,15 +21,15 @@ def simko_tokens(
 ) -> Tensor:
     """Return the token_statistics of the loss simko: whether each token takes part.
 
-    Tokens with a positive advantage take part where their entropy is above the quantile tau of their response, tokens with a
-    negative one where they are the most probable token besides.
+    Only tokens whose entropy is above the quantile tau of their response take part: those with a positive advantage, and those
+    with a negative advantage that are the most probable token.
 
     Args:
         entropy: [T] of the sampling policy.
         is_top: [T] bool, whether the token is the most probable one of the sampling policy.
         advantages: [T], one per token.
         cu_seqlens: [S+1] integers, from 0 to T.
-        mask: [T] bool, False for tokens that count in no quantile and do not take part. They may hold anything.
+        mask: [T] bool, False for tokens that count in no quantile and do not take part; their other values may be anything.
         tau: from 0 to 1; between two entropies the quantile is interpolated linearly, as torch.quantile does.
 
     Returns:
@@ -49,11 +49,12 @@ def simko_tokens(
             raise ValueError(f"{name} must be bool, got {values.dtype}")
     check_sequences(cu_seqlens, len(entropy), entropy.device)
     keep = torch.ones_like(is_top) if mask is None else mask
-    is_high = keep & (entropy.detach().double() > _quantiles(entropy.detach().double(), cu_seqlens.long(), keep, tau))
+    values = entropy.detach().double()
+    is_high = keep & (values > sequence_quantiles(values, cu_seqlens.long(), keep, tau))
     return is_high & ((advantages > 0) | ((advantages < 0) & is_top))
 
 
-def _quantiles(values: Tensor, cu_seqlens: Tensor, keep: Tensor, tau: float) -> Tensor:
+def sequence_quantiles(values: Tensor, cu_seqlens: Tensor, keep: Tensor, tau: float) -> Tensor:
     """Return for each token [T] the quantile tau of the values that are kept in its sequence."""
     num_tokens = len(values)
     if not num_tokens:

@@ -45,6 +45,11 @@ class Collected(Samples):
         return len(self.sampled_rewards)
 
     @property
+    def known(self) -> Tensor:
+        """[G, N] bool, the rollouts whose reward is known."""
+        return torch.ones_like(self.rewards, dtype=torch.bool) if self.valid is None else self.valid
+
+    @property
     def with_reward(self) -> Tensor:
         """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
@@ -177,12 +182,13 @@ class RolloutCollector:
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
         first, own = self.ranks.part(self.num_prompts)
-        for parts in scores.components[first * self.num_rollouts : (first + own) * self.num_rollouts]:
+        start, stop = first * self.num_rollouts, (first + own) * self.num_rollouts
+        for parts in scores.components[start:stop]:
             for name, value in parts.items():
                 components.add(name, value)
         rewards = scores.rewards.view(len(prompts), self.num_rollouts)
         batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
-        parts_of_all = tuple(scores.components)
+        parts_of_all = tuple(parts if start <= s < stop else {} for s, parts in enumerate(scores.components))
         return replace(batch, components=parts_of_all, answered=scores.answered, answer_lengths=scores.answer_lengths)
 
     def _each_reward(self, rewards: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops.arguments import check_number
-from maxrl_fast.records import Samples, gather_sequences
+from maxrl_fast.records import Samples, gather_sequences, sequence_sums
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.transfers import to_device, to_host
 
@@ -143,8 +143,7 @@ class ImportanceWeights(NoCorrection):
         """Return w_t or W for each token [T]."""
         if not self.of_sequence:
             return log_ratios.exp()
-        # Not index_add, whose order of additions on a GPU differs between calls.
-        sums = torch.segment_reduce(log_ratios.double(), "sum", lengths=lengths, unsafe=True)  # [S]
+        sums = sequence_sums(log_ratios.double(), lengths)
         return sums.exp().to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))
 
 
@@ -154,7 +153,7 @@ class SequenceMask(NoCorrection):
 
     A response has the advantage 0 where A < 0 and the mean over its tokens of log(pi_old / pi) is above delta. pi is the policy
     that the update begins with, so that with several updates in a step the mask of each is its own; pi_old is the rollout
-    engine. The loss's denominator still counts the response, and a divergence or entropy term still has it.
+    engine. The loss's denominator still counts the response, and its divergence and entropy terms stay.
 
     Args:
         delta: in nats per token.
@@ -176,8 +175,7 @@ class SequenceMask(NoCorrection):
             advantages.device, *gather_sequences(rollouts.cu_seqlens.cpu(), negative), negative
         )
         lengths = cu_seqlens.diff()
-        sums = torch.segment_reduce((rollouts.logprobs[index] - logprobs).double(), "sum", lengths=lengths, unsafe=True)
-        is_far = sums > self.delta * lengths.double()
+        is_far = sequence_sums((rollouts.logprobs[index] - logprobs).double(), lengths) > self.delta * lengths.double()
         self._masked.append(is_far.sum())
         return advantages.index_put((chosen,), torch.where(is_far, 0.0, advantages[chosen]))
 

@@ -10,7 +10,7 @@ _ROUNDING = 1e-12  # of squares in float64
 def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Return the advantage of every token, float64 [T].
 
-    Within each response, with the reward r at its last token and the value 0 behind it, also where the length limit ended it,
+    The reward r is at each response's last token. The value after it is 0, also for a response that the length limit ended:
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}  (eqs. 11 and 16).
 

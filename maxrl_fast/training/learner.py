@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -232,6 +232,8 @@ class Learner:
             assert self.reference is not None
             ref_logprobs = self._batch_logprobs(self.reference, batch)
 
+        temperature, softcap = self._scaled(self.model)
+
         def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss, metrics = linear_policy_gradient_loss(
                 hidden,
@@ -251,8 +253,8 @@ class Learner:
                 kl_coef=settings.kl_coef,
                 entropy_coef=settings.entropy_coef,
                 loss_options=settings.loss_options,
-                temperature=settings.temperature / self.model.logit_scale,
-                softcap=self.model.softcap / self.model.logit_scale,
+                temperature=temperature,
+                softcap=softcap,
                 aggregation=settings.aggregation,
                 denominator=denominator,
             )
@@ -271,8 +273,12 @@ class Learner:
         return (batch.entropy_slopes[index] * (entropies - entropies.detach())).sum()
 
     def _nucleus_entropies_of(self, model: PolicyModel, hidden: Tensor, weight: Tensor) -> Tensor:
-        temperature, softcap = self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
+        temperature, softcap = self._scaled(model)
         return linear_nucleus_entropy(hidden, weight, top_p=SIREN_NUCLEUS, temperature=temperature, softcap=softcap)
+
+    def _scaled(self, model: PolicyModel) -> tuple[float, float]:
+        """Return temperature and softcap for logits hidden @ weight.T, which lack the model's logit_scale."""
+        return self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
 
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
@@ -288,17 +294,12 @@ class Learner:
         tokens, packer = samples.rollouts.tokens, self.packer(samples)
         per_token, per_top = tokens.new_zeros(len(tokens), dtype=torch.float32), tokens.new_zeros(len(tokens), top_k)
         results = [per_token, per_token.clone(), per_top, per_top.float(), per_token.clone()]
-        for batch, is_own, _ in self.passes(packer, samples.sequences):
-            if is_own or self.shares_weights:
-                values = self._batch_row_statistics(model, batch, top_k, min_p)
-            if is_own:
-                for result, value in zip(results, values, strict=True):
-                    result[batch.target_index] = value
-        return RowStatistics(*(self.ranks.sum(result) for result in results))
+        compute = partial(self._batch_row_statistics, top_k=top_k, min_p=min_p)
+        return RowStatistics(*self._filled(compute, model, packer, samples.sequences, results))
 
     @torch.no_grad()
     def _batch_row_statistics(self, model: PolicyModel, batch: MicroBatch, top_k: int, min_p: float) -> RowStatistics:
-        temperature, softcap = self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
+        temperature, softcap = self._scaled(model)
 
         def finish(hidden: Tensor, weight: Tensor) -> RowStatistics:
             return linear_row_statistics(
@@ -325,14 +326,26 @@ class Learner:
         """Return what `compute` gives for the tokens of the chosen samples, ascending, packed, float32; all ranks must call
         this."""
         tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
-        results = torch.zeros(len(tokens), device=tokens.device)
+        zeros = torch.zeros(len(tokens), device=tokens.device)
+        (results,) = self._filled(lambda *given: (compute(*given),), model, packer, sequences, [zeros])
+        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]
+
+    def _filled(
+        self,
+        compute: Callable[[PolicyModel, MicroBatch], Sequence[Tensor]],
+        model: PolicyModel,
+        packer: Packer,
+        sequences: Tensor,
+        results: list[Tensor],
+    ) -> list[Tensor]:
+        """Return the results [T, ...] with what `compute` gives for the tokens of each micro-batch, the same on all ranks."""
         for batch, is_own, _ in self.passes(packer, sequences):
             if is_own or self.shares_weights:
                 values = compute(model, batch)
             if is_own:
-                results[batch.target_index] = values
-        results, is_all = self.ranks.sum(results), len(sequences) == len(samples.rollouts)
-        return results if is_all else results[packer.positions(sequences)]
+                for result, value in zip(results, values, strict=True):
+                    result[batch.target_index] = value
+        return [self.ranks.sum(result) for result in results]
 
     def _batch_logprobs(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
         return self._logprobs_and_entropies(model, batch)[0]
@@ -342,8 +355,7 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        temperature = self.settings.temperature / model.logit_scale
-        softcap = model.softcap / model.logit_scale
+        temperature, softcap = self._scaled(model)
 
         def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)

@@ -23,7 +23,7 @@ _BASELINES = ("leave_two_out",)  # alone they have no gradient
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective that is no estimator of ops.ESTIMATORS, whose rows have the same texts.
+    """An objective with code of its own, beside the estimators of ops.ESTIMATORS. The texts mean the same in both tables.
 
     Args:
         make: returns the objective from its options and the updates per step.
@@ -125,7 +125,8 @@ def is_custom(name: str) -> bool:
 
 
 def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return the options that an objective takes, with their defaults; None where one must be given.
+    """Return the options that an objective takes, with their defaults; None where one must be given, or where the configuration
+    works it out.
 
     Raises:
         InputError: where a custom objective cannot be loaded.

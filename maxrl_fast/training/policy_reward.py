@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples, ranges
+from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums
 from maxrl_fast.tasks import AnsweredTask, ReferenceAnswer, Task
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.transfers import to_device
@@ -75,12 +75,12 @@ class PolicyReward:
             pairs = zip(answered, responses, strict=True)
             return self._probabilities(prompts, rollouts, [a if a.leads else Answered(own, 0, False) for a, own in pairs])
         logprobs, lengths, _ = self._answer_logprobs(prompts, answered)
-        sums = _sums(logprobs, lengths)
+        sums = sequence_sums(logprobs, lengths)
         leads = torch.tensor([float(a.leads) for a in answered], device=sums.device)
         parts = {"answer_logprob": sums, "answer_leads": leads}
         if self.kind != "rlpr":
             return AnswerScores(sums if self.kind == "logprob" else sums / lengths, _components(parts))
-        probability = _sums(logprobs.exp(), lengths) / lengths
+        probability = sequence_sums(logprobs.exp(), lengths) / lengths
         alone = self._alone(prompts).repeat_interleave(len(rollouts) // len(prompts))
         rewards = (1 - _FORMAT_SHARE) * (probability - alone).clamp_min(0.0) + _FORMAT_SHARE * leads
         return AnswerScores(rewards, _components(parts | {"answer_prob": probability, "answer_prob_alone": alone}))
@@ -89,13 +89,13 @@ class PolicyReward:
         """Return the mean probability [G] of the tokens of each prompt's answer without any reasoning."""
         references = self._references(prompts, Rollouts.given([[]] * len(prompts)))
         logprobs, lengths, _ = self._answer_logprobs(prompts, [self._answered(reference, []) for reference in references])
-        return _sums(logprobs.exp(), lengths) / lengths
+        return sequence_sums(logprobs.exp(), lengths) / lengths
 
     def _probabilities(self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]) -> AnswerScores:
         """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the policy's of y*."""
         logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
         has_answer = lengths > 0
-        sums = torch.where(has_answer, _sums(logprobs, lengths), -torch.inf)
+        sums = torch.where(has_answer, sequence_sums(logprobs, lengths), -torch.inf)
         reasoning = continued.lengths - lengths
         own = ranges(rollouts.cu_seqlens[:-1], reasoning)
         kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])
@@ -153,12 +153,6 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
 def _answer_positions(rollouts: Rollouts, lengths: Tensor) -> Tensor:
     """Return the positions of the last `lengths` [S] tokens of each response."""
     return ranges(rollouts.cu_seqlens[1:] - lengths, lengths)
-
-
-def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums [S] of consecutive values."""
-    # Not index_add, whose order of additions on a GPU differs between calls.
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:

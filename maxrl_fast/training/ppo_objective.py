@@ -25,6 +25,10 @@ from maxrl_fast.transfers import to_host
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 
 
+class CriticError(NonFiniteError):
+    advice = "A lower --critic-lr often helps; --dtype float32 rules out rounding."
+
+
 @dataclass
 class _Step:
     """What a step's updates of the critic need."""
@@ -77,8 +81,7 @@ class PpoObjective:
         rollouts = collected.rollouts
         values = state_values(learner, collected)
         _check_finite(values, collected)
-        known = torch.ones_like(collected.rewards, dtype=torch.bool) if collected.valid is None else collected.valid
-        counts = known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
+        counts = collected.known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
         advantages = gae_advantages(values, collected.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda)
         self._token_weights = whitened(advantages, counts).float()
         self._step = _Step(collected, learner, values, (advantages + values).float(), counts)
@@ -132,7 +135,7 @@ def update_critic(
         the loss, and the norm of the gradient before clipping.
 
     Raises:
-        NonFiniteError: if one of them is not finite; the weights are left as they were.
+        NonFiniteError: if one of them is not finite; the critic's weights are left as they were.
     """
     critic = learner.critic
     assert critic is not None
@@ -154,9 +157,7 @@ def update_critic(
     before_clipping = whole(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
     loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NonFiniteError(
-            f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g} (a lower --critic-lr may help)"
-        )
+        raise CriticError(f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}")
     for group in critic.optimizer.param_groups:
         group["lr"] = critic.lr
     critic.optimizer.step()
@@ -170,7 +171,4 @@ def _check_finite(values: Tensor, collected: Collected) -> None:
         token = int(broken[0])
         sequence = int(torch.searchsorted(collected.rollouts.cu_seqlens, token, right=True)) - 1
         prompt = int(collected.prompts.ids[sequence // collected.num_rollouts])
-        raise NonFiniteError(
-            f"step {collected.step}: the critic's value of a token is {float(values[token])} for prompt {prompt} "
-            "(a lower --critic-lr may help)"
-        )
+        raise CriticError(f"step {collected.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}")

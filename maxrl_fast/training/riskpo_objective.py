@@ -59,7 +59,7 @@ class RiskpoObjective:
 
     def begin(self, collected: Collected, learner: Learner | None) -> None:
         rewards = collected.rewards.double().cpu()  # small, and the quantiles are on the host
-        known = torch.ones_like(rewards, dtype=torch.bool) if collected.valid is None else collected.valid.cpu()
+        known = collected.known.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
         scores = bundles.sum(1)

@@ -20,16 +20,15 @@ def rollout_records(task: Task, collected: Collected, advantages: Tensor, count:
 
     Args:
         count: at least 1.
-        advantages: [S], with which the rollouts have been learned from.
+        advantages: [S], with which the rollouts have been learned from, before the mask of a correction.
 
     Returns:
         The records on the first rank, none on the others.
     """
-    valid = torch.ones_like(collected.rewards, dtype=torch.bool) if collected.valid is None else collected.valid
     prompts, rollouts, num_rollouts = collected.prompts, collected.rollouts, collected.num_rollouts
     tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
         *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
-        *(collected.rewards.flatten(), valid.flatten(), advantages.detach()),
+        *(collected.rewards.flatten(), collected.known.flatten(), advantages.detach()),
     )
     prompts, per_prompt = Prompts(tokens, prompt_cu, ids, prompts.columns), min(count, num_rollouts)
     groups = first_groups(prompts, -(-count // per_prompt))

@@ -1,10 +1,14 @@
-"""SIREN: an entropy that is held where it was when reinforcement learning began, of few tokens and of the likely ones alone."""
+"""SIREN: a term of the loss that keeps the policy's entropy near its value at the start of reinforcement learning.
+
+It uses the tokens with the highest entropies of each response alone, and the nucleus of each distribution alone.
+"""
 
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.ops.top_tokens import sequence_quantiles
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import Learner
@@ -72,14 +76,7 @@ def peak_shares(entropies: Tensor, cu_seqlens: Tensor) -> Tensor:
     response, interpolated linearly; 0 for the others."""
     lengths = cu_seqlens.diff()
     of_token = torch.repeat_interleave(lengths, output_size=len(entropies))  # the response of each token
-    # Sorted within each response: a stable sort by response of what is sorted by entropy.
-    by_entropy = entropies.argsort(stable=True)
-    order = by_entropy[of_token[by_entropy].argsort(stable=True)]
-    ordered = torch.cat([entropies[order].double(), entropies.new_zeros(1, dtype=torch.float64)])
-    position = QUANTILE * (lengths - 1).clamp_min(0).double()
-    below = (cu_seqlens[:-1] + position.long()).clamp_max(len(entropies))
-    above = (cu_seqlens[:-1] + position.ceil().long()).clamp_max(len(entropies))
-    quantile = torch.lerp(ordered[below], ordered[above], position - position.floor())
-    is_above = entropies.double() > quantile[of_token]
-    counts = torch.zeros_like(position).index_add(0, of_token, is_above.double())
+    values = entropies.double()
+    is_above = values > sequence_quantiles(values, cu_seqlens, torch.ones_like(of_token, dtype=torch.bool), QUANTILE)
+    counts = values.new_zeros(len(lengths)).index_add(0, of_token, is_above.double())
     return is_above / (counts.clamp_min(1) * max(len(lengths), 1))[of_token]

@@ -1,4 +1,4 @@
-"""The tokens that the loss of an update treats in a way of their own.
+"""The tokens that the loss of an update treats differently from the others.
 
 They are chosen over all samples of the update, from what is known before it, so that the choice is the same however the samples
 are cut into micro-batches, and on all ranks.
@@ -44,7 +44,9 @@ class TokenChoice:
         self._thresholds, self._counts = {}, {}
         if LOSSES[self.learner.settings.loss].rows:
             self._rows = self._row_statistics(collected)
-        if self.top_entropy < 1:
+        if self.top_entropy < 1 and self._rows is not None:
+            self._entropies = self._rows.entropy
+        elif self.top_entropy < 1:
             self._entropies = self.learner.entropies(self.learner.model, collected, collected.sequences)
 
     def _row_statistics(self, collected: Collected) -> RowStatistics:
@@ -110,8 +112,8 @@ class TokenChoice:
 def highest(entropies: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return which of the entropies [n] are the highest, and the lowest of these [].
 
-    These are the share n, rounded up, of the highest, and those that are equal to the lowest of them but for rounding: what
-    TRL's top_entropy_quantile keeps, where share n is a whole number.
+    Of n entropies the ceil(share * n) highest are kept, and all that equal the lowest of them up to rounding. This is what
+    TRL's top_entropy_quantile keeps where share * n is an integer.
     """
     if not len(entropies):
         return torch.zeros_like(entropies, dtype=torch.bool), entropies.new_zeros(())
@@ -134,7 +136,7 @@ def _from_rows(
     settings: LossSettings, rows: RowStatistics, tokens: Tensor, logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the statistics [n] that the loss needs of an update's tokens [n], from the rows of the sampling policy for them,
-    and which tokens [n] are treated in a way of their own."""
+    and which tokens [n] are treated differently."""
     options = settings.own_options
     if settings.loss == "lp_reg":
         log_proxy = rows.log_proxy(options["min_p"])

@@ -47,7 +47,7 @@ class Trainer:
         correction: for a rollout engine whose log-probs are not the policy's.
         keep_rollouts: rollouts of each step that its record keeps.
         length_penalty: is added to the rewards that the objective sees; None: nothing is.
-        token_choice: chooses the tokens that the loss treats in a way of their own; None: it has none.
+        token_choice: chooses the tokens that the loss treats differently; None: it has none.
         siren: adds its term to the loss; None: the loss has none.
     """
 
@@ -128,7 +128,7 @@ class Trainer:
         )
 
     def _end(self) -> dict[str, float]:
-        """Return the metrics of what took part in the step's updates, after the last of them; a critic learns here."""
+        """Finish the step's updates, after which the critic of ppo learns, and return the metrics of what took part in them."""
         metrics = self.objective.end() | self.correction.end()
         if self.token_choice is not None:
             metrics |= self.token_choice.end()

@@ -55,7 +55,7 @@ class ZvpObjective:
     def begin(self, collected: Collected, learner: Learner) -> None:
         rewards, valid = collected.rewards, collected.valid
         values = group_advantage(rewards, "grpo", valid=valid, eps=self.eps, ddof=self.ddof)
-        known = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+        known = collected.known
         is_alike = known & ~is_mixed(rewards.masked_fill(~known, torch.nan))[:, None]
         self._values = torch.where(is_alike, 2 * rewards - 1, values)
         self._token_weights = self._by_entropy(collected, learner, is_alike.flatten().nonzero()[:, 0])

@@ -12,7 +12,7 @@ from maxrl_fast import train
 from maxrl_fast.builders import engine as build
 from maxrl_fast.builders.policy import build_policy
 from maxrl_fast.builders.tasks import build_task
-from maxrl_fast.config.memory import CHUNK_BYTES, estimate_memory
+from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.distributed.ranks import Ranks
@@ -21,7 +21,6 @@ from maxrl_fast.hardware import Machine
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.ops import logit_chunks
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.tasks.maze import MazeTask
@@ -125,10 +124,6 @@ def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
     copies = {kind: estimated(model, machine, sharding=kind).get("copies of weights (float32)") for kind in ("none", "full")}
     assert copies["full"] == copies["none"] is not None
     assert "copies of weights (float32)" not in estimated(model, machine, "--compile")
-
-
-def test_the_chunk_of_logits_is_that_of_the_loss():
-    assert {name: CHUNK_BYTES[name] for name in ("cpu", "cuda")} == logit_chunks._CHUNK_BYTES
 
 
 def big(*flags):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from maxrl_fast.ops import clip_cov_tokens, kl_cov_tokens, linear_policy_gradient_loss, policy_gradient_loss
+from maxrl_fast.ops import clip_cov_tokens, kl_cov_tokens, linear_policy_gradient_loss, lp_reg_proxies, policy_gradient_loss
+from maxrl_fast.ops.losses import loss_numbers
 from tests.ops.test_losses import CU_SEQLENS, MASKS, S, T, computed, example
 
 CHOSEN = torch.arange(T) % 3 == 1
@@ -108,9 +109,21 @@ def test_wrong_arguments_of_the_choice_are_refused(choose):
         choose(x, [0.0] * 4)
 
 
-def test_bounds_must_be_finite():
+def test_bounds_must_be_finite_and_in_order():
     with pytest.raises(ValueError, match="low must be a finite number, got nan"):
         clip_cov_tokens(torch.zeros(4), torch.zeros(4), low=math.nan)
+    with pytest.raises(ValueError, match="low must be below high, got 5 and 1"):
+        clip_cov_tokens(torch.zeros(4), torch.zeros(4), low=5, high=1)
+    with pytest.raises(ValueError, match="low of clip_cov must be below its high, 1, got 5"):
+        loss_numbers("clip_cov", {"low": 5, "high": 1})
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.29, 29), (0.57, 57), (0.285, 28)])
+def test_a_share_of_a_hundred_tokens(share, count):
+    """.29 x 100 is 28.999999999999996."""
+    logprobs, advantages = -torch.rand(100, generator=torch.Generator().manual_seed(0)), torch.linspace(-2, -1, 100)
+    assert int(kl_cov_tokens(logprobs, advantages, share=share).sum()) == count
+    assert int((lp_reg_proxies(logprobs, logprobs, advantages, share=share) > -math.inf).sum()) == count
 
 
 def _kl_cov(a, logp, old, chosen, option):

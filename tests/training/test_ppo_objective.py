@@ -308,8 +308,9 @@ def test_what_is_not_finite_is_named():
     samples, objective = collected(Samples(PROMPTS, rollouts), REWARDS), PpoObjective()
     before = copy.deepcopy(one.critic.model.state_dict())
     size = len(rollouts.tokens)
-    with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf"):
+    with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf") as caught:
         update_critic(one, samples, torch.zeros(size), torch.full((size,), 1e30), samples.sequences, when="step 7")
+    assert caught.value.advice.startswith("A lower --critic-lr often helps")
     assert all(torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items())
     samples = collected(Samples(PROMPTS, Rollouts.given([[20, 21]] * 12)), REWARDS)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.nucleus_entropy import linear_nucleus_entropy
+from maxrl_fast.ops.nucleus_entropy import _chunk_tokens, linear_nucleus_entropy
 from maxrl_fast.training.learner import SIREN_NUCLEUS, LossSettings
 from maxrl_fast.training.siren import QUANTILE, Siren, peak_shares
 from tests.batches import one_batch
@@ -59,6 +59,13 @@ def test_entropies_of_nuclei_and_their_gradient(dtype, tolerance, top_p, softcap
     frozen = [given[0], given[1].detach()]
     (alone,) = torch.autograd.grad((slopes.to(dtype) * linear_nucleus_entropy(*frozen, top_p=top_p)).sum(), frozen[:1])
     assert alone.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_chunk_with_its_copies_takes_the_memory_of_a_chunk_of_the_losses(dtype):
+    hidden, weight = torch.zeros(5000, 4, dtype=dtype), torch.zeros(4096, 4, dtype=dtype)
+    of_copies = 8 * max(dtype.itemsize, 4)
+    assert _chunk_tokens(hidden, weight) * 4096 * of_copies == 1 << 25
 
 
 def test_a_nucleus_of_one_token_has_entropy_0_and_no_gradient():

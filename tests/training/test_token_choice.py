@@ -12,7 +12,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.token_choice import TokenChoice, highest
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -165,6 +165,18 @@ def test_only_tokens_of_high_entropy_have_a_policy_gradient(loss, aggregation, b
     assert metrics.num_targets == int((kept & (ADVANTAGES.repeat_interleave(samples.rollouts.lengths) != 0)).sum())
     options = {"loss": loss, "aggregation": aggregation, "importance_weights": kept.float()}
     assert_close(actual, expected_gradients(model, samples.rollouts, **options))
+
+
+def test_entropies_come_with_the_rows_where_the_loss_needs_those(monkeypatch):
+    model = tiny_decoder()
+    samples, rows = off_policy(model), learner(model, LossSettings("simko", "token_mean"))
+    expected = TokenChoice(learner(model), top_entropy=0.2)
+    expected.begin(samples)
+    monkeypatch.setattr(Learner, "entropies", None)  # no second forward pass
+    choice = TokenChoice(rows, top_entropy=0.2)
+    choice.begin(samples)
+    of_update = [one.apply(samples, ADVANTAGES, samples.sequences, 0).rollouts for one in (choice, expected)]
+    assert torch.equal(of_update[0].importance_weights, of_update[1].importance_weights)
 
 
 def test_entropies_are_those_of_the_sampling_policy_and_shares_of_each_update():

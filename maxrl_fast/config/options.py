@@ -237,9 +237,7 @@ class RolloutOptions:
     kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
-    correction: Annotated[
-        CorrectionName | None, unset("STR", "none with native, pacs and the off-policy objectives, else tis")
-    ] = None
+    correction: Annotated[CorrectionName | None, unset("STR", "none with native or the objective's own loss, else tis")] = None
     """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
     sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
     importance_cap: Annotated[float | None, unset("FLOAT", "2 for tis and tis_sequence")] = None

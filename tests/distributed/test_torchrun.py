@@ -341,7 +341,10 @@ def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_por
     for name in ("restarted", "whole"):  # the second run finds the marks of the kills
         done = subprocess.run([*command, str(tmp_path / name)], env=environment, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert done.stderr.count("exitcode: -9") == (2 if name == "restarted" else 0)
+        # Of the ranks that have ended when it looks, torchrun names the first: the killed one, or one that has noticed (1).
+        failures = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank", done.stderr)
+        assert set(failures) <= {"-9", "1"}
+        assert len(failures) == (2 if name == "restarted" else 0)
         assert "Traceback" not in done.stderr
         assert done.stdout.count("new\n4 prompts") == (2 if name == "restarted" else 1)
         assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}\n4 prompts") == (name == "restarted")

@@ -49,22 +49,22 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-check: lint  ## lint, then the fast tests: before each commit (2 minutes)
+check: lint  ## lint, then the fast tests: before each commit (5 minutes)
 	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
-test: lint  ## lint, then all tests of the CPU (10 minutes)
+test: lint  ## lint, then all tests of the CPU (20 minutes)
 	$(PYTEST)
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
 	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q playwright
 	$(RUN) -m pytest -q -m browser tests/browser
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build (8 minutes)
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## tests of --rollout vllm, in an environment with vLLM's CPU build (6 minutes)
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -m vllm tests/rollout
 
 # For SkyRL and verl the wheel is installed, for its entry point, from the objects that the set-up has compiled. The tests are copied to a folder
 # without the package, so that they import the wheel's.
-test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL, SkyRL and verl, in an environment for each (5 minutes)
+test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL, SkyRL and verl, in an environment for each (3 minutes)
 	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -m integrations tests/integrations/test_trl*.py
 	rm -rf build/lib* build/bdist* build/wheels build/integrations
 	PATH="$(abspath $(VENV))/bin:$$PATH" \
@@ -75,13 +75,13 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer*.py) || exit 1; \
 	done
 
-dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (4 minutes)
+dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)
 
-test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (5 minutes)
+test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (10 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
 
-sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (5 minutes)
+sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (10 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: build, tests and benchmarks; bench/README.md (at most 9 minutes)

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
@@ -14,11 +13,15 @@ from maxrl_fast.training.learner import LossSettings
 from maxrl_fast.training.token_choice import TokenChoice
 from tests.batches import one_batch
 from tests.models import response_logits, tiny_decoder
-from tests.run.test_resume import assert_same, stop_at
-from tests.test_train import base, read
-from tests.training.test_collect import CHAIN
 from tests.training.test_learner import PROMPTS, learner
-from tests.training.test_token_choice import ADVANTAGES, assert_close, expected_gradients, gradients, off_policy
+from tests.training.test_token_choice import (
+    ADVANTAGES,
+    assert_close,
+    expected_gradients,
+    gradients,
+    off_policy,
+    resumed_bitwise,
+)
 
 LP_REG = LossSettings("lp_reg", "token_mean", loss_options={"share": 0.8, "min_p": 0.1, "low": 0.5, "high": 0.4})
 SIMKO = LossSettings("simko", "token_mean", 0.5, 0.6, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5, "penalty": 2.0})
@@ -123,18 +126,7 @@ JOBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch):
-    job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "4", "--save-every", "2", "--updates-per-step", "2"]
-    job += ["--diagnose-every", "3"]
-    job += JOBS[name].split()
-    for out in ("whole", "stopped"):
-        with monkeypatch.context() as patch:
-            if out == "stopped":
-                stop_at(patch, "step 3")
-            code = train.main([*job, "--out", str(tmp_path / out)])
-            assert code == (0 if out == "whole" else 143)
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "stopped")
-    steps = read(tmp_path / "whole" / "metrics.jsonl")
+    steps = resumed_bitwise(JOBS[name].split(), tmp_path, monkeypatch)
     assert sum(step["tokens_chosen"] for step in steps) >= 2
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["loss"] == name
 

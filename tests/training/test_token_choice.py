@@ -201,12 +201,11 @@ JOBS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
-def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch):
+def resumed_bitwise(flags, tmp_path, monkeypatch):
+    """Return the metrics of a run on the chain, after checking that a stopped and resumed one is bitwise the same."""
     job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "4", "--save-every", "2", "--updates-per-step", "2"]
     job += ["--diagnose-every", "3"]
-    job += JOBS[name].split()
+    job += flags
     for out in ("whole", "stopped"):
         with monkeypatch.context() as patch:
             if out == "stopped":
@@ -215,7 +214,13 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch):
             assert code == (0 if out == "whole" else 143)
     assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
-    steps = read(tmp_path / "whole" / "metrics.jsonl")
+    return read(tmp_path / "whole" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch):
+    steps = resumed_bitwise(JOBS[name].split(), tmp_path, monkeypatch)
     assert any(step["tokens_chosen"] >= 2 for step in steps)
     assert any(step["grad_norm"] > 0 for step in steps)
     assert all(("entropy_threshold" in step) == (name == "kl_cov") for step in steps)

@@ -14,7 +14,7 @@ from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings, UpdatePlan
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.packing import MicroBatch, Packer
 
@@ -130,8 +130,9 @@ class LayoutUpdates:
         self.optimizer.step()
 
     def _packed(self, packer: Packer, num_tokens: int) -> None:
-        for part in packer.split(torch.arange(len(self.advantages)), num_tokens):
-            self.learner.loss(packer.pack(part), self.denominator)[0].backward()
+        plan = UpdatePlan(torch.arange(len(self.advantages)), self.denominator)
+        for part in packer.split(plan.sequences, num_tokens):
+            self.learner.loss(packer.pack(part), plan)[0].backward()
 
     def gradient(self) -> Tensor:
         """Return the last update's clipped gradient, flat."""

@@ -13,7 +13,6 @@
 #include "layer.h"
 #include "linear.h"
 #include "pacs.h"
-#include "row_statistics.h"
 #include "token_loss.h"
 
 namespace maxrl {
@@ -29,7 +28,6 @@ namespace maxrl {
 //   sums                 [LossSums::kSize]
 // token_logprobs: log-probabilities of the targets and entropies, [T] each; the backward kernel computes the gradient in the
 //   logits, which it may write over the logits. It does not read rows whose gradients are 0.
-// row_statistics: the same and more of every row, without a gradient (row_statistics.h).
 //
 // shared_prompt_attention: attention of attention.h, with its log-sum-exp; the backward kernel computes all gradients from
 // both.
@@ -48,15 +46,13 @@ int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64
 // Throws std::invalid_argument if offsets do not rise from 0 to num_rewards.
 std::vector<int64_t> distinct_group_sizes(const Groups& groups);
 
-// All three return the first token that is not masked and whose target is not in the vocabulary, and write nothing then; -1 if
+// Both return the first token that is not masked and whose target is not in the vocabulary, and write nothing then; -1 if
 // there is none.
 template <typename Element, typename Real>
 int64_t token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
                    double* sums, int num_threads);
 template <typename Element, typename Real>
 int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads);
-template <typename Element, typename Real>
-int64_t row_statistics(Rows<const Element> logits, const TokenRows<Real>& in, const RowStatistics<Real>& out, int num_threads);
 
 template <typename Element, typename Real>
 void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
@@ -124,8 +120,6 @@ void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real*
 template <typename Element, typename Real>
 void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
                              const Real* grad_entropy, Rows<Element> gradient, cudaStream_t stream);
-template <typename Element, typename Real>
-void row_statistics(Rows<const Element> logits, const TokenRows<Real>& in, const RowStatistics<Real>& out, cudaStream_t stream);
 
 // Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor written.
 template <typename Element, typename Real>

@@ -45,7 +45,6 @@ def group_advantage_cuda(
 
 LOSS_WORKSPACE: int  # this and the next only with CUDA kernels
 PACS_WORKSPACE: int
-MAX_TOP_TOKENS: int
 
 class LossTerms:
     def __init__(
@@ -58,7 +57,6 @@ class LossTerms:
         kl: str,
         kl_coef: float,
         entropy_coef: float,
-        options: list[float],
     ) -> None: ...
 
 class Matrix:
@@ -66,19 +64,6 @@ class Matrix:
 
 class Tokens:
     def __init__(self, *, num_tokens: int, vocab_size: int, targets: int, temperatures: int, temperature: float) -> None: ...
-
-class RowStatistics:
-    def __init__(
-        self,
-        *,
-        top_k: int,
-        min_p: float,
-        logprobs: int,
-        entropy: int,
-        top_tokens: int,
-        top_logprobs: int,
-        log_mass: int,
-    ) -> None: ...
 
 class Sequences:
     def __init__(
@@ -93,9 +78,6 @@ class Sequences:
         old_logprobs: int,
         ref_logprobs: int,
         sequence_log_ratio: int,
-        token_statistics: int,
-        top_tokens: int,
-        spread: int,
         mask: int,
         sequence_tokens: int,
         denominator: int,
@@ -117,7 +99,6 @@ def token_logprobs_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, logprobs: 
 def token_logprobs_backward_cpu(
     *, dtype: str, logits: Matrix, tokens: Tokens, grad_logprobs: int, grad_entropy: int, gradient: Matrix, num_threads: int
 ) -> None: ...
-def row_statistics_cpu(*, dtype: str, logits: Matrix, tokens: Tokens, statistics: RowStatistics, num_threads: int) -> int: ...
 def scale_cuda(*, dtype: str, matrix: Matrix, num_rows: int, row_size: int, scale: int, stream: int) -> None: ...
 def decode_attention_cuda(
     *,

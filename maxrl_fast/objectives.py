@@ -4,6 +4,7 @@ those that are installed, every token loss, and every correction for a rollout e
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import torch
@@ -11,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.ops.estimators import ESTIMATORS
-from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.output import protect_output
 from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights
@@ -132,7 +133,11 @@ def _losses() -> dict[str, tuple[str, str, str, str]]:
         options = [f"{option}={number.default:g}" for option, number in row.options.items()]
         options += ["--clip-low, --clip-high"] * row.clips
         rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
-    return rows
+    return rows | {point.name: ("a function of Tokens", "-", "-", _installed(point)) for point in installed("loss")}
+
+
+def _installed(point: EntryPoint) -> str:
+    return f"installed: {owner(point)}, {point.value}"
 
 
 def _corrections() -> dict[str, tuple[str, str, str, str]]:
@@ -155,7 +160,7 @@ def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: 
 def _registry_table() -> Table:
     table = _table(_COLUMNS, _registry(), _NOTATION)
     for point in installed("objective"):
-        table.add_row(point.name, "a function of the rewards", "-", "-", f"installed: {owner(point)}, {point.value}")
+        table.add_row(point.name, "a function of the rewards", "-", "-", _installed(point))
     return table
 
 

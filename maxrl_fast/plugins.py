@@ -1,4 +1,4 @@
-"""Tasks, objectives and engines that are not built in: FILE.py:NAME, and the entry points of installed distributions.
+"""Tasks, objectives, losses and engines that are not built in: FILE.py:NAME, and the entry points of installed distributions.
 
 Nothing is imported before it is used, and entry points are looked up only for names that are not built in.
 """
@@ -16,16 +16,21 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.worker import LoadError, describe_error, load
 
-GROUPS = {"task": "maxrl_fast.tasks", "objective": "maxrl_fast.objectives", "rollout": "maxrl_fast.engines"}  # by option
+GROUPS = {  # of entry points, by option
+    "task": "maxrl_fast.tasks",
+    "objective": "maxrl_fast.objectives",
+    "loss": "maxrl_fast.losses",
+    "rollout": "maxrl_fast.engines",
+}
 
 
 def is_file(name: str) -> bool:
-    """Return whether a task, a reward, an objective or an engine is FILE.py:NAME."""
+    """Return whether a task, a reward, an objective, a loss or an engine is FILE.py:NAME."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def installed(option: str) -> list[EntryPoint]:
-    """Return the entry points that the value of an option, "task", "objective" or "rollout", may name, in order of name."""
+    """Return the entry points that the value of an option, a key of GROUPS, may name, in order of name."""
     return sorted(entry_points(group=GROUPS[option]), key=lambda point: point.name)
 
 

@@ -112,9 +112,6 @@ class Rollouts:
     logprobs: Tensor  # [T] float32, under the whole distribution at the sampling temperature: before top-k, top-p and min-p
     truncated: Tensor  # [S] bool: ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, factors of the advantage of each token
-    token_statistics: Tensor | None = None  # [T] float32, of ops.policy_gradient_loss, for the losses that need them
-    top_tokens: Tensor | None = None  # [T, K] int64, likewise
-    entropy_slopes: Tensor | None = None  # [T] float32, of the entropies of nuclei in the loss, times its denominator
 
     def __len__(self) -> int:
         """S, without reading or launching anything on the device."""
@@ -141,9 +138,6 @@ class Rollouts:
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
-            token_statistics=_joined([part.token_statistics for part in parts]),
-            top_tokens=_joined([part.top_tokens for part in parts]),
-            entropy_slopes=_joined([part.entropy_slopes for part in parts]),
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
@@ -155,9 +149,6 @@ class Rollouts:
             logprobs=self.logprobs[slots],
             truncated=self.truncated[sequences],
             importance_weights=None if self.importance_weights is None else self.importance_weights[slots],
-            token_statistics=None if self.token_statistics is None else self.token_statistics[slots],
-            top_tokens=None if self.top_tokens is None else self.top_tokens[slots],
-            entropy_slopes=None if self.entropy_slopes is None else self.entropy_slopes[slots],
         )
 
     @property

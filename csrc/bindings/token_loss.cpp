@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <vector>
-
 #include "bindings.h"
 
 namespace maxrl::bindings {
@@ -32,23 +29,6 @@ struct Matrix {
   }
 };
 
-// RowStatistics as addresses, before Real is known.
-struct Statistics {
-  int top_k;
-  double min_p;
-  Address logprobs, entropy, top_tokens, top_logprobs, log_mass;
-  template <typename Real>
-  RowStatistics<Real> results() const {
-    return {top_k,
-            min_p,
-            pointer<Real>(logprobs),
-            pointer<Real>(entropy),
-            pointer<std::int64_t>(top_tokens),
-            pointer<Real>(top_logprobs),
-            pointer<Real>(log_mass)};
-  }
-};
-
 // TokenRows and TokenLossInputs as addresses, before Real is known.
 struct Tokens {
   std::int64_t num_tokens, vocab_size;
@@ -66,8 +46,7 @@ struct Sequences {
   bool advantages_per_token;
   Address importance_weights;
   bool importance_per_token;
-  Address old_logprobs, ref_logprobs, sequence_log_ratio, token_statistics, top_tokens, spread, mask, sequence_tokens,
-      denominator;
+  Address old_logprobs, ref_logprobs, sequence_log_ratio, mask, sequence_tokens, denominator;
   template <typename Real>
   TokenLossInputs<Real> inputs(const Tokens& tokens) const {
     return {tokens.rows<Real>(),
@@ -80,9 +59,6 @@ struct Sequences {
             pointer<const Real>(old_logprobs),
             pointer<const Real>(ref_logprobs),
             pointer<const Real>(sequence_log_ratio),
-            pointer<const Real>(token_statistics),
-            pointer<const std::int64_t>(top_tokens),
-            pointer<Real>(spread),
             pointer<const bool>(mask),
             pointer<const std::int64_t>(sequence_tokens),
             pointer<const double>(denominator)};
@@ -96,22 +72,17 @@ Loss loss_of(std::string_view name) {
 }
 
 LossTerms loss_terms(std::string_view loss, double clip_low, double clip_high, double dual_clip, std::string_view kl,
-                     double kl_coef, double entropy_coef, const std::vector<double>& options) {
+                     double kl_coef, double entropy_coef) {
   using namespace std::string_view_literals;
-  if (options.size() > LossTerms::kMaxOptions) throw py::value_error("a loss has at most four options");
-  LossTerms terms{
-      loss_of(loss),
-      clip_low,
-      clip_high,
-      dual_clip,
-      choose<Divergence>(
-          "kl", kl,
-          {{"k1"sv, Divergence::kK1}, {"k2"sv, Divergence::kK2}, {"k3"sv, Divergence::kK3}, {"k3+"sv, Divergence::kK3Plus}}),
-      kl_coef,
-      entropy_coef,
-      {}};
-  std::copy(options.begin(), options.end(), terms.options);
-  return terms;
+  return {loss_of(loss),
+          clip_low,
+          clip_high,
+          dual_clip,
+          choose<Divergence>(
+              "kl", kl,
+              {{"k1"sv, Divergence::kK1}, {"k2"sv, Divergence::kK2}, {"k3"sv, Divergence::kK3}, {"k3+"sv, Divergence::kK3Plus}}),
+          kl_coef,
+          entropy_coef};
 }
 
 }  // namespace
@@ -120,7 +91,7 @@ void bind_token_loss(py::module_& m) {
   py::class_<LossTerms>(m, "LossTerms")
       .def(py::init(&loss_terms), py::kw_only(), py::arg(LossTerms::kNames[0]), py::arg(LossTerms::kNames[1]),
            py::arg(LossTerms::kNames[2]), py::arg(LossTerms::kNames[3]), py::arg(LossTerms::kNames[4]),
-           py::arg(LossTerms::kNames[5]), py::arg(LossTerms::kNames[6]), py::arg(LossTerms::kNames[7]));
+           py::arg(LossTerms::kNames[5]), py::arg(LossTerms::kNames[6]));
   py::class_<Matrix>(m, "Matrix").def(py::init([](Address data, std::int64_t stride) { return Matrix{data, stride}; }));
   py::class_<Tokens>(m, "Tokens")
       .def(py::init([](std::int64_t num_tokens, std::int64_t vocab_size, Address targets, Address temperatures,
@@ -129,22 +100,14 @@ void bind_token_loss(py::module_& m) {
   py::class_<Sequences>(m, "Sequences")
       .def(py::init([](std::int64_t num_sequences, Address cu_seqlens, Address advantages, bool advantages_per_token,
                        Address importance_weights, bool importance_per_token, Address old_logprobs, Address ref_logprobs,
-                       Address sequence_log_ratio, Address token_statistics, Address top_tokens, Address spread, Address mask,
-                       Address sequence_tokens, Address denominator) {
+                       Address sequence_log_ratio, Address mask, Address sequence_tokens, Address denominator) {
              return Sequences{num_sequences,        cu_seqlens,   advantages,   advantages_per_token, importance_weights,
-                              importance_per_token, old_logprobs, ref_logprobs, sequence_log_ratio,   token_statistics,
-                              top_tokens,           spread,       mask,         sequence_tokens,      denominator};
+                              importance_per_token, old_logprobs, ref_logprobs, sequence_log_ratio,   mask,
+                              sequence_tokens,      denominator};
            }),
            py::kw_only(), "num_sequences"_a, "cu_seqlens"_a, "advantages"_a, "advantages_per_token"_a, "importance_weights"_a,
-           "importance_per_token"_a, "old_logprobs"_a, "ref_logprobs"_a, "sequence_log_ratio"_a, "token_statistics"_a,
-           "top_tokens"_a, "spread"_a, "mask"_a, "sequence_tokens"_a, "denominator"_a);
-  py::class_<Statistics>(m, "RowStatistics")
-      .def(py::init([](int top_k, double min_p, Address logprobs, Address entropy, Address top_tokens, Address top_logprobs,
-                       Address log_mass) {
-             return Statistics{top_k, min_p, logprobs, entropy, top_tokens, top_logprobs, log_mass};
-           }),
-           py::kw_only(), "top_k"_a, "min_p"_a, "logprobs"_a, "entropy"_a, "top_tokens"_a, "top_logprobs"_a, "log_mass"_a);
-  m.attr("MAX_TOP_TOKENS") = kMaxTopTokens;
+           "importance_per_token"_a, "old_logprobs"_a, "ref_logprobs"_a, "sequence_log_ratio"_a, "mask"_a,
+           "sequence_tokens"_a, "denominator"_a);
   export_fields(m, "Loss", kLossNames);
   export_fields(m, "LossTerms", LossTerms::kNames);
   export_fields(m, "LossSums", LossSums::kNames);
@@ -187,18 +150,6 @@ void bind_token_loss(py::module_& m) {
         });
       },
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "grad_logprobs"_a, "grad_entropy"_a, "gradient"_a, "num_threads"_a);
-  m.def(
-      "row_statistics_cpu",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Statistics& statistics, int num_threads) {
-        return with_logit_types(dtype, [&](auto types) {
-          using Real = typename decltype(types)::Real;
-          const py::gil_scoped_release release;
-          return cpu::row_statistics(logits.rows<const typename decltype(types)::Element>(), tokens.rows<Real>(),
-                                     statistics.results<Real>(), num_threads);
-        });
-      },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "statistics"_a, "num_threads"_a);
-
 #ifdef MAXRL_FAST_CUDA
   m.attr("LOSS_WORKSPACE") = cuda::loss_workspace();
   m.def(
@@ -236,16 +187,6 @@ void bind_token_loss(py::module_& m) {
         });
       },
       py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "grad_logprobs"_a, "grad_entropy"_a, "gradient"_a, "stream"_a);
-  m.def(
-      "row_statistics_cuda",
-      [](std::string_view dtype, const Matrix& logits, const Tokens& tokens, const Statistics& statistics, Address stream) {
-        with_logit_types(dtype, [&](auto types) {
-          using Real = typename decltype(types)::Real;
-          cuda::row_statistics(logits.rows<const typename decltype(types)::Element>(), tokens.rows<Real>(),
-                               statistics.results<Real>(), reinterpret_cast<cudaStream_t>(stream));
-        });
-      },
-      py::kw_only(), "dtype"_a, "logits"_a, "tokens"_a, "statistics"_a, "stream"_a);
   m.def(
       "scale_cuda",
       [](std::string_view dtype, const Matrix& matrix, std::int64_t num_rows, std::int64_t row_size, Address scale,

@@ -27,34 +27,12 @@ class SoftmaxRow {
 
   // Reads the row once.
   Softmax statistics() {
-    return statistics([](int64_t, int64_t, Real) {});
-  }
-
-  // visit(begin, end, greatest logit) is called for every block, while it is in the cache. The target is in none of them.
-  template <typename Visit>
-  Softmax statistics(const Visit& visit) {
     part_ = PartialSoftmax::empty();
     base_ = 0;
-    for_blocks([&](const Block& block) { visit(block.begin, block.end, add_block(block)); });
+    for_blocks([&](const Block& block) { add_block(block); });
     const Softmax softmax(part_, to_double(logits_[target_]), inverse_temperature_);
     base_ = static_cast<Real>(softmax.top);
     return softmax;
-  }
-
-  // After statistics(), with working memory: the sum of e^x over the tokens, without the target, whose e^x is at least `least`.
-  double sum_of_at_least(double least, const Softmax& softmax) const {
-    double total = 0.0;
-    for_blocks([&](const Block& block) {
-      const double factor = factor_of(block, softmax);
-      const Reals limit = Vectors::all(static_cast<Real>(least / factor));
-      Reals sum = Vectors::all(0);
-      for_steps(block, [&](int64_t i, int64_t) {
-        const Pair e = Vectors::load(exponentials_ + block.shift + i);
-        sum += (e.first >= limit ? e.first : Vectors::all(0)) + (e.second >= limit ? e.second : Vectors::all(0));
-      });
-      if (factor > 0.0) total += factor * Vectors::sum(sum);
-    });
-    return total;
   }
 
   // After statistics(): writes dL/dz, which may be where the logits are.

@@ -37,9 +37,7 @@ struct TokenLossWork {
                                        scratch);
       const Softmax softmax = row.statistics();
       const RowGrads grads = evaluate_row(in, terms, t, plan, softmax, sums);
-      if (!row_gradient) continue;
-      row.write_gradient(softmax, grads, row_gradient);
-      if (in.spread) spread_gradient(in, terms, t, row_gradient);
+      if (row_gradient) row.write_gradient(softmax, grads, row_gradient);
     }
     partial[begin / grain] = sums;
   }

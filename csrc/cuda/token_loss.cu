@@ -37,14 +37,6 @@ struct LossWork {
   }
 };
 
-// One thread for each row. A second, short launch, so that the kernel above needs no registers for it.
-template <typename Element, typename Real>
-__global__ void spread_rows(const __grid_constant__ TokenLossInputs<Real> in, const __grid_constant__ LossTerms terms,
-                            Rows<Element> gradient) {
-  const int64_t t = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (t < in.rows.num_tokens) spread_gradient(in, terms, t, gradient.of(t));
-}
-
 }  // namespace
 
 template <typename Element, typename Real>
@@ -52,10 +44,6 @@ void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, con
                 double* workspace, cudaStream_t stream) {
   if (in.rows.num_tokens == 0) return;  // the workspace is 0 already
   launch_rows<Element, Real>(logits, in.rows, gradient, LossWork<Real>{in, terms, workspace}, stream);
-  if (!in.spread || !gradient.data) return;
-  constexpr int kSpreadThreads = 128;
-  const int64_t blocks = (in.rows.num_tokens + kSpreadThreads - 1) / kSpreadThreads;
-  launch(spread_rows<Element, Real>, blocks, kSpreadThreads, 0, 0, stream, in, terms, gradient);
 }
 
 #define MAXRL_INSTANTIATE(Element, Real)                                                                                \

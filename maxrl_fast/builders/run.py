@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
+from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.builders.engine import build_sampling
 from maxrl_fast.builders.policy import dtype_of
 from maxrl_fast.builders.rewards import build_length_penalty, build_policy_reward, build_training_scorer, reward_names
-from maxrl_fast.config.checks import correction_of, objective_of
+from maxrl_fast.config.checks import correction_of, loss_of, objective_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.plugins import place_of
 from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.rewards.scoring import Scorer
@@ -32,9 +32,7 @@ from maxrl_fast.training.objective_registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompts_ahead import PromptsAhead
 from maxrl_fast.training.sharding import distribute
-from maxrl_fast.training.siren import Siren
 from maxrl_fast.training.stopwatch import Stopwatch
-from maxrl_fast.training.token_choice import TokenChoice
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
@@ -42,16 +40,12 @@ from maxrl_fast.training.warm_start import WarmStart
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
     """Return the settings of the token loss in reinforcement learning."""
     options = config.rollout
-    values: dict[str, Any] = {**vars(config.loss), "loss_options": config.loss.own_numbers()}
-    del values["top_entropy"]  # of build_token_choice
-    return LossSettings(**values, temperature=options.temperature, max_new_tokens=options.max_new_tokens)
-
-
-def build_token_choice(config: ResolvedConfig, learner: Learner) -> TokenChoice | None:
-    """Return what chooses the tokens that the loss treats differently; None where it has none."""
-    if config.loss.top_entropy == 1 and LOSSES[config.loss.loss].statistic is None:
-        return None
-    return TokenChoice(learner, config.loss.top_entropy, config.run.seed)
+    values: dict[str, Any] = {
+        **vars(config.loss),
+        "loss": loss_of(config.loss.loss).function,
+        "loss_options": config.loss.own_numbers(),
+    }
+    return LossSettings(**values, temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=config.run.seed)
 
 
 def build_learner(
@@ -167,8 +161,8 @@ def build_trainer(
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
     learner = build_learner(config, model, ranks, module, reference)
-    siren = Siren(learner, config.loss.siren) if config.loss.siren else None
-    learner.objective_state = objective.state | ({} if siren is None else {"siren_anchor": siren.anchor})
+    anchor = {"siren_anchor": torch.full((1,), torch.nan, dtype=torch.float64)} if config.loss.siren else {}
+    learner.objective_state = objective.state | anchor
     learner.critic = critic
     trainer = Trainer(
         build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks, learner),
@@ -181,8 +175,6 @@ def build_trainer(
         clock,
         config.evaluation.keep_rollouts,
         build_length_penalty(config),
-        build_token_choice(config, learner),
-        siren,
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
 
@@ -208,8 +200,10 @@ def build_evaluator(
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return the fingerprints of the files that decide the run's result."""
     task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
+    loss = config.loss.loss
     files = {
         "objective": source_file(place_of("objective", objective)) if is_custom(objective) else None,
+        "loss": source_file(place_of("loss", loss)) if loss not in LOSSES else None,
         "judge-template": config.reward.judge_template,
         "task": source_file(place_of("task", task_name)) if is_plugin(task_name) else None,
         "rollout": source_file(place_of("rollout", engine)) if engine not in ENGINES else None,

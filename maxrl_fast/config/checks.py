@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.algorithms.losses import LOSSES
+from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
 from maxrl_fast.config.hints import nearest
 from maxrl_fast.config.options import Config, CorrectionName, several
 from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.losses import LOSSES, loss_numbers
 from maxrl_fast.ops.token_batch import AGGREGATIONS
+from maxrl_fast.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
@@ -117,6 +119,22 @@ def objective_of(config: Config) -> Objective:
         raise InputError(str(error)) from error
 
 
+def loss_of(name: str) -> TokenLoss:
+    """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
+
+    Raises:
+        InputError: where there is no such loss, or it cannot be loaded.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if not is_file(name) and not is_installed("loss", name):
+        raise InputError(f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}")
+    try:
+        return find_loss(load_plugin("loss", name, "FUNCTION"))
+    except ValueError as error:
+        raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
+
+
 def correction_name(config: Config) -> CorrectionName:
     """Return the correction that a configuration asks for, or the default: none where engine and trainer are compared by the
     tests, else tis."""
@@ -163,23 +181,28 @@ def _check_correction(config: Config) -> None:
 
 
 def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
-    name, numbers = options["loss"] or objective_of(config).loss, config.loss.own_numbers()
+    loss, defaults = loss_of(options["loss"] or objective_of(config).loss), Config().flat()
     try:
-        loss_numbers(name, numbers)
+        learns_without_advantage(loss, tuple(loss.resolve(config.loss.own_numbers()).items()))
     except ValueError as error:
         raise InputError(str(error)) from error
-    needed = LOSSES[name].aggregation
+    for name in ("clip_low", "clip_high"):
+        if not loss.clips and options[name] != defaults[name]:
+            raise InputError(f"loss {loss.name} does not take {name}, got {options[name]}")
+    needed = loss.aggregation
     if needed and options["aggregation"] not in (None, needed):
-        raise InputError(f"aggregation must be {needed} for {name}, whose loss it is a part of, got {options['aggregation']}")
+        raise InputError(
+            f"aggregation must be {needed} for {loss.name}, whose loss it is a part of, got {options['aggregation']}"
+        )
 
 
 def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     name, objective = options["objective"], objective_of(config)
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
-    loss = options["loss"] or objective.loss
-    if objective.needs.token_weights and LOSSES[loss].sequence is not None:
-        raise InputError(f"{name} weights single tokens, so loss cannot be {loss}, whose ratio is one of whole responses")
+    loss = loss_of(options["loss"] or objective.loss)
+    if objective.needs.token_weights and loss.by_sequence:
+        raise InputError(f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses")
     _check_labels(name, objective, options)
     if objective.needs.parts:
         _check_parts(name, options)

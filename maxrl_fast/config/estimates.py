@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.checks import loss_of, objective_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.relevance import Choices, not_taken
@@ -16,7 +16,6 @@ from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
-from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
@@ -97,7 +96,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
     needs, loss = objective_of(config).needs, config.loss
     more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
-    more_passes += (LOSSES[loss.loss].rows or loss.top_entropy < 1) + bool(loss.kl_coef) + bool(loss.siren)
+    more_passes += (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)) + bool(loss.kl_coef)
     # The greedy responses are sampled by a call of their own, which reads the prompts again.
     greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
     work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}

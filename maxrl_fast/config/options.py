@@ -13,10 +13,6 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
-LossName = Literal[
-    "reinforce", "ppo", "cispo", "gspo", "luspo", "gmpo", "vespo", "sapo", "dppo", "dispo", "topr", "topr_token",
-    "kl_cov", "clip_cov", "lp_reg", "simko",
-]  # fmt: skip
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
 
@@ -298,10 +294,10 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Annotated[LossName | None, unset("STR", "ppo; reinforce for pacs, verifree and the off-policy objectives")] = None
-    """Policy-gradient loss: ppo, reinforce, cispo, gspo, luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token,
-    kl_cov, clip_cov, lp_reg or simko (`python -m maxrl_fast.objectives` has their formulas). With one update per step the ratio
-    is 1, and all have the same gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
+    loss: Annotated[str | None, unset("STR", "ppo; reinforce for pacs, verifree and the off-policy objectives")] = None
+    """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives` lists them all),
+    an installed loss, or FILE.py:FUNCTION. With one update per step the ratio is 1, and the built-in losses have the same
+    gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
     loss_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the loss's own")] = ()
     """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
     clip_low: float = 0.2
@@ -312,8 +308,8 @@ class LossOptions:
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
     (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
     top_entropy: float = 1.0
-    """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper), at
-    the price of one more forward pass; the others still count in the average. 1: all."""
+    """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper);
+    costs one more forward pass. The others still count in the average. 1: all."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: float = 0.0
@@ -489,7 +485,7 @@ class ResolvedOptimizer(OptimizerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLoss(LossOptions):
-    loss: LossName
+    loss: str
     aggregation: str
 
 

@@ -49,7 +49,7 @@ OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)
 # The same for another loss, of options that may have been given for the one before.
 OF_LOSS = ("loss_options", "aggregation")
 SEVERAL = ("reward", "reward_weights", "loss_options", "correction_options")  # options of one value or of several
-CODE = ("objective", "task", "reward", "rollout", "log_to")  # options that can name code
+CODE = ("objective", "task", "reward", "loss", "rollout", "log_to")  # options that can name code
 AnyOptions = TypeVar("AnyOptions")
 
 

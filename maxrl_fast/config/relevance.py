@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.rewards.judge import JUDGE
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
@@ -53,7 +53,7 @@ def not_taken(choices: Choices) -> dict[str, str]:
     if not choices.kl_coef:
         found["kl"] = "a run without --kl-coef"
     own_loss = default_loss(choices.objective)
-    loss = LOSSES.get(choices.loss or own_loss)  # a name that is none is refused later
+    loss = LOSSES.get(choices.loss or own_loss)  # a user's own is checked when it is loaded
     if loss is not None:
         without = "a run without --loss" if own_loss == "ppo" else f"objective {choices.objective}"
         who = without if choices.loss is None else f"loss {choices.loss}"

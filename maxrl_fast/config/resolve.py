@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from maxrl_fast.config.checks import correction_name, importance_cap, objective_of
+from maxrl_fast.config.checks import correction_name, importance_cap, loss_of, objective_of
 from maxrl_fast.config.options import (
     Config,
     ModelOptions,
@@ -29,7 +29,6 @@ from maxrl_fast.files.durable import is_locked, temporary_path
 from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
-from maxrl_fast.ops.losses import LOSSES
 from maxrl_fast.plugins import is_file
 from maxrl_fast.rewards.classifier import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
@@ -173,7 +172,7 @@ def _optimizer(config: Config) -> ResolvedOptimizer:
 def _loss(config: Config) -> ResolvedLoss:
     options, objective = config.loss, objective_of(config)
     loss = options.loss or objective.loss
-    aggregation = options.aggregation or LOSSES[loss].aggregation or objective.aggregation
+    aggregation = options.aggregation or loss_of(loss).aggregation or objective.aggregation
     chosen: dict[str, Any] = {"loss": loss, "aggregation": aggregation}
     return ResolvedLoss(**{**vars(options), **chosen})
 
@@ -241,6 +240,7 @@ def _absolute(config: Config) -> dict[str, Any]:
         resolved["model"] = str(Path(config.model.model).absolute())
     resolved["reward"] = tuple(map(absolute_function, config.reward.reward))
     functions = {"task": config.task.task, "objective": config.objective.objective, "rollout": config.rollout.rollout}
+    functions |= {"loss": config.loss.loss} if config.loss.loss is not None else {}
     return resolved | {name: absolute_function(value) for name, value in functions.items()}
 
 

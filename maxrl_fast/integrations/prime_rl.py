@@ -1,19 +1,20 @@
 """prime-rl: `[trainer.loss]` with `type = "custom"` and `import_path = "maxrl_fast.integrations.prime_rl.policy_loss"`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from maxrl_fast import _C
-from maxrl_fast.ops.losses import LOSSES, summands
+from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.tokens import Tokens, limited
+from maxrl_fast.ops.function_loss import kl_estimates
 from maxrl_fast.ops.token_batch import loss_terms
-from maxrl_fast.ops.token_loss_reference import TokenTerms, clamped, kl_estimates, surrogate
 
 
 def policy_loss(
     inputs: Any,
-    loss: str = "ppo",
+    loss: str | Callable[..., Tensor] = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -30,33 +31,45 @@ def policy_loss(
             ref_logprobs; loss_weights scale the loss of each token.
 
     Raises:
-        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss needs
-            token_statistics.
+        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss compares the
+            tokens of several sequences.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
-    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, 0.0, loss_options)
+    row = find_loss(loss)
+    terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, 0.0)
     if kl_coef and inputs.ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so prime-rl must have ref_logprobs")
-    if LOSSES[loss].statistic is not None:
-        raise ValueError(f"loss {loss} needs numbers of the tokens of a whole batch, and prime-rl gives one sequence at a time")
+    if row.over_batch:
+        raise ValueError(f"loss {row.name} compares the tokens of a whole batch, and prime-rl gives one sequence at a time")
     keep = inputs.loss_mask
-    logp, advantage = inputs.trainer_logprobs[keep].float(), inputs.advantages[keep].float()
-    difference = logp - inputs.inference_logprobs[keep].float()
-    log_ratio = difference
-    if terms.by_sequence:  # one number for the sequence, with the gradient of each token
-        added = summands(loss, terms.options, difference.detach(), advantage, _C.MAX_LOG_RATIO)
-        log_ratio = (added.sum() if LOSSES[loss].sequence == "sum" else _mean(added)) + (logp - logp.detach())
-    log_ratio = clamped(log_ratio)[0]
-    ratio = log_ratio.exp()
-    value, low, high = surrogate(terms, TokenTerms(advantage, logp, difference.detach(), log_ratio, ratio, None))
+
+    def kept(x: Tensor) -> Tensor:
+        return x[keep].double()
+
+    logprobs, old = kept(inputs.trainer_logprobs), kept(inputs.inference_logprobs)
+    ones, lengths = torch.ones_like(old), torch.tensor([0, len(old)], device=old.device)
+    tokens = Tokens(
+        logprobs=logprobs,
+        entropy=torch.zeros_like(old),
+        old_logprobs=old,
+        ref_logprobs=old if inputs.ref_logprobs is None else kept(inputs.ref_logprobs),
+        advantages=kept(inputs.advantages),
+        importance_weights=ones,
+        mask=ones.bool(),
+        cu_seqlens=lengths,
+    )
+    clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
+    value = row.bind(row.resolve(loss_options), **clips)(tokens)
     if kl_coef:
-        value = value + kl_coef * kl_estimates(clamped(logp - inputs.ref_logprobs[keep].float())[0], kl)
+        value = value + kl_coef * kl_estimates(limited(logprobs - tokens.ref_logprobs), kl)
     if inputs.loss_weights is not None:
         value = value * inputs.loss_weights[keep]
-    is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) if LOSSES[loss].clips else low | high
-    metrics = {"ratio": ratio.detach(), "outside_clip": is_outside.float(), "logprob_diff": difference.detach().abs()}
-    return LossOutputs(loss=value.sum(), metrics={name: _mean(values) for name, values in metrics.items()})
+    difference = (logprobs - old).detach()
+    ratio = limited(difference if tokens.measured is None else tokens.measured).exp()
+    is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) if row.clips else tokens.clipped_low | tokens.clipped_high
+    metrics = {"ratio": ratio, "outside_clip": is_outside.float(), "logprob_diff": difference.abs()}
+    return LossOutputs(loss=value.sum().float(), metrics={name: _mean(values.float()) for name, values in metrics.items()})
 
 
 def _mean(values: Tensor) -> Tensor:

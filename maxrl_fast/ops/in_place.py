@@ -1,16 +1,17 @@
 """The token loss that overwrites the logits with their gradient, and errors for whoever uses the logits afterwards."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.ops.derivatives import check_mode, first_order
-from maxrl_fast.ops.token_loss_kernel import scaled, token_loss_
+from maxrl_fast.ops.token_loss_kernel import scaled
 
 
-def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Return the LossSums [10] of `token_loss_`, differentiable; the logits are overwritten with their gradient.
+def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the LossSums [10] of `compute`, differentiable; it overwrites the logits with their gradient.
 
     If an earlier operation saved the logits for its own backward pass, autograd sees that their version has changed, and raises
     an error. The backward pass of a later operation goes through `_Spent`, which raises an error too.
@@ -21,7 +22,7 @@ def overwrite(logits: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         raise ValueError(f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}")
     check_mode("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
-    sums: Tensor = _Loss.apply(logits, gradient, arguments)
+    sums: Tensor = _Loss.apply(logits, gradient, compute)
     _Spent.apply(logits)
     gradient.version = logits._version
     return sums
@@ -45,10 +46,10 @@ class _Gradient:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, arguments: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, compute: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.gradient = gradient
         assert gradient.values is not None
-        sums: Tensor = token_loss_(gradient.values, *arguments)
+        sums = compute(gradient.values)
         torch.autograd.graph.increment_version(logits)
         return sums
 

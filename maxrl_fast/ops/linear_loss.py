@@ -4,21 +4,25 @@ The operators behind them have no kernels of their own: they call those of token
 operators they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses.registry import LOSSES, call_rows
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels, operator, register_fake
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
+from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss import loss_and_metrics, with_sequence_ratios
+from maxrl_fast.ops.token_loss import loss_and_metrics
 from maxrl_fast.ops.token_loss_kernel import NUM_SUMS, batch_and_terms, loss_arguments, scaled, split_temperature
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
+from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 
 def linear_policy_gradient_loss(
@@ -33,9 +37,7 @@ def linear_policy_gradient_loss(
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
     importance_weights_per_token: bool | None = None,
-    token_statistics: Tensor | None = None,
-    top_tokens: Tensor | None = None,
-    loss: str = "ppo",
+    loss: str | Callable[..., Tensor] = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -56,7 +58,8 @@ def linear_policy_gradient_loss(
     its matrix multiplications with weight and hidden states. Beside the gradients of hidden [T, H] and of weight [V, H], the
     latter in float32 until the end, it needs memory for one chunk of logits (and its float32 copy where a CPU multiplies half
     precision), for any T. On a GPU the rows of a chunk are padded to a multiple of 64 logits, so that a chunk of C tokens takes
-    C ceil(V / 64) 64 numbers. Losses with the ratio of a sequence take two passes, the first for these ratios.
+    C ceil(V / 64) 64 numbers. gspo takes two passes, the first for the ratios of sequences; losses that are functions
+    (`ops.LOSSES`) take two, for log-probs and for their gradient.
 
     Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, since the host waits for the
     number of these tokens; without a mask no call waits, and all tokens are multiplied.
@@ -79,7 +82,7 @@ def linear_policy_gradient_loss(
         can run only once.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
-    batch, terms = prepare(
+    batch, terms, row, options = prepare(
         hidden.dtype,
         hidden.device,
         (len(hidden), size),
@@ -91,8 +94,6 @@ def linear_policy_gradient_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         importance_weights_per_token=importance_weights_per_token,
-        token_statistics=token_statistics,
-        top_tokens=top_tokens,
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -106,8 +107,15 @@ def linear_policy_gradient_loss(
         mask=mask,
         denominator=denominator,
     )
-    if not has_kernels(hidden.device):
-        return loss_and_metrics(token_loss_reference(capped_logits(hidden, weight, softcap), batch, terms), hidden)
+    if not has_kernels(hidden.device) or not row.fused:
+        hidden = torch.where(batch.counted()[:, None], hidden, 0.0)  # masked states may be NaN
+        targets = batch.targets.where(batch.counted(), 0)
+        tau = temperature if mask is None or not isinstance(temperature, Tensor) else temperature.where(mask, 1.0)
+        scale: dict[str, Any] = {"temperature": tau, "softcap": softcap}
+        values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
+        reads = None if row.rows is None else partial(call_rows, row, options)
+        rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
+        return loss_and_metrics(function_loss(row, options, terms, batch, tokens_of(batch, *values, rows))[0], hidden)
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
@@ -159,9 +167,9 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     index, rows = _needed_index(batch, terms), hidden
     if index is not None:
         rows, batch = hidden.index_select(0, index), batch.take(index)
-    if terms.by_sequence and batch.old_logprobs is not None:
+    if LOSSES[terms.loss].by_sequence and batch.old_logprobs is not None:
         logprobs, _ = _logprobs(rows, weight, batch.targets, batch.temperature, chunk, softcap)
-        batch = with_sequence_ratios(batch, terms, logprobs)
+        batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
     chunks = Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     for start, stop, logits in chunks:
@@ -182,7 +190,7 @@ def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
     """Return which tokens the loss reads, int64; None for all. Without a mask nothing on a GPU is read back by the host."""
     if _gate.is_gpu(batch.targets.device) and batch.mask is None:
         return None
-    index = batch.needed_rows(terms).nonzero()[:, 0]
+    index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
     return index if len(index) < len(batch) else None
 
 

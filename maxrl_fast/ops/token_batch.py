@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast import _C
-from maxrl_fast.algorithms.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
-from maxrl_fast.ops.losses import LOSSES, loss_numbers, num_top_tokens, summands
+from maxrl_fast.algorithms.arguments import (
+    can_look_at,
+    check_choice,
+    check_finite,
+    check_flag,
+    check_number,
+    check_tensor,
+    is_integer,
+)
+from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
@@ -27,27 +34,11 @@ class LossTerms:
     kl: str
     kl_coef: float
     entropy_coef: float
-    options: list[float] = field(default_factory=list)  # the loss's own, in the order of LOSSES
 
     @property
     def needs_every_row(self) -> bool:
         """Return whether tokens with advantage 0 have a gradient too."""
-        return self.kl_coef != 0 or self.entropy_coef != 0 or has_term_without_advantage(self.loss, self.options)
-
-    @property
-    def by_sequence(self) -> bool:
-        """Return whether the loss has a ratio of the whole sequence."""
-        return LOSSES[self.loss].sequence is not None
-
-
-def has_term_without_advantage(loss: str, options: list[float]) -> bool:
-    """Return whether the loss has a term for tokens with advantage 0 too: dppo, unless its coefficient is 0."""
-    return loss == "dppo" and options[2] != 0
-
-
-def has_term_of_chosen(loss: str, options: list[float]) -> bool:
-    """Return whether the loss has such a term for the tokens whose statistic is not 0: kl_cov, unless its coefficient is 0."""
-    return loss == "kl_cov" and options[1] != 0
+        return self.kl_coef != 0 or self.entropy_coef != 0
 
 
 @dataclass
@@ -66,9 +57,7 @@ class TokenBatch:
     mask: Tensor | None  # [T] bool
     sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
     denominator: Tensor  # [] float64
-    sequence_log_ratio: Tensor | None = None  # [S], for losses with a ratio of the whole sequence
-    token_statistics: Tensor | None = None  # [T], for losses that need them
-    top_tokens: Tensor | None = None  # [T, K] int64, for losses that need them
+    sequence_log_ratio: Tensor | None = None  # [S], for gspo
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -99,7 +88,7 @@ class TokenBatch:
         return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
 
     def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
-        per_token = ["targets", "old_logprobs", "ref_logprobs", "mask", "token_statistics", "top_tokens"]
+        per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
         per_token += ["advantages"] * self.advantages_per_token
         per_token += ["importance_weights"] * self.importance_weights_per_token
         per_token += ["temperature"] * isinstance(self.temperature, Tensor)
@@ -110,36 +99,24 @@ class TokenBatch:
         """Return which tokens [T] are not masked."""
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
-    def has_gradient(self, terms: LossTerms) -> Tensor:
-        """Return which tokens [T] have a gradient at all."""
-        keep = self.counted()
-        if terms.needs_every_row:
-            return keep
-        has_gradient = keep
-        for factor in self.factors():
-            has_gradient = has_gradient & (factor != 0)
-        if self.token_statistics is not None and has_term_of_chosen(terms.loss, terms.options):
-            has_gradient = has_gradient | keep & (self.token_statistics != 0)
-        return has_gradient
-
-    def needed_rows(self, terms: LossTerms) -> Tensor:
+    def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient; where the ratio is that of a sequence all that are not
-        masked, since it is a mean or a sum over them, unless whole sequences have no gradient."""
-        if terms.by_sequence and (self.advantages_per_token or self.importance_weights_per_token):
-            return self.counted()
-        return self.has_gradient(terms)
+        masked, since it is a mean over them, unless whole sequences have no gradient."""
+        keep = self.counted()
+        of_tokens = self.advantages_per_token or self.importance_weights_per_token
+        if terms.needs_every_row or (by_sequence and of_tokens):
+            return keep
+        for factor in self.factors():
+            keep = keep & (factor != 0)
+        return keep
 
-    def log_ratio_of_sequences(self, terms: LossTerms, logprobs: Tensor) -> Tensor:
-        """Return the log-ratio of each sequence [S] from logprobs [T], over the tokens that are not masked."""
+    def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
+        """Return the mean log-ratio of each sequence [S] from logprobs [T], over the tokens that are not masked."""
         assert self.old_logprobs is not None
-        advantage = self.factors()[0]
-        added = summands(terms.loss, terms.options, logprobs - self.old_logprobs, advantage, _C.MAX_LOG_RATIO)
         keep = self.counted()
         # Not index_add: its order of additions on a GPU changes from call to call.
-        sums = _sums(torch.where(keep, added, 0.0).double(), self.cu_seqlens)
-        if LOSSES[terms.loss].sequence != "sum":
-            sums = sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)
-        return sums.to(logprobs.dtype)
+        sums = _sums(torch.where(keep, logprobs - self.old_logprobs, 0.0).double(), self.cu_seqlens)
+        return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -160,9 +137,7 @@ def prepare(
     ref_logprobs: Tensor | None,
     importance_weights: Tensor | None,
     importance_weights_per_token: bool | None,
-    token_statistics: Tensor | None,
-    top_tokens: Tensor | None,
-    loss: str,
+    loss: str | Callable[..., Tensor],
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
@@ -174,26 +149,29 @@ def prepare(
     aggregation: str,
     mask: Tensor | None,
     denominator: float | Tensor | None,
-) -> tuple[TokenBatch, LossTerms]:
+) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
     """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
+
+    Returns:
+        The batch, the terms of the loss, its row and its options.
 
     Raises:
         ValueError, TypeError: as policy_gradient_loss says.
     """
-    terms = loss_terms(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options)
+    row = find_loss(loss)
+    options = row.resolve(loss_options)
+    learns_without_advantage(row, tuple(options.items()))  # refuses a function that fails
+    terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
-    if aggregation != (needed := LOSSES[loss].aggregation or aggregation):
-        raise ValueError(f"aggregation must be {needed} for {loss}, whose loss it is a part of, got {aggregation}")
+    if aggregation != (needed := row.aggregation or aggregation):
+        raise ValueError(f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got {aggregation}")
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
     check_tensor("advantages", advantages, device, "the logits are")
-    _check_statistics(loss, token_statistics)
-    numbers = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "token_statistics": token_statistics}
-    _check_tokens(shape[0], device, mask=mask, **numbers)
+    _check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_rows(shape, targets, temperature, device, mask)
-    _check_top_tokens(terms, top_tokens, shape, device, mask)
     check_sequences(cu_seqlens, shape[0], device)
     per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
     weights_per_token = False
@@ -227,10 +205,8 @@ def prepare(
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
         denominator=_denominator(denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device),
-        token_statistics=None if token_statistics is None else cast(token_statistics),
-        top_tokens=None if top_tokens is None else top_tokens.to(torch.int64).contiguous(),
     )
-    return batch, terms
+    return batch, terms, row, options
 
 
 def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None) -> None:
@@ -244,38 +220,6 @@ def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None,
         check_tensor("mask", mask, device, "the logits are")
         if mask.dtype != torch.bool or mask.shape != (num_tokens,):
             raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
-
-
-def _check_statistics(loss: str, given: Tensor | None) -> None:
-    """Raise ValueError where the loss needs statistics of the tokens that are not given, or takes none."""
-    needed = LOSSES[loss].statistic
-    if needed is not None and given is None:
-        raise ValueError(f"loss {loss} needs token_statistics [T], {needed}")
-    if needed is None and given is not None:
-        raise ValueError(f"loss {loss} takes no token_statistics")
-
-
-def _check_top_tokens(
-    terms: LossTerms, given: Tensor | None, shape: tuple[int, int], device: torch.device, mask: Tensor | None
-) -> None:
-    """Raise ValueError or TypeError where the loss needs top_tokens that are not given or do not fit, or takes none."""
-    if not (k := num_top_tokens(terms.loss, terms.options)):
-        if given is not None:
-            raise ValueError(f"loss {terms.loss} takes no top_tokens")
-        return
-    if given is None:
-        raise ValueError(f"loss {terms.loss} needs top_tokens [T, {k}], those of ops.row_statistics")
-    check_tensor("top_tokens", given, device, "the logits are")
-    if given.shape != (shape[0], k) or not is_integer(given):
-        wanted = f"integers [T, k] = [{shape[0]}, {k}]"
-        raise ValueError(f"top_tokens must be {wanted}, got {given.dtype} of shape {tuple(given.shape)}")
-    if can_look_at(given):
-        ids = given.long()  # integers of few bits cannot be compared with V
-        is_wrong = ((ids < 0) | (ids >= shape[1])).any(-1)
-        is_wrong = is_wrong if mask is None else is_wrong & mask
-        if bool(is_wrong.any()):
-            first = int(is_wrong.nonzero()[0])
-            raise ValueError(f"top_tokens must be in [0, {shape[1]}), got {given[first].tolist()} at token {first}")
 
 
 def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
@@ -310,10 +254,8 @@ def loss_terms(
     kl: str,
     kl_coef: float,
     entropy_coef: float,
-    loss_options: Mapping[str, float] | None = None,
 ) -> LossTerms:
-    """Return the terms; raise ValueError where policy_gradient_loss does not have such a loss, option or number."""
-    options = loss_numbers(loss, loss_options)
+    """Return the terms; raise ValueError where policy_gradient_loss does not have such a divergence or number."""
     check_choice("kl", kl, KL_ESTIMATORS)
     return LossTerms(
         loss,
@@ -323,7 +265,6 @@ def loss_terms(
         kl,
         check_finite("kl_coef", kl_coef),
         check_finite("entropy_coef", entropy_coef),
-        options,
     )
 
 

@@ -1,19 +1,21 @@
 """Policy-gradient losses of packed responses, and log-probabilities, from logits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.arguments import check_flag, check_tensor
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.algorithms.arguments import check_flag, check_tensor
 from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
 from maxrl_fast.ops.in_place import overwrite
-from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
+from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
+from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
@@ -58,9 +60,7 @@ def policy_gradient_loss(
     ref_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
     importance_weights_per_token: bool | None = None,
-    token_statistics: Tensor | None = None,
-    top_tokens: Tensor | None = None,
-    loss: str = "ppo",
+    loss: str | Callable[..., Tensor] = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -84,8 +84,8 @@ def policy_gradient_loss(
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
         gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
                     their GSPO-token
-        luspo, gmpo, vespo, sapo, dppo, dispo, topr, topr_token, kl_cov, clip_cov, lp_reg, simko: as `ops.LOSSES`
-                    says, with options and sources
+        others      the functions of `ops.LOSSES`, which has their formulas, options and sources; or a function of `ops.Tokens`
+                    that returns the loss of each token
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
@@ -94,10 +94,10 @@ def policy_gradient_loss(
     log-prob cannot make the loss infinite. As for any clamp, the gradient of a clamped ratio or divergence is 0; a ratio that
     is a constant factor never has one.
 
-    The forward pass reads the logits once and writes their gradient once; losses with the ratio of a sequence (gspo, luspo,
-    gmpo, vespo, topr) read them twice. Tokens with zero gradient
-    (masked, or advantage 0 with neither divergence nor entropy term) are not read. Arithmetic is in float32, or in float64 for
-    float64 logits.
+    For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their gradient once. Tokens with
+    zero gradient (masked, or advantage 0 with neither divergence nor entropy term) are not read. The others are functions of
+    token_logprobs, which read the logits twice. Losses that compare the tokens of an update with each other (kl_cov, clip_cov,
+    lp_reg) take the tokens of this call for it. Arithmetic on logits is in float32, or in float64 for float64 logits.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64; the row stride may be any.
@@ -111,8 +111,7 @@ def policy_gradient_loss(
         importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that another
             policy or engine has sampled.
         importance_weights_per_token: like advantages_per_token, for importance_weights.
-        token_statistics: [T], a number of each token for the losses that need one (`ops.LOSSES` says which, and what it is).
-        top_tokens: [T, K] integers, the K most probable tokens of the sampling policy (`ops.row_statistics`), for simko.
+        loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
         loss_options: numbers of the loss by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
@@ -132,11 +131,11 @@ def policy_gradient_loss(
         ratio), kl, entropy, logprob_diff (|logp - old|). A mean over no tokens is 0.
 
     Raises:
-        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if ref_logprobs, token_statistics, a
-            denominator or a keyword is missing, or if token_statistics are given to a loss that takes none; on a CPU also if a
-            target that is not masked is not in the vocabulary, a temperature or denominator is not above 0, an importance
-            weight is below 0, or cu_seqlens do not rise from 0 to T. On a GPU, where the check would wait for the device, such
-            a target or temperature makes the loss NaN.
+        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if ref_logprobs, a denominator or a
+            keyword is missing, or if a function does not return a loss of each token; on a CPU also if a target that is not
+            masked is not in the vocabulary, a temperature or denominator is not above 0, an importance weight is below 0, or
+            cu_seqlens do not rise from 0 to T. On a GPU, where the check would wait for the device, such a target or
+            temperature makes the loss NaN.
         TypeError: if an argument that must be a tensor is something else.
         RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs, or with
             create_graph=True; from forward-mode differentiation and torch.func.grad. On a GPU, and with in_place, the backward
@@ -144,7 +143,7 @@ def policy_gradient_loss(
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)
-    batch, terms = prepare(
+    batch, terms, row, options = prepare(
         logits.dtype,
         logits.device,
         shape,
@@ -156,8 +155,6 @@ def policy_gradient_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         importance_weights_per_token=importance_weights_per_token,
-        token_statistics=token_statistics,
-        top_tokens=top_tokens,
         loss=loss,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -174,21 +171,46 @@ def policy_gradient_loss(
     in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
     if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
-    if not has_kernels(logits.device):
-        return loss_and_metrics(token_loss_reference(logits, batch, terms), logits)
-    if terms.by_sequence and batch.old_logprobs is not None:
-        batch = with_sequence_ratios(batch, terms, _counted_logprobs(logits.detach(), batch))
+    if not has_kernels(logits.device) or not row.fused:
+        if in_place and row.rows is not None:
+            raise ValueError(f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient")
+
+        def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
+            return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))[0]
+
+        targets = batch.targets.where(batch.counted(), 0)
+        if in_place and has_kernels(logits.device):
+            return loss_and_metrics(overwrite(logits, partial(_by_function, batch, sums_of)), logits)
+        if not has_kernels(logits.device) or row.rows is not None:
+            logits = torch.where(batch.counted()[:, None], logits, 0.0)  # masked logits may be NaN, and so their gradient
+        values = token_logprobs(logits, targets, temperature=_unmasked(batch))
+        return loss_and_metrics(sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature)), logits)
+    if row.by_sequence and batch.old_logprobs is not None:
+        logprobs = _counted_logprobs(logits.detach(), batch)
+        batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
     arguments = loss_arguments(batch, terms)
     if in_place:
-        sums = overwrite(logits, arguments)
+        sums = overwrite(logits, lambda values: kernels.token_loss_(values, *arguments))
     else:
         sums, _ = kernels.token_loss(contiguous_rows(logits), *arguments, needs_gradient(logits))
     return loss_and_metrics(sums, logits)
 
 
-def with_sequence_ratios(batch: TokenBatch, terms: LossTerms, logprobs: Tensor) -> TokenBatch:
-    """Return the batch with the log-ratio of each sequence, from the log-probabilities [T] of its targets."""
-    return replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(terms, logprobs))
+def _unmasked(batch: TokenBatch) -> float | Tensor:
+    """Return the temperature, 1 for masked tokens, whose own may be anything."""
+    tau = batch.temperature
+    return tau.where(batch.counted(), 1.0) if isinstance(tau, Tensor) else tau
+
+
+def _by_function(batch: TokenBatch, sums_of: Callable[..., Tensor], logits: Tensor) -> Tensor:
+    """Return the LossSums [10] of a loss function, and write the gradient over the logits."""
+    rows = batch.targets.where(batch.counted(), 0), *split_temperature(_unmasked(batch))
+    values = [x.requires_grad_() for x in kernels.token_logprobs(logits, *rows)]
+    with torch.enable_grad():
+        sums = sums_of(*values, None)
+        gradients = torch.autograd.grad(sums[0], values, materialize_grads=True)
+    kernels.token_logprobs_backward_(logits, *rows, *gradients)
+    return sums.detach()
 
 
 def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
+from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
 from maxrl_fast.ops.derivatives import register_backward
-from maxrl_fast.ops.losses import LOSSES, num_top_tokens
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -44,7 +44,7 @@ class LossSums(NamedTuple):
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
-check_fields("Loss", tuple(LOSSES))
+check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
@@ -130,9 +130,8 @@ class LogitsCall(Call):
 LOSS_SCHEMA = (
     "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
     "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? token_statistics, Tensor? top_tokens, Tensor? mask, Tensor? sequence_tokens, "
-    "Tensor denominator, str loss, float clip_low, float clip_high, float dual_clip, str kl, float kl_coef, "
-    "float entropy_coef, float[] options"
+    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str loss, float clip_low, "
+    "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
 _OF_BATCH, _OF_TERMS = (
@@ -197,11 +196,6 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
         return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
-    top_tokens, spread, k = batch.top_tokens, None, num_top_tokens(terms.loss, terms.options)
-    if (top_tokens is not None) != (k > 0):
-        raise ValueError(f"loss {terms.loss} takes {f'top_tokens [T, {k}]' if k else 'no top_tokens'}")
-    if top_tokens is not None:
-        spread = torch.zeros(len(batch), dtype=call.real, device=logits.device)
     sequences = _C.Sequences(
         num_sequences=num_sequences,
         cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
@@ -212,9 +206,6 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
         old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
         ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
         sequence_log_ratio=call.vector("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),
-        token_statistics=call.vector("token_statistics", batch.token_statistics, call.real),
-        top_tokens=call.vector("top_tokens", top_tokens, torch.int64, len(batch), k),
-        spread=0 if spread is None else call.keep(spread),
         mask=call.vector("mask", batch.mask, torch.bool),
         sequence_tokens=call.vector("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),

@@ -18,6 +18,7 @@ def prompt_gradient_norms(
     advantages: Tensor,
     sequences: Tensor,
     beat: Callable[[], None] = lambda: None,
+    draw: tuple[int, int] = (0, 0),
 ) -> list[float]:
     """Return the norm of each prompt's own part of the gradient of the loss over all samples, as in figures 6 and 8 of the
     MaxRL paper; 0 for a prompt whose samples have no gradient.
@@ -28,15 +29,16 @@ def prompt_gradient_norms(
         advantages: [S].
         sequences: int64, ascending, on the host: the samples that have a reward.
         beat: is called after each prompt.
+        draw: as in Learner.update.
     """
     # As in Learner.update: bitwise identical on all ranks, which must make the same passes.
     packer = learner.packer(samples, learner.ranks.from_first(advantages.clone()))
-    learning, denominator = learner.select(packer, sequences)
-    group, norms = learning // samples.num_rollouts, [0.0] * len(samples.prompts)
+    plan = learner.plan(packer, samples, sequences, draw)
+    group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():
         learner.zero_gradients()
-        for part in packer.split(learning[group == g], learner.token_budget):
-            learner.loss(packer.pack(part), denominator)[0].backward()
+        for part in packer.split(plan.sequences[group == g], learner.token_budget):
+            learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         norms[g] = float(whole(nn.utils.get_total_norm(gradients)))
         beat()

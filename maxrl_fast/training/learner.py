@@ -3,40 +3,46 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
+from maxrl_fast.algorithms.losses.registry import TokenLoss, call_rows, find_loss, learns_without_advantage
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
 from maxrl_fast.model.linear import own_part, whole
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops import linear_policy_gradient_loss, linear_row_statistics, linear_token_logprobs
-from maxrl_fast.ops.losses import LOSSES, loss_numbers
-from maxrl_fast.ops.nucleus_entropy import linear_nucleus_entropy
-from maxrl_fast.ops.row_statistics import RowStatistics
-from maxrl_fast.ops.token_batch import has_term_of_chosen, has_term_without_advantage
-from maxrl_fast.records import Samples
+from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
+from maxrl_fast.ops.token_batch import prepare
+from maxrl_fast.ops.token_loss_kernel import LossSums
+from maxrl_fast.records import Samples, gather_sequences
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.sharding import gradients_stay
-from maxrl_fast.transfers import to_host
-
-SIREN_NUCLEUS = 0.8  # the probability of the tokens whose entropy SIREN is about
+from maxrl_fast.transfers import to_device, to_host
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The arguments of ops.policy_gradient_loss that stay the same over a run."""
+    """The arguments of ops.policy_gradient_loss that stay the same over a run, and what they are combined with.
 
-    loss: str
+    Args:
+        top_entropy: share of an update's tokens, those with the highest entropies, that have a policy gradient; 1: all.
+        siren: coefficient of SIREN's term; 0: none.
+        seed: of the losses that draw tokens.
+    """
+
+    loss: str | Callable[..., Tensor]
     aggregation: str
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -46,7 +52,9 @@ class LossSettings:
     temperature: float = 1.0
     max_new_tokens: int = 1  # the constant of seq_sum_constant
     loss_options: Mapping[str, float] = field(default_factory=dict)
-    siren: float = 0.0  # coefficient of SIREN's term, whose slopes the samples have
+    top_entropy: float = 1.0
+    siren: float = 0.0
+    seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
         """Return what the summed loss of responses of these lengths [S] is divided by, however they are split into
@@ -55,20 +63,29 @@ class LossSettings:
             return float(lengths.sum())
         return float(len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1))
 
-    @property
-    def numbers(self) -> list[float]:
-        """Return the loss's own numbers, in the order of ops.LOSSES."""
-        return loss_numbers(self.loss, self.loss_options)
+    @cached_property
+    def row(self) -> TokenLoss:
+        return find_loss(self.loss)
+
+    @cached_property
+    def options(self) -> dict[str, float]:
+        """Return the loss's own numbers by name."""
+        return self.row.resolve(self.loss_options)
 
     @property
-    def own_options(self) -> dict[str, float]:
-        """Return the loss's own numbers by name."""
-        return dict(zip(LOSSES[self.loss].options, self.numbers, strict=True))
+    def over_batch(self) -> bool:
+        """Return whether the loss of a token depends on other responses of the update."""
+        return self.row.over_batch or self.top_entropy < 1 or self.siren != 0
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments of ops.policy_gradient_loss for every micro-batch."""
+        names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high", "kl", "kl_coef", "entropy_coef")
+        return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient at all, given their advantages [S] and no token_statistics."""
-        own = has_term_without_advantage(self.loss, self.numbers)
-        if self.kl_coef or self.entropy_coef or self.siren or own:
+        """Return which sequences [S] have a gradient at all, given their advantages [S], where the loss is not over_batch."""
+        if self.kl_coef or self.entropy_coef or learns_without_advantage(self.row, tuple(self.options.items())):
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0
 
@@ -92,6 +109,25 @@ class UpdateMetrics:
     kl: float
     logprob_diff: float  # |logp - sampled logp|
     moment_variance: float = 0.0  # after the step
+    own: dict[str, float] = field(default_factory=dict)  # of losses that compare the tokens of the update
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What the micro-batches of an update share.
+
+    Where the loss of a token depends on other responses (`over_batch`), the loss of all tokens is computed first, from one
+    forward pass. The micro-batches then have the gradient of sum(gradients x what the pass has computed).
+    """
+
+    sequences: Tensor  # int64, ascending, on the host: those with a gradient
+    denominator: float
+    gradients: Tensor | None = None  # [T, 2 + R] float32, in the log-prob, the entropy and the R numbers of each token's row
+    sums: Tensor | None = None  # LossSums [10] of the update
+    own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function
+
+
+TokenValues = Callable[[PolicyModel, MicroBatch, Tensor, Tensor], Tensor]  # of hidden [T, H] and weight [V, H]: [T, n]
 
 
 def run_batch(
@@ -143,7 +179,16 @@ class Learner:
         self.shares_weights = own_part(self.model.lm_head.weight) is not self.model.lm_head.weight
         self._merge_cost = merge_cost(self.model.config, own_part(self.model.lm_head.weight).device)
 
-    def update(self, samples: Samples, advantages: Tensor, sequences: Tensor, *, when: str, lr: float) -> UpdateMetrics:
+    def update(
+        self,
+        samples: Samples,
+        advantages: Tensor,
+        sequences: Tensor,
+        *,
+        when: str,
+        lr: float,
+        draw: tuple[int, int] = (0, 0),
+    ) -> UpdateMetrics:
         """Take one optimizer step on some of the samples, the same step on all ranks.
 
         Args:
@@ -152,6 +197,7 @@ class Learner:
                 gradient count in the average and are not computed.
             when: for messages, such as "step 3".
             lr: learning rate.
+            draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
             NonFiniteError: naming the step, the prompt and what was not finite; the weights are left as they were.
@@ -164,25 +210,29 @@ class Learner:
             parameter.grad = torch.zeros_like(parameter)
         # Bitwise identical on all ranks, which must agree on the samples that have a gradient.
         packer = self.packer(samples, self.ranks.from_first(advantages.clone()))
-        learning, denominator = self.select(packer, sequences)
-        # In float64, so that sums of integers stay exact: loss, tokens computed, then sums over the trained tokens.
+        plan = self.plan(packer, samples, sequences, draw)
+        # In float64, so that sums of integers stay exact: tokens computed, loss, then sums over the trained tokens.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
-        for batch, is_own, is_last in self.passes(packer, learning):
+        for batch, is_own, is_last in self.passes(packer, plan.sequences):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
-                # Gradients become means over the ranks. A factor of the loss would be another pass over its gradients.
-                part, metrics = self.loss(batch, denominator / self.ranks.size)
-                (part if is_own else 0 * part).backward()  # a pass that only keeps step with the others adds nothing
+                part, metrics = self.loss(batch, plan)
+                (part if is_own else 0 * part).backward()  # a dummy pass keeps collectives in step, with zero gradient
             if is_own:
                 num_read = metrics["tokens"] - metrics["dropped_tokens"]
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
                 computed = num_read.new_full((), len(batch.tokens))
-                sums += torch.stack([part.detach() / self.ranks.size, computed, num_read, *totals])
+                sums += torch.stack([computed, part.detach() / self.ranks.size, num_read, *totals])
         # One read, which waits for the backward pass: the weights must not change if something is not finite.
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
-        sums, norm = to_host(self.ranks.sum(sums), norm)
-        (loss, num_tokens, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
+        sums = self.ranks.sum(sums)
+        if plan.sums is not None:  # of the whole update, the same on all ranks
+            whole_sums = LossSums(*plan.sums.unbind())
+            totals = [getattr(whole_sums, name) for name in TOKEN_METRICS]
+            sums = torch.stack([sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals])
+        sums, norm, *own = to_host(sums, norm, *plan.own.values())
+        (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, learning, denominator)}")
+            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, plan)}")
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.shares_weights:
@@ -190,21 +240,89 @@ class Learner:
         return UpdateMetrics(
             loss=loss,
             grad_norm=grad_norm,
-            num_sequences=len(learning),
+            num_sequences=len(plan.sequences),
             num_tokens=int(num_tokens),
             num_targets=int(num_targets),
             **dict(zip(TOKEN_METRICS, of_tokens, strict=True)),
             moment_variance=max(0.0, variance),
+            own={name: float(value) for name, value in zip(plan.own, own, strict=True)},
         )
 
-    def select(self, packer: Packer, sequences: Tensor) -> tuple[Tensor, float]:
-        """Return which of the sequences have a gradient, on the host, and the denominator of the loss over all of them."""
+    def plan(self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)) -> UpdatePlan:
+        """Return which of the sequences have a gradient, and the denominator of the loss over all of them; where the loss
+        compares the tokens of the update, its gradient in each of them too."""
         sequences = sequences.cpu()
         lengths = packer.lengths[sequences]
-        has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
-        if has_term_of_chosen(self.settings.loss, self.settings.numbers):
-            has_gradient = has_gradient | packer.has_statistic[sequences]
-        return sequences[has_gradient & (lengths > 0)], self.settings.denominator(lengths)
+        denominator = self.settings.denominator(lengths)
+        if not self.settings.over_batch or not int(lengths.sum()):
+            has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
+            return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator)
+        return self._plan_over_batch(packer, samples, sequences, denominator, draw)
+
+    def _plan_over_batch(
+        self, packer: Packer, samples: Samples, sequences: Tensor, denominator: float, draw: tuple[int, int]
+    ) -> UpdatePlan:
+        settings, rollouts = self.settings, samples.rollouts
+        device = rollouts.tokens.device
+        # The tokens of the update: T' at `index` among the T of the rollouts.
+        index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
+        index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
+        values = self.of_tokens(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
+        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))
+        importance = rollouts.importance_weights
+        keywords = settings.keywords
+        batch, terms, row, options = prepare(
+            torch.float32,
+            device,
+            (len(index), self.model.config.vocab_size),
+            rollouts.tokens[index],
+            per_token,
+            cu_seqlens,
+            **keywords,
+            advantages_per_token=True,
+            importance_weights=None,
+            importance_weights_per_token=None,
+            old_logprobs=rollouts.logprobs[index],
+            ref_logprobs=self.logprobs(self.reference, samples, sequences) if settings.kl_coef and self.reference else None,
+            dual_clip=None,
+            temperature=1.0,
+            mask=None,
+            denominator=denominator,
+        )
+        if importance is not None:  # of either sign, where an objective weights tokens
+            batch.advantages = batch.advantages * importance[index]
+        num_own = values.shape[1] - 2 - (settings.siren != 0)
+        tokens = tokens_of(batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None)
+        tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
+        if settings.top_entropy < 1:
+            tokens.advantages = tokens.advantages * highest_entropies(tokens, settings.top_entropy)
+        sums, _ = function_loss(row, options, terms, batch, tokens)
+        total = sums[0]
+        if settings.siren:
+            total = total + siren(tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"])
+        (of_values,) = torch.autograd.grad(total, values)
+        of_values = self.ranks.from_first(of_values)  # bitwise identical on all ranks, which must make the same passes
+        gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(0, index, of_values)
+        (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
+        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        return UpdatePlan(sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics)
+
+    def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the log-prob, the entropy and the R numbers of each token's row that the loss reads, [T, 2 + R]."""
+        scale, settings = self._scale(model), self.settings
+        values = [*linear_token_logprobs(hidden, weight, batch.targets, **scale)]
+        if self.settings.row.rows is not None or settings.siren:
+            values += linear_rows(hidden, weight, batch.targets, self._rows, **scale).unbind(1)
+        return torch.stack([value.float() for value in values], 1)
+
+    def _rows(self, log_p: Tensor, targets: Tensor) -> Tensor:
+        """Return what the loss and SIREN's term read of rows log_p [C, V]: [C, R]."""
+        parts, settings = [], self.settings
+        if settings.row.rows is not None:
+            parts.append(call_rows(settings.row, settings.options, log_p, targets))
+        if settings.siren:
+            parts.append(nucleus_entropy(log_p)[:, None])
+        return torch.cat(parts, 1)
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
         """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
@@ -223,19 +341,22 @@ class Learner:
             is_own = i < len(own)
             yield packer.pack(own[i] if is_own else packer.shortest(sequences)), is_own, i == num_passes - 1
 
-    def loss(self, batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the loss, and its metrics, which are means over its tokens."""
-        settings, ref_logprobs, advantages = self.settings, None, batch.advantages
+    def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's share of the loss, times the number of ranks, since gradients become means over them, and
+        its metrics, which are means over its tokens."""
+        ref_logprobs, advantages, scale = None, batch.advantages, self._scale(self.model)
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
-        if settings.kl_coef:
+        if self.settings.kl_coef and plan.gradients is None:
             assert self.reference is not None
-            ref_logprobs = self._batch_logprobs(self.reference, batch)
-
-        temperature, softcap = self._scaled(self.model)
+            ref_logprobs = self._compute(self._logprobs_and_entropies, self.reference, batch)[:, 0]
 
         def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, metrics = linear_policy_gradient_loss(
+            if plan.gradients is not None:
+                loss = self._injected(batch, plan.gradients[batch.target_index], hidden, weight) * self.ranks.size
+                none = loss.detach().new_zeros((), dtype=torch.float64)
+                return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
+            return linear_policy_gradient_loss(
                 hidden,
                 weight,
                 batch.targets,
@@ -244,124 +365,62 @@ class Learner:
                 advantages_per_token=batch.importance_weights is not None,
                 old_logprobs=batch.old_logprobs,
                 ref_logprobs=ref_logprobs,
-                token_statistics=batch.token_statistics,
-                top_tokens=batch.top_tokens,
-                loss=settings.loss,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                kl=settings.kl,
-                kl_coef=settings.kl_coef,
-                entropy_coef=settings.entropy_coef,
-                loss_options=settings.loss_options,
-                temperature=temperature,
-                softcap=softcap,
-                aggregation=settings.aggregation,
-                denominator=denominator,
+                **self.settings.keywords,
+                **scale,
+                # A factor of the loss would be another pass over its gradients.
+                denominator=plan.denominator / self.ranks.size,
             )
-            if batch.entropy_slopes is not None:
-                loss = loss + self._entropy_term(batch, hidden, weight) / denominator
-            return loss, metrics
 
-        loss, metrics = run_batch(self._module, batch, self.dtype, finish)
-        return loss, metrics
+        result: tuple[Tensor, dict[str, Tensor]] = run_batch(self._module, batch, self.dtype, finish)
+        return result
 
-    def _entropy_term(self, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return 0 with the gradient of the sum of slopes times the entropies of nuclei."""
-        assert batch.entropy_slopes is not None
-        index = batch.entropy_slopes.nonzero()[:, 0]
-        entropies = self._nucleus_entropies_of(self.model, hidden[index], weight)
-        return (batch.entropy_slopes[index] * (entropies - entropies.detach())).sum()
+    def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum of gradients [T, 2 + R] times the micro-batch's token values, of the rows that have a gradient."""
+        scale, targets = self._scale(self.model), batch.targets
+        index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
+        logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scale)
+        loss = (gradients[index, 0] * logprobs + gradients[index, 1] * entropy).sum()
+        if gradients.shape[1] > 2:
+            index = (gradients[:, 2:] != 0).any(1).nonzero()[:, 0]
+            rows = linear_rows(hidden[index], weight, targets[index], self._rows, **scale)
+            loss = loss + (gradients[index, 2:] * rows).sum()
+        return loss
 
-    def _nucleus_entropies_of(self, model: PolicyModel, hidden: Tensor, weight: Tensor) -> Tensor:
-        temperature, softcap = self._scaled(model)
-        return linear_nucleus_entropy(hidden, weight, top_p=SIREN_NUCLEUS, temperature=temperature, softcap=softcap)
-
-    def _scaled(self, model: PolicyModel) -> tuple[float, float]:
+    def _scale(self, model: PolicyModel) -> dict[str, Any]:
         """Return temperature and softcap for logits hidden @ weight.T, which lack the model's logit_scale."""
-        return self.settings.temperature / model.logit_scale, model.softcap / model.logit_scale
+        return {"temperature": self.settings.temperature / model.logit_scale, "softcap": model.softcap / model.logit_scale}
 
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
         temperature."""
-        return self.of_tokens(self._batch_logprobs, model, samples, sequences)
+        return self.of_tokens(self._logprobs_and_entropies, model, samples, sequences)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
-        return self.of_tokens(self._batch_entropies, model, samples, sequences)
+        return self.of_tokens(self._logprobs_and_entropies, model, samples, sequences)[:, 1]
 
-    def row_statistics(self, model: PolicyModel, samples: Samples, *, top_k: int, min_p: float) -> RowStatistics:
-        """Return ops.row_statistics of the tokens of all samples under `model` at the loss's temperature."""
-        tokens, packer = samples.rollouts.tokens, self.packer(samples)
-        per_token, per_top = tokens.new_zeros(len(tokens), dtype=torch.float32), tokens.new_zeros(len(tokens), top_k)
-        results = [per_token, per_token.clone(), per_top, per_top.float(), per_token.clone()]
-        compute = partial(self._batch_row_statistics, top_k=top_k, min_p=min_p)
-        return RowStatistics(*self._filled(compute, model, packer, samples.sequences, results))
+    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        values = linear_token_logprobs(hidden, weight, batch.targets, **self._scale(model))
+        return torch.stack([value.float() for value in values], 1)
 
     @torch.no_grad()
-    def _batch_row_statistics(self, model: PolicyModel, batch: MicroBatch, top_k: int, min_p: float) -> RowStatistics:
-        temperature, softcap = self._scaled(model)
+    def _compute(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
+        result: Tensor = run_batch(model, batch, self.dtype, lambda hidden, weight: values(model, batch, hidden, weight))
+        return result
 
-        def finish(hidden: Tensor, weight: Tensor) -> RowStatistics:
-            return linear_row_statistics(
-                hidden, weight, batch.targets, top_k=top_k, min_p=min_p, temperature=temperature, softcap=softcap
-            )
-
-        values: RowStatistics = run_batch(model, batch, self.dtype, finish)
-        return values
-
-    def nucleus_entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the nuclei of the same tokens' distributions that have SIREN_NUCLEUS of the
-        probability, as `logprobs`."""
-
-        @torch.no_grad()
-        def compute(model: PolicyModel, batch: MicroBatch) -> Tensor:
-            entropies: Tensor = run_batch(model, batch, self.dtype, partial(self._nucleus_entropies_of, model))
-            return entropies
-
-        return self.of_tokens(compute, model, samples, sequences)
-
-    def of_tokens(
-        self, compute: Callable[[PolicyModel, MicroBatch], Tensor], model: PolicyModel, samples: Samples, sequences: Tensor
-    ) -> Tensor:
-        """Return what `compute` gives for the tokens of the chosen samples, ascending, packed, float32; all ranks must call
-        this."""
-        tokens, packer, sequences = samples.rollouts.tokens, self.packer(samples), sequences.cpu()
-        zeros = torch.zeros(len(tokens), device=tokens.device)
-        (results,) = self._filled(lambda *given: (compute(*given),), model, packer, sequences, [zeros])
-        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]
-
-    def _filled(
-        self,
-        compute: Callable[[PolicyModel, MicroBatch], Sequence[Tensor]],
-        model: PolicyModel,
-        packer: Packer,
-        sequences: Tensor,
-        results: list[Tensor],
-    ) -> list[Tensor]:
-        """Return the results [T, ...] with what `compute` gives for the tokens of each micro-batch, the same on all ranks."""
+    def of_tokens(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return numbers [T, n] float32 of the tokens of the chosen samples, ascending, packed; all ranks must call this."""
+        packer, sequences, device = self.packer(samples), sequences.cpu(), samples.rollouts.tokens.device
+        results = torch.zeros(0, device=device)
         for batch, is_own, _ in self.passes(packer, sequences):
-            if is_own or self.shares_weights:
-                values = compute(model, batch)
+            if is_own or self.shares_weights or not results.numel():
+                computed = self._compute(values, model, batch)
+                if not results.numel():
+                    results = torch.zeros(len(samples.rollouts.tokens), computed.shape[1], device=device)
             if is_own:
-                for result, value in zip(results, values, strict=True):
-                    result[batch.target_index] = value
-        return [self.ranks.sum(result) for result in results]
-
-    def _batch_logprobs(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        return self._logprobs_and_entropies(model, batch)[0]
-
-    def _batch_entropies(self, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        return self._logprobs_and_entropies(model, batch)[1]
-
-    @torch.no_grad()
-    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        temperature, softcap = self._scaled(model)
-
-        def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)
-
-        values: tuple[Tensor, Tensor] = run_batch(model, batch, self.dtype, finish)
-        return values
+                results[batch.target_index] = computed
+        results = self.ranks.sum(results)
+        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]
 
     def copy_policy(self) -> None:
         """Copy the policy as it is now into the reference policy and the critic, where there are any."""
@@ -383,12 +442,12 @@ class Learner:
         """Set all gradients that there are to zero."""
         zero_gradients(self.model)
 
-    def _find_non_finite(self, packer: Packer, sequences: Tensor, denominator: float) -> str:
+    def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
         """Say what became non-finite, and for which prompt: compute every prompt again, alone, on all ranks alike."""
         for name, parameter in self.model.named_parameters():
             if not whole(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
-        group = sequences // packer.num_rollouts
+        sequences, group = plan.sequences, plan.sequences // packer.num_rollouts
         for g in group.unique().tolist():
             where = f"for prompt {int(packer.prompts.ids[g])}"
             own = sequences[group == g]
@@ -396,7 +455,7 @@ class Learner:
                 return f"an advantage is not finite {where}"
             self.zero_gradients()
             for part in packer.split(own, self.token_budget):
-                loss, _ = self.loss(packer.pack(part), denominator)
+                loss, _ = self.loss(packer.pack(part), plan)
                 if not loss.isfinite():
                     return f"the loss is {float(loss.detach())} {where}"
                 loss.backward()
@@ -410,3 +469,9 @@ def frozen_copy(model: PolicyModel) -> PolicyModel:
     """Return a frozen copy of the policy. Weights that are never trained, as under adapters, are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
+
+
+def _seed(*numbers: int) -> int:
+    """Return a seed that depends on nothing else, so that a resumed run draws what an unbroken one does."""
+    (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
+    return int(mixed >> 1)

@@ -16,7 +16,7 @@ def step_metrics(
 
     Rewards are averaged over all sampled rollouts; lengths, truncation and entropy over the rollouts of the step; the loss, the
     gradient's norm and the variance from Adam's moments over the updates; ratios, clips and divergence over the tokens trained
-    on; the difference of log-probs over those of the first update.
+    on; the difference of log-probs over those of the first update. The loss's own metrics are means over the updates.
 
     Args:
         advantages: [G, N].
@@ -44,6 +44,8 @@ def step_metrics(
         num_targets = sum(update.num_targets for update in updates)
         return sum(getattr(update, name) for update in updates) / num_targets if num_targets else otherwise
 
+    names = dict.fromkeys(name for update in updates for name in update.own)
+    own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
     return {
         "step": collected.step,
         **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
@@ -57,6 +59,7 @@ def step_metrics(
         "num_tokens": collected.num_tokens,
         "tokens_per_second": collected.num_tokens / sum(seconds.values()),
         **seconds,
+        **{name: sum(values) / len(values) for name, values in own.items()},
     }
 
 

@@ -37,9 +37,6 @@ class MicroBatch:
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
     importance_weights: Tensor | None  # [T] float32, factors of the advantage of each token
-    token_statistics: Tensor | None  # [T] float32, for the losses that need them
-    top_tokens: Tensor | None  # [T, K] int64, likewise
-    entropy_slopes: Tensor | None  # [T] float32, of the entropies of nuclei in the loss, times its denominator
     target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
@@ -105,16 +102,6 @@ class Packer:
         return self._on_host[2]
 
     @cached_property
-    def has_statistic(self) -> Tensor:
-        """Return which responses have a token whose statistic is not 0, [S] on the host."""
-        statistics = self.rollouts.token_statistics
-        if statistics is None:
-            return torch.zeros(len(self.rollouts), dtype=torch.bool)
-        (is_not_zero,) = to_host(statistics != 0)
-        before = cumulative(is_not_zero.long())[self._on_host[1]]
-        return before.diff() > 0
-
-    @cached_property
     def _tokens(self) -> Tensor:
         """Return the tokens of all prompts, then of all responses."""
         return torch.cat([self.prompts.tokens, self.rollouts.tokens])
@@ -164,7 +151,7 @@ class Packer:
             *(ranges(response_cu[:-1][sequences], lengths), sequences),
         )
         rollouts = self.rollouts
-        importance, statistics, slopes = rollouts.importance_weights, rollouts.token_statistics, rollouts.entropy_slopes
+        importance = rollouts.importance_weights
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
@@ -176,9 +163,6 @@ class Packer:
             advantages=self.advantages[sequences],
             old_logprobs=self.rollouts.logprobs[target_index],
             importance_weights=None if importance is None else importance[target_index],
-            token_statistics=None if statistics is None else statistics[target_index],
-            top_tokens=None if self.rollouts.top_tokens is None else self.rollouts.top_tokens[target_index],
-            entropy_slopes=None if slopes is None else slopes[target_index],
             target_index=target_index,
         )
 

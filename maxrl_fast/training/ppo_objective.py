@@ -112,12 +112,10 @@ def state_values(learner: Learner, samples: Samples) -> Tensor:
     """Return the critic's values of the states before each token of the samples, float32 [T], the same on all ranks."""
     assert learner.critic is not None
 
-    @torch.no_grad()
-    def compute(model: PolicyModel, batch: MicroBatch) -> Tensor:
-        values: Tensor = run_batch(model, batch, learner.dtype, values_of)
-        return values
+    def compute(_: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+        return values_of(hidden, weight)[:, None]
 
-    return learner.of_tokens(compute, learner.critic.model, samples, samples.sequences)
+    return learner.of_tokens(compute, learner.critic.model, samples, samples.sequences)[:, 0]
 
 
 def update_critic(

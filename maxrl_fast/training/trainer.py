@@ -9,8 +9,6 @@ G prompts, N rollouts per prompt, S = G N sequences.
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from maxrl_fast.rollout import Engine
 from maxrl_fast.training.collect import Collected, RolloutCollector
 from maxrl_fast.training.correction import NO_CORRECTION, Correction
@@ -21,9 +19,7 @@ from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.rollout_records import rollout_records
-from maxrl_fast.training.siren import Siren
 from maxrl_fast.training.stopwatch import Stopwatch
-from maxrl_fast.training.token_choice import TokenChoice
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,6 @@ class Trainer:
         correction: for a rollout engine whose log-probs are not the policy's.
         keep_rollouts: rollouts of each step that its record keeps.
         length_penalty: is added to the rewards that the objective sees; None: nothing is.
-        token_choice: chooses the tokens that the loss treats differently; None: it has none.
-        siren: adds its term to the loss; None: the loss has none.
     """
 
     collector: RolloutCollector
@@ -61,8 +55,6 @@ class Trainer:
     clock: Stopwatch = field(default_factory=Stopwatch)
     keep_rollouts: int = 0
     length_penalty: LengthPenalty | None = None
-    token_choice: TokenChoice | None = None
-    siren: Siren | None = None
 
     def step(self, n: int, first_prompt: int, diagnose: bool = False) -> StepRecord:
         """Take step n, from 1, on the prompts from index `first_prompt` on.
@@ -86,8 +78,6 @@ class Trainer:
         with self.clock("advantage") as lap:
             self.objective.begin(collected, self.learner)
             learned = collected.weighted(self.objective.token_weights)
-            if self.token_choice is not None:
-                self.token_choice.begin(collected)
         train_seconds = lap.seconds
         self.engine.sleep()
         diagnostics = diagnostics_record(sampled, self._prompt_gradient_norms(collected, learned)) if diagnose else None
@@ -100,15 +90,13 @@ class Trainer:
             with self.clock("advantage") as lap:
                 advantages = self.objective.advantages(sequences)  # [S]
                 kept = self.correction.mask(advantages, learned, sequences, self.learner)
-                samples = self._with_choice(learned, kept, sequences, update)
-                if self.siren is not None:
-                    samples = self.siren.apply(samples, sequences, update)
             train_seconds += lap.seconds
             with self.clock("update") as lap:
-                updates.append(self.learner.update(samples, kept, sequences, when=f"step {n}", lr=lr))
+                done = self.learner.update(learned, kept, sequences, when=f"step {n}", lr=lr, draw=(n, update))
+                updates.append(done)
             train_seconds += lap.seconds
         with self.clock("update") as lap:
-            own_metrics = self._end()
+            own_metrics = self.objective.end() | self.correction.end()
         train_seconds += lap.seconds
         with self.clock("weights to rollout"):
             self.engine.load_weights(self.learner.model)
@@ -127,26 +115,13 @@ class Trainer:
             rollouts=rollouts,
         )
 
-    def _end(self) -> dict[str, float]:
-        """Finish the step's updates, after which the critic of ppo learns, and return the metrics of what took part in them."""
-        metrics = self.objective.end() | self.correction.end()
-        if self.token_choice is not None:
-            metrics |= self.token_choice.end()
-        return metrics if self.siren is None else metrics | self.siren.end()
-
-    def _with_choice(self, learned: Collected, advantages: Tensor, sequences: Tensor, update: int) -> Collected:
-        """Return the samples as this update of the step, from 0, takes them."""
-        choice = self.token_choice
-        return learned if choice is None else choice.apply(learned, advantages, sequences, update)
-
     def _prompt_gradient_norms(self, collected: Collected, learned: Collected) -> list[float]:
         """Return the norm of each prompt's own gradient before the first update."""
         with self.clock("diagnosis"):
             known = collected.with_reward
             advantages = self.objective.advantages(known)
             kept = self.correction.mask(advantages, learned, known, self.learner)
-            samples = self._with_choice(learned, kept, known, update=0)
-            norms = prompt_gradient_norms(self.learner, samples, kept, known, self.clock.beat)
+            norms = prompt_gradient_norms(self.learner, learned, kept, known, self.clock.beat, draw=(learned.step, 0))
             self.correction.end()
             self.objective.begin(collected, self.learner)  # anew, as if nothing had been asked of it
         return norms

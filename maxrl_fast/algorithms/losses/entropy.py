@@ -1,0 +1,60 @@
+"""What any loss can be combined with: the mask of the tokens with the highest entropies, and SIREN's term."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.algorithms.tokens import Tokens
+
+SIREN_NUCLEUS = 0.8  # the probability of the tokens whose entropy SIREN is about
+SIREN_QUANTILE = 0.8  # of a response's entropies, above which they count
+_TIE = 1e-5  # nats; entropies this near may be equal but for rounding, as those of the first tokens of a prompt's responses
+
+
+def highest_entropies(t: Tokens, share: float) -> Tensor:
+    """Return which tokens [T] bool have a policy gradient: the ceil(share n) with the highest entropies of the n tokens of the
+    update, and all that equal the lowest of these up to rounding (Wang et al. 2025, arXiv:2506.01939).
+
+    This is what TRL's top_entropy_quantile keeps where share n is an integer.
+    """
+    entropies = t.entropy.detach()[t.mask]
+    if not len(entropies):
+        return t.mask
+    count = math.ceil(round(share * len(entropies), 6))  # .2 x 15 is 3.0000000000000004
+    threshold = entropies.sort(descending=True).values[max(count, 1) - 1]
+    t.metrics["entropy_threshold"] = threshold
+    return t.mask & (t.entropy.detach() >= threshold - _TIE)
+
+
+def nucleus_entropy(log_p: Tensor) -> Tensor:
+    """Return the entropy [C], in nats, of the nucleus of each row, renormalised: the fewest most probable tokens that have
+    SIREN_NUCLEUS of the probability together. The nucleus is taken as constant."""
+    ordered, order = log_p.detach().sort(dim=-1, descending=True, stable=True)
+    p = ordered.exp()
+    is_in = p.cumsum(-1) - p < SIREN_NUCLEUS  # what comes before has less; the first always is
+    is_in[:, 0] = True
+    outside = ~torch.zeros_like(is_in).scatter_(-1, order, is_in)
+    log_q = torch.log_softmax(log_p.masked_fill(outside, -torch.inf), -1)
+    return -(log_q.exp() * log_q.masked_fill(outside, 0.0)).sum(-1)
+
+
+def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
+    """Return SIREN's term coef (H - anchor)^2, [] (arXiv:2509.25133).
+
+    H is the mean over the update's responses of the mean nucleus entropy of some of their tokens: of those above the
+    SIREN_QUANTILE of their response, as in the authors' code. A response without such a token, as one of one token, counts with
+    0.
+
+    Args:
+        entropies: [T], nucleus_entropy of each token, with a gradient.
+        anchor: float64 [1], H at the first update of the run; where it is NaN it becomes H.
+    """
+    entropies = entropies.double()
+    above = t.mask & (entropies.detach() > t.sequence_quantile(entropies.detach(), SIREN_QUANTILE))
+    counts = t.sequence_sum(above.double()).clamp_min(1)  # of the token's response
+    mean = torch.where(above, entropies / counts, 0.0).sum() / max(len(t.cu_seqlens) - 1, 1)
+    if bool(anchor.isnan()):
+        anchor.fill_(float(mean.detach()))
+    t.metrics["siren_entropy"] = mean.detach()
+    return coef * (mean - float(anchor)).square()

@@ -1,0 +1,187 @@
+"""The token losses by name, and what a function must be to serve as one."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.algorithms.options import Option, check_options, options_of
+from maxrl_fast.algorithms.tokens import Tokens
+
+CLIPS = ("clip_low", "clip_high", "dual_clip")  # numbers of several losses: arguments of ops.policy_gradient_loss
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLoss:
+    """A token loss: a function of Tokens that returns the loss of each token [T], and what its signature says of it.
+
+    Args:
+        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor, without a gradient.
+        weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for every loss, except for the tokens
+            that clip_cov, lp_reg and simko choose.
+        source: the publication, and the code that the formula was compared with.
+        options: its numbers by name.
+        clips: whether it takes clip_low and clip_high.
+        aggregation: that is a part of the loss.
+        by_sequence: whether it has a ratio of whole responses.
+        over_batch: whether the loss of a token depends on other responses of the update.
+        rows: what it needs of rows of logits: a function of log_p [C, V] and targets [C], and of those of its options that
+            it names, that returns [C, R], with a gradient where the loss needs one.
+        fused: whether a kernel computes it.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    formula: str
+    source: str
+    weight: str
+    options: Mapping[str, Option]
+    clips: bool
+    aggregation: str | None = None
+    by_sequence: bool = False
+    over_batch: bool = False
+    rows: Callable[..., Tensor] | None = None
+    fused: bool = False
+
+    def resolve(self, given: Mapping[str, float] | None) -> dict[str, float]:
+        """Return all options; raise ValueError or TypeError where one is unknown, missing or out of its range."""
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"loss_options must be a mapping of names to numbers, got {type(given).__name__}")
+        return check_options(f"loss {self.name}", self.options, given or {})
+
+    def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
+        """Return the function with its options, and with those of the given clips that it takes."""
+        taken = {name: value for name, value in clips.items() if name in inspect.signature(self.function).parameters}
+        return partial(self.function, **options, **taken)
+
+
+LOSSES: dict[str, TokenLoss] = {}
+
+
+def token_loss(source: str, *, weight: str = "", **more: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function in LOSSES under its name; `more` are further fields of its TokenLoss.
+
+    Raises:
+        ValueError: if a loss of maxrl_fast has the name, or the function has parameters that nothing gives.
+    """
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        row, known = _row_of(function, source=source, weight=weight, **more), LOSSES.get(function.__name__)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(f"there is a loss {row.name} already, in {known.function.__module__}: choose another name")
+        LOSSES[row.name] = row
+        return function
+
+    return register
+
+
+def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenLoss:
+    name = str(getattr(function, "__name__", type(function).__name__))
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise ValueError(f"loss {name} must have a signature that Python can read") from None
+    options = {key: option for key, option in options_of(function).items() if key not in CLIPS}
+    known = {*options, *CLIPS}
+    if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        raise ValueError(f"loss {name} must take Tokens as its first parameter")
+    if others := [x.name for x in parameters[1:] if x.name not in known and x.default is x.empty]:
+        raise ValueError(f"the parameters of loss {name} after Tokens must be keyword-only numbers, got {', '.join(others)}")
+    return TokenLoss(
+        name,
+        function,
+        formula=" ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip("."),
+        source=source,
+        options=options,
+        clips="clip_low" in (parameter.name for parameter in parameters),
+        **more,
+    )
+
+
+def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
+    """Return the row of a name in LOSSES, or of a function of Tokens.
+
+    Raises:
+        ValueError: if there is no loss of this name, or the function has parameters that nothing gives.
+    """
+    if isinstance(loss, str) and loss in LOSSES:
+        return LOSSES[loss]
+    if isinstance(loss, str) or not callable(loss):
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got {loss!r:.80}")
+    registered = LOSSES.get(getattr(loss, "__name__", ""))
+    if registered is not None and registered.function is loss:
+        return registered
+    return _row_of_users(loss)
+
+
+@lru_cache(maxsize=256)
+def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
+    return _row_of(function, source=str(getattr(function, "__module__", "")))
+
+
+@lru_cache(maxsize=1024)
+def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
+    """Return whether the loss has a gradient for tokens with advantage 0, which are not computed otherwise.
+
+    The function is tried on seven tokens in three responses.
+
+    Raises:
+        ValueError: if it fails on them, or does not return finite losses [T] float64 with a gradient.
+    """
+    if loss.fused:
+        return False
+    function, has_gradient = loss.bind(dict(options)), False
+    for scale in (1.0, 0.0):
+        tokens = _example(loss, dict(options), scale)
+        try:
+            values = checked(loss, function(tokens), tokens)
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a user's function raises becomes one sentence
+            raise ValueError(f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}") from error
+        if not values.requires_grad:
+            raise ValueError(f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none")
+        inputs = [x for x in (tokens.logprobs, tokens.entropy, tokens.rows) if x is not None and x.requires_grad]
+        gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
+        has_gradient = any(x is not None and bool(x.any()) for x in gradients)
+    return has_gradient
+
+
+def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
+    """Return what a loss function has returned; raise ValueError where it is not a finite loss of each token [T]."""
+    wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{wanted}, got {type(values).__name__}")
+    if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
+        raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
+    return values
+
+
+def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tokens:
+    """Return seven tokens with advantages of both signs, times `scale`."""
+    place = torch.arange(7, dtype=torch.float64)
+    logprobs = -0.3 - (place * 1.7).sin().square()
+    targets, log_p = torch.arange(7) % 16, torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1)
+    rows = call_rows(loss, options, log_p.requires_grad_(), targets) if loss.rows is not None else None
+    return Tokens(
+        logprobs=logprobs.requires_grad_(),
+        entropy=(0.5 + (place * 0.9).cos().square()).requires_grad_(),
+        old_logprobs=logprobs.detach() + 0.2 * (place * 2.3 + 1).sin(),
+        ref_logprobs=logprobs.detach() - 0.1,
+        advantages=scale * torch.tensor([1.0, -1.0, 0.5, 0.5, -2.0, -2.0, -2.0]).double(),
+        importance_weights=torch.ones(7, dtype=torch.float64),
+        mask=torch.ones(7, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 1, 4, 7]),
+        rows=rows,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def call_rows(loss: TokenLoss, options: Mapping[str, float], log_p: Tensor, targets: Tensor) -> Tensor:
+    """Return what the loss needs of rows of log-probs [C, V] with these targets [C]."""
+    assert loss.rows is not None
+    return loss.rows(log_p, targets, **{name: options[name] for name in options_of(loss.rows)})

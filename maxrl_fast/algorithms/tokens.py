@@ -1,0 +1,100 @@
+"""What a token loss is given: vectors [T] of packed responses, and sums over responses that leave masked tokens out."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart, so that one wrong log-prob
+# cannot make a loss infinite. kMaxLogRatio of csrc/token_loss.h is the same.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass
+class Tokens:
+    """T tokens of S packed responses, on one device. Floating tensors are float64: they are small beside the logits.
+
+    Only logprobs, entropy and rows have a gradient. Masked tokens have the advantage 0 and log-probs of 0, and count nowhere.
+
+    Attributes:
+        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each.
+        clipped_low, clipped_high: which tokens [T] bool the loss has clipped from below and above, where it marks them.
+    """
+
+    logprobs: Tensor  # [T], log pi of each token
+    entropy: Tensor  # [T], nats
+    old_logprobs: Tensor  # [T], of the sampling policy
+    ref_logprobs: Tensor  # [T], of the reference policy; old_logprobs where there is none
+    advantages: Tensor  # [T], times importance_weights
+    importance_weights: Tensor  # [T]
+    mask: Tensor  # [T] bool
+    cu_seqlens: Tensor  # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
+    rows: Tensor | None = None  # [T, R], what the loss's `rows` function returns
+    generator: torch.Generator | None = None  # on a CPU, for draws
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    clipped_low: Tensor = field(init=False)
+    clipped_high: Tensor = field(init=False)
+    measured: Tensor | None = None  # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
+
+    def __post_init__(self) -> None:
+        self.clipped_low = self.clipped_high = torch.zeros_like(self.mask)
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """Return log(pi / pi_old) [T], limited; beyond the limit its gradient is 0."""
+        return limited(self.logprobs - self.old_logprobs)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    def mark_clipped(self, low: Tensor, high: Tensor) -> None:
+        """Count these tokens, [T] bool each, in the metrics clipped_low and clipped_high."""
+        self.clipped_low, self.clipped_high = low.detach(), high.detach()
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x [T] over each token's response, [T]."""
+        lengths = self.cu_seqlens.diff()
+        kept = torch.where(self.mask, x, 0.0)
+        # Not index_add: its order of additions on a GPU changes from call to call.
+        sums = torch.segment_reduce(kept, "sum", lengths=lengths, unsafe=True, initial=0.0)
+        return sums.repeat_interleave(lengths, output_size=len(x))
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x [T] over each token's response, [T]."""
+        return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp_min(1)
+
+    def sequence_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Return exp(log_ratio), equal for the tokens of a response [T]; each token has the gradient of its own log-prob."""
+        self.measured = value = log_ratio.detach()
+        has_gradient = value.abs() <= MAX_LOG_RATIO
+        own = torch.where(has_gradient, self.logprobs - self.logprobs.detach(), 0.0)
+        return (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
+
+    def sequence_quantile(self, x: Tensor, q: float) -> Tensor:
+        """Return the quantile q of x [T] in each token's response, interpolated as torch.quantile does, [T]."""
+        if not len(x):
+            return x
+        counts = self.sequence_sum(torch.ones_like(x))  # of each token's response, [T]
+        sequence = torch.repeat_interleave(self.cu_seqlens.diff(), output_size=len(x))
+        # By response, within it the unmasked values first, ascending: two stable sorts.
+        order = x.masked_fill(~self.mask, torch.inf).argsort(stable=True)
+        order = order[sequence[order].argsort(stable=True)]
+        ordered = x.masked_fill(~self.mask, torch.inf)[order]
+        position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
+        low = position.floor()
+        first, second = (
+            ordered[self.cu_seqlens[:-1][sequence] + torch.minimum(i, (counts - 1).clamp_min(0)).long()] for i in (low, low + 1)
+        )
+        return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)
+
+    def by_sign(self, positive: float, negative: float) -> Tensor:
+        """Return `negative` for the tokens with A < 0 and `positive` for the others, [T]."""
+        return torch.full_like(self.advantages, positive).masked_fill(self.advantages < 0, negative)
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """Return log-ratios within +-MAX_LOG_RATIO; those beyond it have no gradient. NaN stays."""
+    limits = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limits, log_ratio)

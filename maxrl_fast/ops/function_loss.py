@@ -1,0 +1,139 @@
+"""Token losses that are functions of Tokens: from log-probs to the sums that a kernel returns for the fused losses.
+
+A function needs the log-probs first, and autograd gives the gradient in them: one more product of the output layer than the
+fused losses have.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from maxrl_fast.algorithms.losses.registry import TokenLoss, call_rows, checked, learns_without_advantage
+from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
+from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
+from maxrl_fast.ops.token_loss_kernel import LossSums
+
+_COPIES = 8  # of a chunk of logits, in float32, that functions of rows and their gradients take
+
+
+def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None) -> Tokens:
+    """Return what a loss function sees of the batch; logprobs and entropy [T] and rows [T, R] may have a gradient."""
+    mask = batch.counted()
+    advantages, *weights = batch.factors()
+
+    def kept(x: Tensor) -> Tensor:  # masked log-probs may be NaN
+        return torch.where(mask, x.double(), 0.0)
+
+    importance = kept(weights[0]) if weights else mask.double()
+    logprobs = kept(logprobs)
+    old = logprobs.detach() if batch.old_logprobs is None else kept(batch.old_logprobs)
+    return Tokens(
+        logprobs=logprobs,
+        entropy=kept(entropy),
+        old_logprobs=old,
+        ref_logprobs=old if batch.ref_logprobs is None else kept(batch.ref_logprobs),
+        advantages=kept(advantages) * importance,
+        importance_weights=importance,
+        mask=mask,
+        cu_seqlens=batch.cu_seqlens,
+        rows=None if rows is None else rows.double(),
+    )
+
+
+def function_loss(
+    loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """Return the LossSums, float64 [10], of which the loss has a gradient, and which tokens [T] bool are in its metrics.
+
+    Raises:
+        ValueError: if the function does not return a loss of each token.
+    """
+    clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
+    values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
+    needs_advantage = not (terms.kl_coef or terms.entropy_coef or learns_without_advantage(loss, tuple(options.items())))
+    has_advantage = tokens.mask & (tokens.advantages != 0)
+    counts = has_advantage if needs_advantage else tokens.mask  # in the loss; where it has no gradient it may be NaN
+    is_read = counts  # in the metrics
+    if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
+        is_read = has_advantage | counts & (values.detach() != 0)
+    difference = (tokens.logprobs - tokens.old_logprobs).detach()
+    log_ratio = difference if tokens.measured is None else tokens.measured
+    is_limited = log_ratio.abs() > MAX_LOG_RATIO
+    divergence = torch.zeros_like(difference)
+    if batch.ref_logprobs is not None:
+        to_ref = tokens.logprobs - tokens.ref_logprobs
+        is_limited = is_limited | (to_ref.detach().abs() > MAX_LOG_RATIO)
+        divergence = kl_estimates(limited(to_ref), terms.kl)
+        values = values + terms.kl_coef * divergence if terms.kl_coef else values
+    if terms.entropy_coef:
+        values = values - terms.entropy_coef * tokens.entropy
+    if batch.sequence_tokens is not None:
+        values = values / batch.by_token(batch.sequence_tokens.clamp_min(1))
+
+    def total(x: Tensor) -> Tensor:
+        return torch.where(is_read, x.double(), 0.0).sum()
+
+    sums = LossSums(
+        loss=torch.where(counts, values, 0.0).sum() / batch.denominator,
+        tokens=tokens.mask.sum().double(),
+        dropped_tokens=(tokens.mask & ~is_read).sum().double(),
+        ratio=total(limited(log_ratio).exp()),
+        ratio_clamped=total(is_limited),
+        clipped_low=total(tokens.clipped_low),
+        clipped_high=total(tokens.clipped_high),
+        kl=total(divergence.detach()),
+        entropy=total(tokens.entropy.detach()),
+        logprob_diff=total(difference.abs()),
+    )
+    return torch.stack(sums), is_read
+
+
+def kl_estimates(d: Tensor, kind: str) -> Tensor:
+    """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens (Schulman 2020)."""
+    if kind == "k1":
+        return d
+    k2 = d.square() / 2
+    if kind == "k2":
+        return k2
+    k3 = torch.expm1(-d) + d
+    return k3 if kind == "k3" else k2 + (k3 - k2).detach()
+
+
+def rows_of_loss(
+    loss: TokenLoss, options: Mapping[str, float], logits: Tensor, targets: Tensor, temperature: float | Tensor
+) -> Tensor | None:
+    """Return what the loss needs of each row of logits [T, V], [T, R]; None where it needs nothing of them."""
+    if loss.rows is None:
+        return None
+    tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    return call_rows(loss, options, torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1), targets)
+
+
+def linear_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Return function(log_p [C, V], targets [C]), [T, R], of the rows hidden @ weight.T, one small chunk at a time.
+
+    In plain PyTorch; the backward pass computes the logits again.
+    """
+    real = real_dtype(hidden.dtype)
+    size = max(default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1)
+
+    def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: float | Tensor) -> Tensor:
+        return function(torch.log_softmax(capped_logits(hidden, weight, softcap).to(real) / tau, -1), targets)
+
+    parts = []
+    for start in range(0, max(len(hidden), 1), size):
+        chunk = slice(start, start + size)
+        tau = temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
+        parts.append(checkpoint(of_chunk, hidden[chunk], weight, targets[chunk], tau, use_reentrant=False))
+    return torch.cat(parts)

@@ -209,6 +209,7 @@ def measure_logits(
             "copy": lambda: target.copy_(source),
             "ours, no gradient": lambda: token_logprobs(source, case.targets),
             "ours, gspo": lambda: case.ours(loss="gspo"),
+            "ours, sapo (a function)": lambda: case.ours(loss="sapo"),
             "ours, with entropy and KL": lambda: case.ours(entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old),
             **native,
         }
@@ -254,9 +255,9 @@ def measure_linear(
     case.source = case.working = torch.empty(0)  # frees the logits, which are not needed here
     batch = (case.targets, case.advantages, case.cu_seqlens)
 
-    def ours() -> object:
-        loss, _ = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=case.old)
-        return torch.autograd.grad(loss, (hidden, weight))
+    def ours(loss: str = "ppo") -> object:
+        total, _ = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=case.old, loss=loss)
+        return torch.autograd.grad(total, (hidden, weight))
 
     def eager() -> object:
         loss = eager_ppo(hidden @ weight.T, case.targets, case.per_token, case.old)
@@ -277,7 +278,7 @@ def measure_linear(
     except ImportError as error:
         absent.append(f"cut-cross-entropy ({error})")
     sides = Sides("ours", ours, lambda x: kernel_milliseconds(x, rounds, device), device)
-    sides.add({"ours": ours})
+    sides.add({"ours": ours, "ours, sapo (a function)": partial(ours, "sapo")})
     host = host_microseconds({"ours": ours}, device)["ours"] if device.type == "cuda" else None
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
     gemm = kernel_milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]

@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if re.search('__name__ == "__main__"|parse_args', path.read_text())]
 BENCHMARKS = [path for path in sorted(EXAMPLES.parent.glob("bench/*.py")) if '__name__ == "__main__"' in path.read_text()]
 NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}  # which scripts import
-NO_SCRIPTS |= {"naive_engine.py", "sort_task.py"}  # which --rollout and --task load
+NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "custom_loss.py"}  # which --rollout, --task and --loss load
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *BENCHMARKS], ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, operator, register_fake
-from maxrl_fast.ops.arguments import is_traced
+from maxrl_fast.algorithms.arguments import is_traced
 from maxrl_fast.ops.derivatives import first_order
 
 FEWEST_ROWS = 64  # below it, packing the matrix costs too much

@@ -7,7 +7,7 @@ Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_finite, check_number, check_tensor
+from maxrl_fast.algorithms.arguments import check_finite, check_number, check_tensor
 
 
 def kl_cov_tokens(logprobs: Tensor, advantages: Tensor, mask: Tensor | None = None, *, share: float = 2e-4) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import can_look_at
 
 INPUTS = ("k", "lengths", "logprobs", "valid", "prompts")  # what a function may ask for by parameter name
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_integer, check_tensor, is_traced
+from maxrl_fast.algorithms.arguments import check_integer, check_tensor, is_traced
 from maxrl_fast.ops.group_advantage import estimator_of, group_advantage
 
 _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 8 n^2 bytes

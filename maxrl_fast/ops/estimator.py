@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_finite, check_number
+from maxrl_fast.algorithms.arguments import check_finite, check_number
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.groups import Groups
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import can_look_at
 from maxrl_fast.ops.estimator import Inputs
 from maxrl_fast.ops.groups import Groups
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer
+from maxrl_fast.algorithms.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, Estimator, Inputs
 from maxrl_fast.ops.group_advantage_kernel import DTYPES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import is_integer
+from maxrl_fast.algorithms.arguments import is_integer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops.arguments import check_integer, check_number, check_tensor
+from maxrl_fast.algorithms.arguments import check_integer, check_number, check_tensor
 from maxrl_fast.ops.token_batch import real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops.arguments import check_choice, check_number
+from maxrl_fast.algorithms.arguments import check_choice, check_number
 
 _NOT_NEGATIVE = "a finite number of at least 0"
 _POSITIVE = "a finite number above 0"

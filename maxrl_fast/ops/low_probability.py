@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_number, check_tensor
+from maxrl_fast.algorithms.arguments import check_number, check_tensor
 
 
 def lp_reg_proxies(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels
-from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_integer, check_tensor
+from maxrl_fast.algorithms.arguments import can_look_at, check_choice, check_finite, check_integer, check_tensor
 from maxrl_fast.ops.pacs_kernel import DTYPES, PacsMetrics
 from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import check_sequences, split_denominator

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.ops import group_advantage_kernel
-from maxrl_fast.ops.arguments import check_flag
+from maxrl_fast.algorithms.arguments import check_flag
 from maxrl_fast.ops.custom_advantage import CustomAdvantage
 from maxrl_fast.ops.estimators import ESTIMATORS, KERNEL_ROWS, Estimator, Size
 from maxrl_fast.ops.group_advantage import INPUTS, forget_plans, group_advantage

@@ -9,7 +9,7 @@ from torch import Tensor
 from maxrl_fast import _C
 from maxrl_fast.ops import row_statistics_kernel as kernels
 from maxrl_fast.ops._gate import has_kernels, operator, register_fake
-from maxrl_fast.ops.arguments import check_integer, check_number
+from maxrl_fast.algorithms.arguments import check_integer, check_number
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.row_statistics_reference import row_statistics_reference
 from maxrl_fast.ops.token_batch import check_rows, real_dtype

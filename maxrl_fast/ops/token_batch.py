@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
+from maxrl_fast.algorithms.arguments import can_look_at, check_choice, check_finite, check_flag, check_number, check_tensor, is_integer
 from maxrl_fast.ops.losses import LOSSES, loss_numbers, num_top_tokens, summands
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")

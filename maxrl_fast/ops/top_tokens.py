@@ -6,7 +6,7 @@ Peng et al. 2025, "SimKO: Simple Pass@K Policy Optimization" (arXiv 2510.14807),
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_number, check_tensor
+from maxrl_fast.algorithms.arguments import check_number, check_tensor
 from maxrl_fast.ops.token_batch import check_sequences
 
 

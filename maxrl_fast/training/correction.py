@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.arguments import check_number
+from maxrl_fast.algorithms.arguments import check_number
 from maxrl_fast.records import Samples, gather_sequences, sequence_sums
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.transfers import to_device, to_host

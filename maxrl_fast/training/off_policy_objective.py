@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
-from maxrl_fast.ops.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import can_look_at
 from maxrl_fast.ops.off_policy import LARGEST_LOG_RATIO
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.training.collect import Collected

@@ -46,14 +46,12 @@ def launches(monkeypatch):
 
     def launch(call, name, **arguments):
         counting.names.append(name)
-        arguments.pop("workspace", None)
         if name != "scale":  # the tests scale by 1
             getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
 
     monkeypatch.setattr(_gate.Call, "launch", launch)
     monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
-    for name in ("PACS_WORKSPACE", "LOSS_WORKSPACE"):
-        monkeypatch.setattr(_C, name, 64, raising=False)
+    monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):
         monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "can_look_at", lambda tensor: False)
     return counting

@@ -17,6 +17,11 @@
 
 namespace maxrl {
 
+// Numbers of zeroed memory with which a CUDA kernel adds `size` sums over its blocks: the result, a counter, a row of each
+// block.
+constexpr int64_t kMaxSummingBlocks = 1024;
+constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBlocks * size; }
+
 // group_advantage: advantages of rewards by a formula of group_advantage.h; 0 for rollouts that are not valid.
 //   rewards, advantages  [num_groups, group_size] or [num_rewards]: pairs (float, float), (double, double),
 //                        (BFloat16, BFloat16), (int32_t | int64_t | bool, float)
@@ -33,7 +38,7 @@ namespace maxrl {
 // both.
 //
 // pacs_loss: the loss of pacs.h with its gradient and its metrics.
-// log_ratio_reward: proxies [S] from logprobs and ref_logprobs [T]; the backward kernel computes the gradient in logprobs [T].
+// log_ratio_reward: its proxies; the backward kernel computes the gradient in the log-probabilities.
 namespace cpu {
 
 // Returns the first position (in the order of groups) of a reward that is not finite, or for Value::kBinary neither 0 nor 1;
@@ -63,33 +68,32 @@ template <typename Real>
 int64_t pacs_loss(const Pacs<Real>& in, int num_threads);
 
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies, int num_threads);
-
+void log_ratio_reward(const LogRatio<Real>& in, int num_threads);
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads);
+void log_ratio_reward_backward(const LogRatioBackward<Real>& in, int num_threads);
 
-// The parts of a layer (layer.h). to_stride: between rows of the results in queries, keys and values; grad_stride: of both
-// gradients. chosen_rows_backward throws std::invalid_argument for a row outside the U.
+// The parts of a layer (layer.h). chosen_rows_backward throws std::invalid_argument for a row outside the U.
 template <typename Element, typename Real>
 void add_rms_norm(const AddRmsNorm<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
 void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
-void rotate_heads(const RotateHeads<Element, Real>& in, const int64_t (&to_stride)[3], int num_threads);
+void rotate_heads(const RotateHeads<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
-void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& in, const int64_t (&to_stride)[3], int num_threads);
+void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
-void swiglu(const SwiGlu<Element>& in, int num_threads);
+void swiglu(const SwiGlu<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
-void swiglu_backward(const SwiGluBackward<Element>& in, int64_t grad_stride, int num_threads);
+void swiglu_backward(const SwiGluBackward<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
-void chosen_rows_backward(const ChosenRows<Element>& in, int num_threads);
+void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads);
 
-// The products of linear.h.
+// The products of linear.h; std::invalid_argument for other sizes.
 void linear(const Linear& in, int num_threads);
 void linear_backward(const LinearBackward& in, int num_threads);
 
-// Both throw std::invalid_argument if the stream's lengths do not fit its tokens, or responses do not stand in order.
+// Both throw std::invalid_argument for other heads than those of attention.h, if the stream's lengths do not fit its tokens, or
+// if responses do not stand in order.
 template <typename Element, typename Real>
 void shared_prompt_attention(const SharedPromptAttention<Element, Real>& in, int num_threads);
 template <typename Element, typename Real>
@@ -99,7 +103,7 @@ void shared_prompt_attention_backward(const SharedPromptAttention<Element, Real>
 
 #ifdef MAXRL_FAST_CUDA
 // A wrong target or label, which the CPU kernels report, makes the results NaN on a GPU. `workspace` is zeroed memory of
-// loss_workspace() or pacs_workspace() doubles; token_loss writes its sums to the start.
+// loss_workspace() doubles; token_loss writes its sums to the start.
 namespace cuda {
 constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the shared memory of one block
 
@@ -110,7 +114,6 @@ void group_advantage(const Reward* rewards, const Groups& groups, const int64_t*
                      const Formula& formula, Advantage* advantages, cudaStream_t stream);
 
 int64_t loss_workspace();
-int64_t pacs_workspace();
 
 template <typename Element, typename Real>
 void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
@@ -141,12 +144,11 @@ template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
 
 template <typename Real>
-void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream);
+void pacs_loss(const Pacs<Real>& in, cudaStream_t stream);
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
-                      cudaStream_t stream);
+void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream);
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream);
+void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t stream);
 
 // Throws std::invalid_argument if head_dim is not a multiple of 16 bytes up to 32 times that, or more than 8 query heads share
 // a key/value head.

@@ -10,6 +10,12 @@ struct Linear {
   const float *x, *weight;     // [U, K], [N, K]
   const float *bias, *added;   // [N], [U, N]; may be null
   float* y;                    // [U, N]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("num_rows", num_rows), at("in_size", in_size), at("out_size", out_size), at("x", x), at("weight", weight);
+    at("bias", bias), at("added", added), at("y", y);
+  }
 };
 
 // The gradients in x, W and bias. Each may be null; that in bias is written only together with that in W.
@@ -17,6 +23,12 @@ struct LinearBackward {
   int64_t num_rows, in_size, out_size;
   const float *grad, *x, *weight;             // [U, N], [U, K], [N, K]
   float *grad_x, *grad_weight, *grad_bias;    // [U, K], [N, K], [N]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("num_rows", num_rows), at("in_size", in_size), at("out_size", out_size), at("grad", grad), at("x", x);
+    at("weight", weight), at("grad_x", grad_x), at("grad_weight", grad_weight), at("grad_bias", grad_bias);
+  }
 };
 
 }  // namespace maxrl

@@ -13,6 +13,7 @@
 namespace maxrl {
 
 enum class Score { kRloo, kGrpo, kDrGrpo, kNaive };
+constexpr const char* kScoreNames[] = {"rloo", "grpo", "dr_grpo", "naive"};
 
 struct PacsOptions {
   Score score;
@@ -45,6 +46,15 @@ struct Pacs {
   double* metrics;             // [PacsMetrics::kSize]
   Real* cross_entropy;         // [S], without weights
   Real* gradient;              // [S], dL/dr
+  double* workspace;           // zeros, [workspace_size(PacsSums::kSize)]; not used on a CPU
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("num_rollouts", num_rollouts), at("num_groups", num_groups), at("group_size", group_size), at("offsets", offsets);
+    at("proxies", proxies), at("labels", labels), at("denominators", denominators), at("denominator", denominator);
+    at("score", options.score, kScoreNames), at("balanced", options.balanced), at("loss", loss), at("metrics", metrics);
+    at("cross_entropy", cross_entropy), at("gradient", gradient), at("workspace", workspace);
+  }
 
   MAXRL_HOST_DEVICE double divisor() const { return denominators ? *denominators : denominator; }
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
@@ -107,9 +117,35 @@ MAXRL_HOST_DEVICE inline void write_results(const Pacs<Real>& in, const double* 
 template <typename Real>
 struct LogRatio {
   int64_t num_tokens, num_sequences;
-  const int64_t* cu_seqlens;  // [S+1]
-  const bool* mask;           // [T], or null
+  const int64_t* cu_seqlens;             // [S+1]
+  const bool* mask;                      // [T], or null
   double beta;
+  const Real *logprobs, *ref_logprobs;   // [T]
+  Real* proxies;                         // [S]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    sequences(at);
+    at("logprobs", logprobs), at("ref_logprobs", ref_logprobs), at("proxies", proxies);
+  }
+  template <typename Visit>
+  void sequences(Visit& at) {
+    at("num_tokens", num_tokens), at("num_sequences", num_sequences), at("cu_seqlens", cu_seqlens), at("mask", mask);
+    at("beta", beta);
+  }
+};
+
+template <typename Real>
+struct LogRatioBackward {
+  LogRatio<Real> forward;    // of which only the sequences
+  const Real* grad_proxies;  // [S]
+  Real* gradient;            // [T]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    forward.sequences(at);
+    at("grad_proxies", grad_proxies), at("gradient", gradient);
+  }
 };
 
 }  // namespace maxrl

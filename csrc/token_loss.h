@@ -17,6 +17,7 @@ enum class Loss { kReinforce, kPpo, kCispo, kGspo, kCount };
 constexpr const char* kLossNames[] = {"reinforce", "ppo", "cispo", "gspo"};
 static_assert(sizeof(kLossNames) / sizeof(*kLossNames) == static_cast<int>(Loss::kCount));
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
+constexpr const char* kDivergenceNames[] = {"k1", "k2", "k3", "k3+"};
 
 struct LossTerms {
   Loss loss;
@@ -24,8 +25,11 @@ struct LossTerms {
   double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
-  // The fields of LossTerms in maxrl_fast/ops/token_batch.py, compared when maxrl_fast.ops is imported.
-  static constexpr const char* kNames[] = {"loss", "clip_low", "clip_high", "dual_clip", "kl", "kl_coef", "entropy_coef"};
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("loss", loss, kLossNames), at("clip_low", clip_low), at("clip_high", clip_high), at("dual_clip", dual_clip);
+    at("kl", kl, kDivergenceNames), at("kl_coef", kl_coef), at("entropy_coef", entropy_coef);
+  }
 
   MAXRL_HOST_DEVICE bool has_gradient(double advantage) const {
     return advantage != 0.0 || kl_coef != 0.0 || entropy_coef != 0.0;
@@ -55,6 +59,11 @@ template <typename Element>
 struct Rows {
   Element* data;
   int64_t stride;  // elements from row to row
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("data", data), at("stride", stride);
+  }
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
@@ -65,6 +74,12 @@ struct TokenRows {
   const int64_t* targets;    // [T]
   const Real* temperatures;  // [T], or null: then `temperature` for all
   double temperature;
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("num_tokens", num_tokens), at("vocab_size", vocab_size), at("targets", targets), at("temperatures", temperatures);
+    at("temperature", temperature);
+  }
 
   // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
@@ -90,6 +105,15 @@ struct TokenLossInputs {
   const bool* mask;                // [T]
   const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("tokens", rows), at("num_sequences", num_sequences), at("cu_seqlens", cu_seqlens), at("advantages", advantages);
+    at("advantages_per_token", advantages_per_token), at("importance_weights", importance_weights);
+    at("importance_per_token", importance_per_token), at("old_logprobs", old_logprobs), at("ref_logprobs", ref_logprobs);
+    at("sequence_log_ratio", sequence_log_ratio), at("mask", mask), at("sequence_tokens", sequence_tokens);
+    at("denominator", denominator);
+  }
 
   // The sequence of token t: the last one that starts at or before it (empty sequences may start there too).
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -167,7 +191,8 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
   return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
-// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses/core.py has formulas, sources and the same in torch.
+// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses/core.py has formulas, sources and the same in
+// torch.
 
 // With the ratio of the sequence also gspo.
 MAXRL_HOST_DEVICE inline TokenLoss ppo(const LossTerms& terms, const Token& x) {
@@ -183,7 +208,7 @@ MAXRL_HOST_DEVICE inline TokenLoss ppo(const LossTerms& terms, const Token& x) {
 
 MAXRL_HOST_DEVICE inline TokenLoss cispo(const LossTerms& terms, const Token& x) {
   const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high, weight = clip(x.ratio, low, high);
-  return {-weight * x.advantage * x.logp, -weight * x.advantage, x.ratio < low, x.ratio > high};
+  return {-weight * x.advantage * x.logp, -weight * x.advantage, x.ratio<low, x.ratio> high};
 }
 
 // One thread of a row comes here, so that the switch costs nothing beside reading the row.
@@ -227,5 +252,61 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   sums.values[LossSums::kLoss] += row.weight * token.value;
   return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
 }
+
+// The arguments of the kernels, as Python gives them.
+template <typename Element, typename Real>
+struct TokenLossCall {
+  Rows<const Element> logits;
+  TokenLossInputs<Real> inputs;
+  LossTerms terms;
+  Rows<Element> gradient;  // null, or the logits themselves
+  double* sums;
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("logits", logits), inputs.fields(at), terms.fields(at), at("gradient", gradient), at("sums", sums);
+  }
+};
+
+template <typename Element, typename Real>
+struct TokenLogprobs {
+  Rows<const Element> logits;
+  TokenRows<Real> tokens;
+  Real *logprobs, *entropy;  // [T]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("logits", logits), at("tokens", tokens), at("logprobs", logprobs), at("entropy", entropy);
+  }
+};
+
+template <typename Element, typename Real>
+struct TokenLogprobsBackward {
+  Rows<const Element> logits;
+  TokenRows<Real> tokens;
+  const Real *grad_logprobs, *grad_entropy;  // [T]
+  Rows<Element> gradient;                    // may be the logits themselves
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("logits", logits), at("tokens", tokens), at("grad_logprobs", grad_logprobs), at("grad_entropy", grad_entropy);
+    at("gradient", gradient);
+  }
+};
+
+// Multiplies a matrix by a number on the device.
+template <typename Element_, typename Real_>
+struct ScaleCall {
+  using Element = Element_;
+  using Real = Real_;
+  Rows<Element> matrix;
+  int64_t num_rows, row_size;
+  const double* scale;  // [1]
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("matrix", matrix), at("num_rows", num_rows), at("row_size", row_size), at("scale", scale);
+  }
+};
 
 }  // namespace maxrl

@@ -329,6 +329,8 @@ void run(const SharedPromptAttention<Element, typename Tile::Real>& in, int num_
 
 template <bool is_backward, typename Element, typename Real>
 void run_widest(const SharedPromptAttention<Element, Real>& in, int num_threads) {
+  if (in.head_dim < 1 || in.head_dim > 256 || in.key_heads < 1 || in.heads % in.key_heads)
+    throw std::invalid_argument("attention needs heads of 1 to 256, and a number of them that is a multiple of the key heads");
   with_widest<Real>([&](auto vectors) {
     using Vectors = decltype(vectors);
     if (in.head_dim <= 16) return run<Element, AttentionTile<Vectors, 16>, is_backward>(in, num_threads);

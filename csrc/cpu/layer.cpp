@@ -156,7 +156,7 @@ inline typename Vectors::Real squares_of(const Element* head, int64_t size) {
 }
 
 template <typename Vectors, typename Element>
-inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, const int64_t (&to_stride)[3], int64_t row) {
+inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, int64_t row) {
   using Real = typename Vectors::Real;
   const Rotation<Vectors> rotation(in, row, in.direction);
   const int half = in.head_dim / 2;
@@ -164,7 +164,7 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, c
     for (int head = 0; head < in.from[which].count; ++head) {
       const Element* const x = in.from[which].data + row * in.from[which].stride + head * in.head_dim;
       const Element* const weight = in.norm[which];
-      Element* const to = in.to[which] + row * to_stride[which] + head * in.head_dim;
+      Element* const to = in.to[which] + row * in.to_stride[which] + head * in.head_dim;
       const Real rate = weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate : Real(1);
       for_vectors<Vectors>(half, [&](int64_t i, int64_t n) {
         auto low = load_lanes<Vectors>(x + i, n), high = load_lanes<Vectors>(x + half + i, n);
@@ -181,15 +181,14 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, c
 
 // Values are copied.
 template <typename Element, typename Real>
-inline void copy_values(const RotateHeads<Element, Real>& in, int64_t to_stride, int64_t row) {
+inline void copy_values(const RotateHeads<Element, Real>& in, int64_t row) {
   if (in.from[2].count)
-    memcpy(in.to[2] + row * to_stride, in.from[2].data + row * in.from[2].stride,
+    memcpy(in.to[2] + row * in.to_stride[2], in.from[2].data + row * in.from[2].stride,
            sizeof(Element) * in.from[2].count * in.head_dim);
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, const int64_t (&to_stride)[3], int64_t row,
-                                Real* grad_norms) {
+inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, int64_t row, Real* grad_norms) {
   const auto& in = backward.forward;
   const Rotation<Vectors> rotation(in, row, -in.direction);
   const int half = in.head_dim / 2;
@@ -198,7 +197,7 @@ inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backwa
       const Element* const x = in.from[which].data + row * in.from[which].stride + head * in.head_dim;
       const Element* const grad = backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
       const Element* const weight = in.norm[which];
-      Element* const to = in.to[which] + row * to_stride[which] + head * in.head_dim;
+      Element* const to = in.to[which] + row * in.to_stride[which] + head * in.head_dim;
       Real* const grad_norm = grad_norms + (which * in.from[0].count + head) * in.head_dim;
       // use(place, lanes, x, its norm's gradient), for both halves
       const auto for_both = [&](const auto& use) {
@@ -238,7 +237,7 @@ struct Sigmoid {
 };
 
 template <typename Vectors, typename Element>
-inline void swiglu_row(const SwiGlu<Element>& in, int64_t row) {
+inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_t row) {
   const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
   Element* const out = in.out + row * in.size;
   for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
@@ -248,11 +247,12 @@ inline void swiglu_row(const SwiGlu<Element>& in, int64_t row) {
 }
 
 template <typename Vectors, typename Element>
-inline void swiglu_backward_row(const SwiGluBackward<Element>& backward, int64_t grad_stride, int64_t row) {
+inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward, int64_t row) {
   const auto& in = backward.forward;
   const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
   const Element* const grad = backward.grad + row * in.size;
-  Element *const grad_gate = backward.grad_gate + row * grad_stride, *const grad_up = backward.grad_up + row * grad_stride;
+  Element* const grad_gate = backward.grad_gate + row * backward.grad_stride;
+  Element* const grad_up = backward.grad_up + row * backward.grad_stride;
   for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
     const auto x = load_lanes<Vectors>(gate + i, n);
     const Sigmoid<Vectors> sigmoid(x);
@@ -300,15 +300,15 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_
 }
 
 template <typename Element, typename Real>
-void rotate_heads(const RotateHeads<Element, Real>& in, const int64_t (&to_stride)[3], int num_threads) {
+void rotate_heads(const RotateHeads<Element, Real>& in, int num_threads) {
   const Pieces pieces(in.num_rows, int64_t{in.from[0].count + in.from[1].count + in.from[2].count} * in.head_dim);
   with_widest<Real>([&](auto widest) {
     with_lanes_for<decltype(widest)>(in.head_dim / 2, [&](auto vectors) {
       using Vectors = decltype(vectors);
       pieces.template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-          rotate_row<Vectors>(in, to_stride, row);
-          copy_values(in, to_stride[2], row);
+          rotate_row<Vectors>(in, row);
+          copy_values(in, row);
         }
       });
     });
@@ -316,7 +316,7 @@ void rotate_heads(const RotateHeads<Element, Real>& in, const int64_t (&to_strid
 }
 
 template <typename Element, typename Real>
-void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, const int64_t (&to_stride)[3], int num_threads) {
+void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, int num_threads) {
   const auto& in = backward.forward;
   const int64_t size = int64_t{in.from[0].count + in.from[1].count} * in.head_dim;
   const Pieces pieces(in.num_rows, size, kMostPieces);
@@ -326,8 +326,8 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, c
       using Vectors = decltype(vectors);
       pieces.template run<Vectors>(num_threads, [&](int64_t piece, int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-          rotate_backward_row<Vectors>(backward, to_stride, row, partials.data() + piece * size);
-          copy_values(in, to_stride[2], row);
+          rotate_backward_row<Vectors>(backward, row, partials.data() + piece * size);
+          copy_values(in, row);
         }
       });
     });
@@ -340,7 +340,7 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, c
 }
 
 template <typename Element, typename Real>
-void swiglu(const SwiGlu<Element>& in, int num_threads) {
+void swiglu(const SwiGlu<Element, Real>& in, int num_threads) {
   with_widest<Real>([&](auto vectors) {
     using Vectors = decltype(vectors);
     Pieces(in.num_rows, in.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
@@ -350,17 +350,17 @@ void swiglu(const SwiGlu<Element>& in, int num_threads) {
 }
 
 template <typename Element, typename Real>
-void swiglu_backward(const SwiGluBackward<Element>& in, int64_t grad_stride, int num_threads) {
+void swiglu_backward(const SwiGluBackward<Element, Real>& in, int num_threads) {
   with_widest<Real>([&](auto vectors) {
     using Vectors = decltype(vectors);
     Pieces(in.forward.num_rows, in.forward.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) swiglu_backward_row<Vectors>(in, grad_stride, row);
+      for (int64_t row = begin; row < end; ++row) swiglu_backward_row<Vectors>(in, row);
     });
   });
 }
 
 template <typename Element, typename Real>
-void chosen_rows_backward(const ChosenRows<Element>& in, int num_threads) {
+void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) {
   // Which rows of `grad` belong to row u: order[starts[u]], ..., ascending.
   std::vector<int64_t> starts(in.num_rows + 2), order(in.num_chosen);
   for (int64_t i = 0; i < in.num_chosen; ++i) {
@@ -382,14 +382,14 @@ void chosen_rows_backward(const ChosenRows<Element>& in, int num_threads) {
   });
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                     \
-  template void add_rms_norm(const AddRmsNorm<Element, Real>&, int);                                         \
-  template void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>&, int);                        \
-  template void rotate_heads(const RotateHeads<Element, Real>&, const int64_t (&)[3], int);                  \
-  template void rotate_heads_backward(const RotateHeadsBackward<Element, Real>&, const int64_t (&)[3], int); \
-  template void swiglu<Element, Real>(const SwiGlu<Element>&, int);                                          \
-  template void swiglu_backward<Element, Real>(const SwiGluBackward<Element>&, int64_t, int);                \
-  template void chosen_rows_backward<Element, Real>(const ChosenRows<Element>&, int);
+#define MAXRL_INSTANTIATE(Element, Real)                                               \
+  template void add_rms_norm(const AddRmsNorm<Element, Real>&, int);                   \
+  template void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>&, int);  \
+  template void rotate_heads(const RotateHeads<Element, Real>&, int);                  \
+  template void rotate_heads_backward(const RotateHeadsBackward<Element, Real>&, int); \
+  template void swiglu(const SwiGlu<Element, Real>&, int);                             \
+  template void swiglu_backward(const SwiGluBackward<Element, Real>&, int);            \
+  template void chosen_rows_backward(const ChosenRows<Element, Real>&, int);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, float)

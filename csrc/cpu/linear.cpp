@@ -4,6 +4,7 @@
 // packs blocks of rows of x and dy, and adds up their products, one after the other. Every number is therefore summed in one
 // order: results are bitwise the same for any number of threads.
 #include <algorithm>
+#include <stdexcept>
 
 #include "../kernels.h"
 #include "aligned.h"
@@ -93,9 +94,15 @@ void weight_rows(const LinearBackward& in, int64_t begin, int64_t end) {
   }
 }
 
+void check_sizes(int64_t in_size, int64_t out_size) {
+  if (in_size < 16 || out_size < 16 || in_size % 16 || out_size % 16)
+    throw std::invalid_argument("a linear layer needs sizes that are multiples of 16");
+}
+
 }  // namespace
 
 void linear(const Linear& in, int num_threads) {
+  check_sizes(in.in_size, in.out_size);
   const AlignedBytes panels = pack(in.weight, in.out_size, in.in_size, in.in_size, 1, num_threads);
   multiply(in.num_rows, in.out_size, in.in_size, in.x, panels, in.y, num_threads, [&](int64_t i, int64_t column, auto& row) {
     if (in.bias) row += row.read(in.bias + column);
@@ -104,6 +111,7 @@ void linear(const Linear& in, int num_threads) {
 }
 
 void linear_backward(const LinearBackward& in, int num_threads) {
+  check_sizes(in.in_size, in.out_size);
   if (in.grad_x) {
     const AlignedBytes panels = pack(in.weight, in.in_size, in.out_size, 1, in.in_size, num_threads);
     multiply(in.num_rows, in.in_size, in.out_size, in.grad, panels, in.grad_x, num_threads, [](int64_t, int64_t, auto&) {});

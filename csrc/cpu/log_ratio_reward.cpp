@@ -9,8 +9,8 @@ constexpr int64_t kParallelThreshold = 1 << 15;  // tokens
 }
 
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
-                      int num_threads) {
+void log_ratio_reward(const LogRatio<Real>& in, int num_threads) {
+  const Real *const logprobs = in.logprobs, *const ref_logprobs = in.ref_logprobs;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kParallelThreshold)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
     double sum = 0.0;
@@ -23,24 +23,24 @@ void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real
 #pragma omp simd reduction(+ : sum)
       for (int64_t t = begin; t < end; ++t) sum += static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t]);
     }
-    proxies[s] = static_cast<Real>(in.beta * sum);
+    in.proxies[s] = static_cast<Real>(in.beta * sum);
   }
 }
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, int num_threads) {
+void log_ratio_reward_backward(const LogRatioBackward<Real>& backward, int num_threads) {
+  const auto& in = backward.forward;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kParallelThreshold)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
-    const auto grad = static_cast<Real>(in.beta * grad_proxies[s]);
-    for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t) gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
+    const auto grad = static_cast<Real>(in.beta * backward.grad_proxies[s]);
+    for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t)
+      backward.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   }
 }
 
-#define MAXRL_INSTANTIATE(Real)                                                                \
-  template void log_ratio_reward(const LogRatio<Real>&, const Real*, const Real*, Real*, int); \
-  template void log_ratio_reward_backward(const LogRatio<Real>&, const Real*, Real*, int);
-MAXRL_INSTANTIATE(float)
-MAXRL_INSTANTIATE(double)
-#undef MAXRL_INSTANTIATE
+template void log_ratio_reward(const LogRatio<float>&, int);
+template void log_ratio_reward(const LogRatio<double>&, int);
+template void log_ratio_reward_backward(const LogRatioBackward<float>&, int);
+template void log_ratio_reward_backward(const LogRatioBackward<double>&, int);
 
 }  // namespace maxrl::cpu

@@ -289,6 +289,7 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
+  check_alignment("decode_attention", {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
   if (in.num_rows == 0) return;
   if (in.head_dim % Chunk<Element>::kSize || in.head_dim > kWarp * Chunk<Element>::kSize)
     throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(Chunk<Element>::kSize) + " up to " +

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_kernel(const __grid_con
     part.multiply(weight);
   }
   if (which < 2) part.rotate(in, row, at, in.direction);
-  part.write(in.to[which] + (row * in.from[which].count + head) * in.head_dim + at, half);
+  part.write(in.to[which] + row * in.to_stride[which] + head * in.head_dim + at, half);
 }
 
 template <typename Element>
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads)
       x.low[i] = norm.rate * weight.low[i] - norm.slope * x.low[i];
       x.high[i] = norm.rate * weight.high[i] - norm.slope * x.high[i];
     }
-    x.write(in.to[which] + place, half);
+    x.write(in.to[which] + row * in.to_stride[which] + head * in.head_dim + at, half);
   }
   if (!has_part) return;
   float* to = backward.grad_norm + (partial * num_heads + of_all) * in.head_dim + at;
@@ -337,19 +337,19 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_
   const auto& in = backward.forward;
   const Place<Element> place(in.size);
   if (place.row >= in.num_rows) return;
-  const int64_t at = place.row * in.size + place.column;
   float gate[Chunk<Element>::kSize], up[Chunk<Element>::kSize], grad[Chunk<Element>::kSize];
   load(in.gate + place.row * in.gate_stride + place.column, gate);
   load(in.up + place.row * in.up_stride + place.column, up);
-  load(backward.grad + at, grad);
+  load(backward.grad + place.row * in.size + place.column, grad);
 #pragma unroll
   for (int i = 0; i < Chunk<Element>::kSize; ++i) {
     const float s = sigmoid(gate[i]), x = gate[i];
     gate[i] = grad[i] * up[i] * s * (1.0f + x * (1.0f - s));
     up[i] = grad[i] * x * s;
   }
-  store(backward.grad_gate + at, gate);
-  store(backward.grad_up + at, up);
+  const int64_t to = place.row * backward.grad_stride + place.column;
+  store(backward.grad_gate + to, gate);
+  store(backward.grad_up + to, up);
 }
 
 // The blocks of a launch with this many threads, whose indices have 32 bits.
@@ -375,6 +375,14 @@ int warps_of_row(int size) {
   return warps;
 }
 
+template <typename Element>
+void check_heads(const RotateHeads<Element>& in) {
+  for (int i = 0; i < 3; ++i)
+    check_alignment("rotate_heads",
+                    {in.from[i].data, in.from[i].data + in.from[i].stride, in.to[i], in.to[i] + in.to_stride[i]});
+  check_alignment("rotate_heads", {in.norm[0], in.norm[1], in.cos, in.sin});
+}
+
 // The lanes of a head, a power of two.
 template <typename Element>
 int lanes_of_head(int head_dim) {
@@ -388,6 +396,7 @@ int lanes_of_head(int head_dim) {
 
 template <typename Element>
 void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream) {
+  check_alignment("add_rms_norm", {in.x, in.delta, in.weight, in.sum, in.normed});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
   launch(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0, 0, stream, in, warps);
@@ -395,6 +404,7 @@ void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream) {
+  check_alignment("add_rms_norm_backward", {in.sum, in.weight, in.grad_sum, in.grad_normed, in.grad_x});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
   launch(add_rms_norm_backward_kernel<Element>, blocks_for(in.num_partials * warps * kWarp), kThreads, 0, 0, stream, in, warps);
@@ -402,6 +412,7 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t s
 
 template <typename Element>
 void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream) {
+  check_heads(in);
   const int64_t heads = in.from[0].count + in.from[1].count + in.from[2].count;
   if (in.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.head_dim);
@@ -410,6 +421,8 @@ void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t stream) {
+  check_heads(in.forward);
+  check_alignment("rotate_heads_backward", {in.grad[0], in.grad[1]});
   const int64_t heads = in.forward.from[0].count + in.forward.from[1].count;
   if (in.forward.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.forward.head_dim);
@@ -418,6 +431,7 @@ void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t 
 
 template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
+  check_alignment("swiglu", {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
   if (in.num_rows == 0) return;
   check_size<Element>("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
   launch(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
@@ -425,7 +439,10 @@ void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream) {
-  const int size = in.forward.size;
+  const SwiGlu<Element>& of = in.forward;
+  const int size = of.size;
+  check_alignment("swiglu_backward", {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad, in.grad_gate,
+                                      in.grad_up, in.grad_gate + in.grad_stride});
   if (in.forward.num_rows == 0) return;
   check_size<Element>("intermediate_size", size, Chunk<Element>::kSize, INT32_MAX);
   launch(swiglu_backward_kernel<Element>, blocks_for(in.forward.num_rows * (size / Chunk<Element>::kSize)), kThreads, 0, 0,

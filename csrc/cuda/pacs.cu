@@ -1,4 +1,4 @@
-// The loss of PACS (one warp per group) and log-ratio reward proxies (one block per sequence) on a GPU.
+// The loss of PACS, a warp for each group, and log-ratio reward proxies, a warp for each sequence, on a GPU.
 #include <algorithm>
 
 #include "../kernels.h"
@@ -9,15 +9,15 @@ namespace maxrl::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroups = kThreads / kWarp;  // per block, at a time
+constexpr int kWarps = kThreads / kWarp;
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* workspace) {
-  __shared__ double of_warps[kGroups][PacsSums::kSize];
+__global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in) {
+  __shared__ double of_warps[kWarps][PacsSums::kSize];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const double divisor = in.divisor();
   double sums[PacsSums::kSize] = {};
-  for (int64_t g = int64_t{blockIdx.x} * kGroups + warp; g < in.num_groups; g += int64_t{gridDim.x} * kGroups) {
+  for (int64_t g = int64_t{blockIdx.x} * kWarps + warp; g < in.num_groups; g += int64_t{gridDim.x} * kWarps) {
     const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
     if (n <= 0) continue;
     // Distances from the first proxy, so that equal proxies have exactly the distance 0 from their mean; likewise for q.
@@ -67,74 +67,75 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in, double* w
   __syncthreads();
   const auto sum_of = [&](int i) {
     double sum = 0.0;
-    for (int w = 0; w < kGroups; ++w) sum += of_warps[w][i];
+    for (int w = 0; w < kWarps; ++w) sum += of_warps[w][i];
     return sum;
   };
-  const bool is_last = add_over_blocks<PacsSums::kSize>(sum_of, workspace, blockIdx.x, gridDim.x);
-  if (is_last && threadIdx.x == 0) write_results(in, workspace);
+  const bool is_last = add_over_blocks<PacsSums::kSize>(sum_of, in.workspace, blockIdx.x, gridDim.x);
+  if (is_last && threadIdx.x == 0) write_results(in, in.workspace);
+}
+
+// use(sequence, its first token, the token after its last) with a warp for each sequence.
+template <typename Real, typename Use>
+__device__ void for_sequences(const LogRatio<Real>& in, const Use& use) {
+  for (int64_t s = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; s < in.num_sequences; s += int64_t{gridDim.x} * kWarps)
+    use(s, in.cu_seqlens[s], in.cu_seqlens[s + 1]);
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads)
-    sum_log_ratios(LogRatio<Real> in, const Real* logprobs, const Real* ref_logprobs, Real* proxies) {
-  __shared__ double of_warps[kThreads / kWarp];
-  for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
+__global__ void __launch_bounds__(kThreads) sum_log_ratios(const __grid_constant__ LogRatio<Real> in) {
+  const int lane = threadIdx.x % kWarp;
+  for_sequences(in, [&](int64_t s, int64_t begin, int64_t end) {
     double sum = 0.0;
-    for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
-      if (!in.mask || in.mask[t]) sum += static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t]);
+#pragma unroll 4  // loads of a long response in flight at a time
+    for (int64_t t = begin + lane; t < end; t += kWarp)
+      if (!in.mask || in.mask[t]) sum += static_cast<double>(in.logprobs[t]) - static_cast<double>(in.ref_logprobs[t]);
     sum = warp_sum(sum);
-    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int w = 1; w < kThreads / kWarp; ++w) sum += of_warps[w];
-      proxies[s] = static_cast<Real>(in.beta * sum);
-    }
-    __syncthreads();  // of_warps is read
-  }
+    if (lane == 0) in.proxies[s] = static_cast<Real>(in.beta * sum);
+  });
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads) spread_grads(LogRatio<Real> in, const Real* grad_proxies, Real* gradient) {
-  for (int64_t s = blockIdx.x; s < in.num_sequences; s += gridDim.x) {
-    const auto grad = static_cast<Real>(in.beta * grad_proxies[s]);
-    for (int64_t t = in.cu_seqlens[s] + threadIdx.x; t < in.cu_seqlens[s + 1]; t += kThreads)
-      gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
-  }
+__global__ void __launch_bounds__(kThreads) spread_grads(const __grid_constant__ LogRatioBackward<Real> backward) {
+  const auto& in = backward.forward;
+  for_sequences(in, [&](int64_t s, int64_t begin, int64_t end) {
+    const auto grad = static_cast<Real>(in.beta * backward.grad_proxies[s]);
+    for (int64_t t = begin + threadIdx.x % kWarp; t < end; t += kWarp)
+      backward.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
+  });
 }
+
+// A grid has at most 2^31 - 1 blocks; warps take further sequences in turn.
+int64_t blocks_for(int64_t warps, int64_t most) { return std::clamp<int64_t>((warps + kWarps - 1) / kWarps, 1, most); }
 
 constexpr int64_t kMostBlocks = 1 << 16;
 
 }  // namespace
 
 template <typename Real>
-void pacs_loss(const Pacs<Real>& in, double* workspace, cudaStream_t stream) {
-  const int64_t blocks = std::clamp<int64_t>((in.num_groups + kGroups - 1) / kGroups, 1, kMaxSummingBlocks);
-  launch(pacs_groups<Real>, blocks, kThreads, 0, 0, stream, in, workspace);
+void pacs_loss(const Pacs<Real>& in, cudaStream_t stream) {
+  launch(pacs_groups<Real>, blocks_for(in.num_groups, kMaxSummingBlocks), kThreads, 0, 0, stream, in);
 }
 
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, const Real* logprobs, const Real* ref_logprobs, Real* proxies,
-                      cudaStream_t stream) {
+void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream) {
   if (in.num_sequences == 0) return;
-  launch(sum_log_ratios<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, logprobs, ref_logprobs,
-         proxies);
+  launch(sum_log_ratios<Real>, blocks_for(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
 }
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatio<Real>& in, const Real* grad_proxies, Real* gradient, cudaStream_t stream) {
-  if (in.num_sequences == 0) return;
-  launch(spread_grads<Real>, std::min(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in, grad_proxies, gradient);
+void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t stream) {
+  if (in.forward.num_sequences == 0) return;
+  launch(spread_grads<Real>, blocks_for(in.forward.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
 }
 
-#define MAXRL_INSTANTIATE(Real)                                                                         \
-  template void pacs_loss(const Pacs<Real>&, double*, cudaStream_t);                                    \
-  template void log_ratio_reward(const LogRatio<Real>&, const Real*, const Real*, Real*, cudaStream_t); \
-  template void log_ratio_reward_backward(const LogRatio<Real>&, const Real*, Real*, cudaStream_t);
+#define MAXRL_INSTANTIATE(Real)                                        \
+  template void pacs_loss(const Pacs<Real>&, cudaStream_t);            \
+  template void log_ratio_reward(const LogRatio<Real>&, cudaStream_t); \
+  template void log_ratio_reward_backward(const LogRatioBackward<Real>&, cudaStream_t);
 MAXRL_INSTANTIATE(float)
 MAXRL_INSTANTIATE(double)
 #undef MAXRL_INSTANTIATE
 
 int64_t loss_workspace() { return workspace_size(LossSums::kSize); }
-int64_t pacs_workspace() { return workspace_size(PacsSums::kSize); }
 
 }  // namespace maxrl::cuda

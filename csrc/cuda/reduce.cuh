@@ -68,13 +68,9 @@ __device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
   return result;
 }
 
-// Numbers of zeroed memory that add_over_blocks needs for `size` sums: the result, a counter, one row of each block.
-constexpr int64_t kMaxSummingBlocks = 1024;
-constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBlocks * size; }
-
-// Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for any thread. The last block
-// to come adds all of them up into workspace[0 .. size). Returns whether this is the last block, which may then read the
-// workspace.
+// Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for any thread. `workspace` has
+// workspace_size(size) zeros. The last block to come adds all sums up into workspace[0 .. size). Returns whether this is the
+// last block, which may then read the workspace.
 template <int size, typename SumOf>
 __device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);

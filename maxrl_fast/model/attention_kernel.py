@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops._gate import Call, operator
 from maxrl_fast.ops.derivatives import register_backward
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
@@ -46,11 +45,6 @@ def shared_prompt_attention(
     return o, lse
 
 
-@register_fake(shared_prompt_attention)
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
 @operator()
 def shared_prompt_attention_backward(
     grad: Tensor,
@@ -77,11 +71,6 @@ def shared_prompt_attention_backward(
     return grads
 
 
-@register_fake(shared_prompt_attention_backward)
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, answers: Tensor) -> Any:
     """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
@@ -92,16 +81,17 @@ def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, respon
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
     lengths, response_lengths, answers = (x.contiguous() for x in (lengths, response_lengths, answers))
     shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
-    stream = _C.SharedPromptStream(
-        num_tokens=num_tokens,
-        num_sequences=len(lengths),
-        num_responses=num_responses,
-        lengths=call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
-        response_lengths=call.address("response_lengths", response_lengths, torch.int64, (num_responses,)),
-        answers=call.address("answers", answers, torch.int64, (num_responses,)),
-    )
     return {
-        **{"dtype": DTYPES[q.dtype], "stream": stream, "heads": heads, "key_heads": key_heads, "head_dim": head_dim},
+        "dtype": DTYPES[q.dtype],
+        "num_tokens": num_tokens,
+        "num_sequences": len(lengths),
+        "num_responses": num_responses,
+        "lengths": call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
+        "response_lengths": call.address("response_lengths", response_lengths, torch.int64, (num_responses,)),
+        "answers": call.address("answers", answers, torch.int64, (num_responses,)),
+        "heads": heads,
+        "key_heads": key_heads,
+        "head_dim": head_dim,
         "q": call.address("q", q, q.dtype, q.shape),
         "k": call.address("k", k, q.dtype, shape),
         "v": call.address("v", v, q.dtype, shape),

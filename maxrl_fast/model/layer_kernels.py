@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maxrl_fast.model.layer_parts import HeadNorms, Heads, LayerParts, Rotary
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator, register_fake
+from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator
 from maxrl_fast.ops.derivatives import first_order
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -70,11 +70,6 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     return total, normed
 
 
-@register_fake(add_rms_norm)
-def _(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
-
-
 @operator()
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
@@ -97,11 +92,6 @@ def add_rms_norm_backward(
         grad_weight=call.keep(partials),
     )
     return grad_x, partials[0] if len(partials) == 1 else partials.sum(0)
-
-
-@register_fake(add_rms_norm_backward)
-def _(grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight, dtype=sum_dtype(x))
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -153,16 +143,30 @@ def heads_argument(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[
     return call.keep(x), x.stride(0) if len(x) > 1 else 0, shape[1]
 
 
-def tables_argument(
-    call: Call, cos: Tensor, sin: Tensor, positions: Tensor | None, num_rows: int, dim: int
-) -> tuple[int, int, int, int]:
+def heads_arguments(
+    call: Call,
+    heads: tuple[Tensor, Tensor, Tensor | None],
+    norms: tuple[Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor, Tensor | None],
+    to: list[Tensor],
+) -> dict[str, Any]:
+    """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin and positions, and results."""
+    q, (cos, sin, positions) = heads[0], tables
+    num_rows, _, dim = q.shape
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
-    return (
-        call.address("cos", cos, torch.float32, shape),
-        call.address("sin", sin, torch.float32, shape),
-        call.address("positions", positions, torch.int64, (num_rows,)),
-        len(cos),
-    )
+    return {
+        "dtype": DTYPE_NAMES[q.dtype],
+        "num_rows": num_rows,
+        "head_dim": dim,
+        **{name: heads_argument(call, name, x, q) for name, x in zip("qkv", heads, strict=True)},
+        **{name: call.address(name, x, q.dtype, (dim,)) for name, x in zip(("q_norm", "k_norm"), norms, strict=True)},
+        "cos": call.address("cos", cos, torch.float32, shape),
+        "sin": call.address("sin", sin, torch.float32, shape),
+        "positions": call.address("positions", positions, torch.int64, (num_rows,)),
+        "num_positions": len(cos),
+        "to": [call.keep(x) for x in to] + [0] * (3 - len(to)),
+        "to_stride": [x.stride(0) for x in to] + [0] * (3 - len(to)),
+    }
 
 
 @operator()
@@ -179,29 +183,10 @@ def rotate_heads(
     direction: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates back."""
-    call, (num_rows, _, dim) = Call(q.device), q.shape
-    to = [x.new_empty(x.shape) for x in (q, k)] + [q.new_empty(0) if v is None else v.new_empty(v.shape)]
-    call.launch(
-        "rotate_heads",
-        dtype=DTYPE_NAMES[q.dtype],
-        num_rows=num_rows,
-        head_dim=dim,
-        eps=eps,
-        direction=direction,
-        q=heads_argument(call, "q", q, q),
-        k=heads_argument(call, "k", k, q),
-        v=heads_argument(call, "v", v, q),
-        q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
-        k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
-        to=[call.keep(x) for x in to],
-        tables=tables_argument(call, cos, sin, positions, num_rows, dim),
-    )
-    return to[0], to[1], to[2]
-
-
-@register_fake(rotate_heads)
-def _(q: Tensor, k: Tensor, v: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty(0 if v is None else v.shape)
+    call, to = Call(q.device), [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
+    inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
+    call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
+    return to[0], to[1], q.new_empty(0) if v is None else to[2]
 
 
 @operator()
@@ -218,72 +203,40 @@ def rotate_heads_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients in q and k, and those of their norms' weights, unrounded."""
+    to, heads, all_heads = [x.new_empty(x.shape) for x in (q, k)], q.shape[1], q.shape[1] + k.shape[1]
+    inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
     if not _gate.is_gpu(q.device):
-        own = [x.new_empty(x.shape) for x in (q, k)]
-        of_norms = rotate_back_on_cpu((grad_q, grad_k, None), q, k, (q_norm, k_norm), (cos, sin, positions), eps, own)
-        return own[0], own[1], of_norms[0], of_norms[1].clone()
-    call, (num_rows, heads, dim) = Call(q.device), q.shape
-    to, all_heads = [x.new_empty(x.shape) for x in (q, k)], heads + k.shape[1]
-    partials = q.new_empty(_partials(q, num_rows, all_heads * dim), all_heads, dim, dtype=torch.float32)
-    call.launch(
-        "rotate_heads_backward",
-        dtype=DTYPE_NAMES[q.dtype],
-        num_rows=num_rows,
-        head_dim=dim,
-        eps=eps,
-        q=heads_argument(call, "q", q, q),
-        k=heads_argument(call, "k", k, q),
-        q_norm=call.address("q_norm", q_norm, q.dtype, (dim,)),
-        k_norm=call.address("k_norm", k_norm, q.dtype, (dim,)),
-        to=[call.keep(x) for x in to],
-        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in ((grad_q, q), (grad_k, k))],
-        tables=tables_argument(call, cos, sin, positions, num_rows, dim),
-        num_partials=len(partials),
-        grad_norm=call.keep(partials),
-    )
+        of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
+        rotate_back(*inputs, of_norms)
+        return to[0], to[1], of_norms[0], of_norms[1].clone()
+    partials = q.new_empty(_partials(q, len(q), all_heads * q.shape[2]), all_heads, q.shape[2], dtype=torch.float32)
+    rotate_back(*inputs, partials)
     return to[0], to[1], partials[:, :heads].sum((0, 1)), partials[:, heads:].sum((0, 1))
 
 
-@register_fake(rotate_heads_backward)
-def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, q_norm: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_norm = torch.empty_like(q_norm, dtype=sum_dtype(q_norm))
-    return grad_q.new_empty(q.shape), grad_k.new_empty(k.shape), of_norm, torch.empty_like(of_norm)
-
-
-def rotate_back_on_cpu(
-    grads: tuple[Tensor, Tensor, Tensor | None],
-    q: Tensor,
-    k: Tensor,
-    norms: tuple[Tensor, Tensor],
+def rotate_back(
+    grads: tuple[Tensor, Tensor],
+    heads: tuple[Tensor, Tensor, Tensor | None],
+    norms: tuple[Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None],
     eps: float,
     to: list[Tensor],
-) -> Tensor:
-    """Write the gradients in q and k before their norms, and a copy of the one in v, into `to`, whose rows may have any stride.
+    grad_norm: Tensor,
+) -> None:
+    """Write the gradients in q and k before their norms into `to`, whose rows may have any stride, and those of the norms.
 
-    Return the gradients of the norms' weights [2, D], unrounded.
+    On a CPU heads[2] may be the gradient in v, of which `to` gets a copy.
     """
-    call, (num_rows, _, dim) = Call(q.device), q.shape
-    grad_norms = q.new_empty(2, dim, dtype=sum_dtype(q))
+    call, (q, k, _) = Call(heads[0].device), heads
     call.launch(
         "rotate_heads_backward",
-        dtype=DTYPE_NAMES[q.dtype],
-        num_rows=num_rows,
-        head_dim=dim,
+        **heads_arguments(call, heads, norms, tables, to),
         eps=eps,
-        q=heads_argument(call, "q", q, q),
-        k=heads_argument(call, "k", k, q),
-        v=heads_argument(call, "grad_v", grads[2], q),
-        q_norm=call.address("q_norm", norms[0], q.dtype, (dim,)),
-        k_norm=call.address("k_norm", norms[1], q.dtype, (dim,)),
-        to=[call.keep(x) for x in to] + [0] * (3 - len(to)),
-        to_strides=[x.stride(0) for x in to] + [0] * (3 - len(to)),
-        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in ((grads[0], q), (grads[1], k))],
-        tables=tables_argument(call, *tables, num_rows, dim),
-        num_partials=1,
-        grad_norm=call.keep(grad_norms),
+        direction=1.0,
+        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in zip(grads, (q, k), strict=True)],
+        num_partials=1 if grad_norm.dim() == 2 else len(grad_norm),
+        grad_norm=call.keep(grad_norm),
     )
-    return grad_norms
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -351,11 +304,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@register_fake(swiglu)
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
 @operator()
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients in gate and up, contiguous."""
@@ -370,16 +318,13 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
         up=up_at,
         gate_stride=gate_stride,
         up_stride=up_stride,
+        out=0,
         grad=call.address("grad", grad, gate.dtype, gate.shape),
         grad_gate=call.keep(grads[0]),
         grad_up=call.keep(grads[1]),
+        grad_stride=gate.shape[1],
     )
     return grads
-
-
-@register_fake(swiglu_backward)
-def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
 class _SwiGlu(torch.autograd.Function):

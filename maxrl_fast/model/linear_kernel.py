@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_traced
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops._gate import Call, operator
 from maxrl_fast.ops.derivatives import first_order
 
 FEWEST_ROWS = 64  # below it, packing the matrix costs too much
@@ -56,11 +56,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
     return y
 
 
-@register_fake(linear)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    return x.new_empty(len(x), len(weight))
-
-
 @operator()
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
@@ -83,14 +78,6 @@ def linear_backward(
         grad_bias=addresses[2],
     )
     return grads[0], grads[1], grads[2]
-
-
-@register_fake(linear_backward)
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_weight = weight.shape if needs_weight or needs_bias else (0,)
-    return x.new_empty(x.shape if needs_x else 0), x.new_empty(of_weight), x.new_empty(len(weight) if needs_bias else 0)
 
 
 class Product(torch.autograd.Function):

@@ -13,7 +13,7 @@ from maxrl_fast.model import layer_kernels
 from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS
 from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops._gate import Call, operator
 from maxrl_fast.ops.derivatives import first_order
 
 
@@ -50,37 +50,15 @@ def rotate_packed_backward(
     counts = [x.shape[1] for x in grads]
     grad = grad_q.new_empty(num_rows, sum(counts) * dim)
     to = list(grad.view(num_rows, sum(counts), dim).split(counts, 1))
-    tables = cos, sin, positions
+    tables, norms = (cos, sin, positions), (q_norm, k_norm)
     if packed is not None:
-        assert q_norm is not None
-        assert k_norm is not None
         q, k, _ = packed.view(num_rows, sum(counts), dim).split(counts, 1)
-        return grad, layer_kernels.rotate_back_on_cpu(grads, q, k, (q_norm, k_norm), tables, eps, to)
+        of_norms = grad.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad))
+        layer_kernels.rotate_back((grad_q, grad_k), (q, k, grad_v), norms, tables, eps, to, of_norms)
+        return grad, of_norms
     call = Call(grad_q.device)
-    call.launch(
-        "rotate_heads",
-        dtype=DTYPE_NAMES[grad_q.dtype],
-        num_rows=num_rows,
-        head_dim=dim,
-        eps=0.0,
-        direction=-1.0,
-        **{name: layer_kernels.heads_argument(call, f"grad_{name}", x, grad_q) for name, x in zip("qkv", grads, strict=True)},
-        q_norm=0,
-        k_norm=0,
-        to=[call.keep(x) for x in to],
-        to_strides=[grad.shape[1]] * 3,
-        tables=layer_kernels.tables_argument(call, *tables, num_rows, dim),
-    )
+    call.launch("rotate_heads", **layer_kernels.heads_arguments(call, grads, norms, tables, to), eps=0.0, direction=-1.0)
     return grad, grad_q.new_empty(0)
-
-
-@register_fake(rotate_packed_backward)
-def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, packed: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    num_rows, heads, dim = grad_q.shape
-    grad = grad_q.new_empty(num_rows, (heads + grad_k.shape[1] + grad_v.shape[1]) * dim)
-    if packed is None:
-        return grad, grad_q.new_empty(0)
-    return grad, grad_q.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad_q))
 
 
 class _RotatePacked(torch.autograd.Function):
@@ -133,17 +111,13 @@ def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
         up=address + half,
         gate_stride=2 * size,
         up_stride=2 * size,
+        out=0,
         grad=call.address("grad", grad, grad.dtype, (num_rows, size)),
         grad_gate=to_address,
         grad_up=to_address + half,
         grad_stride=2 * size,
     )
     return to
-
-
-@register_fake(swiglu_packed_backward)
-def _(grad: Tensor, packed: Tensor) -> Tensor:
-    return torch.empty_like(packed)
 
 
 class _SwiGluPacked(torch.autograd.Function):
@@ -180,11 +154,6 @@ def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
         to=call.keep(to),
     )
     return to
-
-
-@register_fake(choose_rows_backward)
-def _(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    return grad.new_empty(num_rows, grad.shape[1])
 
 
 class _ChooseRows(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The gate in front of the kernels: which of them run on which device, how they are registered as operators of PyTorch, and
 the checks of everything that a kernel takes on trust."""
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -33,9 +34,12 @@ def is_gpu(device: torch.device) -> bool:
 def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
 
-    The function's annotations are the schema, unless `schema` is given; `mutates` names the tensors that it writes to. This is
-    torch.library.custom_op without the wrapper around each call, which costs 8 us of the 14 us that a small group_advantage
-    takes.
+    The function's annotations are the schema, unless `schema` is given; `mutates` names the tensors that it writes to. On
+    tensors without memory, which torch.compile traces with, the same function runs, and its `Call` gives no address and
+    launches nothing. A function that reads values itself needs `register_fake`.
+
+    This is torch.library.custom_op without the wrapper around each call, which costs 8 us of the 14 us that a small
+    group_advantage takes.
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
@@ -44,14 +48,30 @@ def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Cal
         torch.library.define(f"maxrl_fast::{name}", inferred, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
             torch.library.impl(f"maxrl_fast::{name}", device, implementation)
+
+        def without_memory(*arguments: Any) -> Any:
+            before, _tracing.is_active = _tracing.is_active, True
+            try:
+                return implementation(*arguments)
+            finally:
+                _tracing.is_active = before
+
+        torch.library.register_fake(f"maxrl_fast::{name}", without_memory)
         return getattr(torch.ops.maxrl_fast, name).default
 
     return register
 
 
+class _Tracing(threading.local):
+    is_active = False  # whether this thread runs an operator on tensors without memory
+
+
+_tracing = _Tracing()
+
+
 def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function with the operator's signature that allocates its results without computing them, for tracing."""
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(op)
+    """Register what an operator returns for tensors without memory, where its own function reads values."""
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(op, allow_override=True)
     return register
 
 
@@ -70,12 +90,15 @@ class Call:
 
     A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
     keeps every tensor whose address it has given, so that no other thread frees one that the kernel still uses.
+
+    Where an operator is traced, all addresses are 0, and `launch` returns None.
     """
 
-    __slots__ = ("_cached", "_kept", "device")
+    __slots__ = ("_cached", "_kept", "device", "is_traced")
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.is_traced = _tracing.is_active
         self._kept: list[Tensor] = []
         self._cached: tuple[Tensor, ...] = ()
 
@@ -93,6 +116,8 @@ class Call:
 
     def keep(self, tensor: Tensor) -> int:
         """Return the address of a tensor without a check: the caller has made it for this kernel, or checked it already."""
+        if self.is_traced:
+            return 0
         self._kept.append(tensor)
         return tensor.data_ptr()
 
@@ -107,6 +132,8 @@ class Call:
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
         """Run the kernel of this device: C++ on the threads of this process, or CUDA on the current stream."""
+        if self.is_traced:
+            return None
         if not is_gpu(self.device):
             return getattr(_C, f"{kernel}_cpu")(**arguments, num_threads=torch.get_num_threads())
         with torch.cuda.device(self.device):

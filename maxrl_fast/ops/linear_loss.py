@@ -246,9 +246,7 @@ def linear_logprobs(
 
 
 @register_fake(linear_logprobs)
-def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int, softcap: float
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     shape, dtype = hidden.shape[:1], real_dtype(hidden.dtype)
     return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
 
@@ -292,17 +290,5 @@ def linear_logprobs_backward(
 
 
 @register_fake(linear_logprobs_backward)
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    chunk: int,
-    softcap: float,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    return _empty_gradients(hidden, weight, needs_hidden, needs_weight)
+def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(hidden, weight, *arguments[-2:])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
+from maxrl_fast.ops._gate import Call, check_fields, operator
 from maxrl_fast.ops.derivatives import register_backward
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -43,9 +43,13 @@ def pacs_loss(
     """
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
-    loss, metrics, cross_entropy, gradient = results = _empty_results(proxies)
+    metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
+    loss, cross_entropy, gradient = proxies.new_empty(()), torch.empty_like(proxies), torch.empty_like(proxies)
+    workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device) if _gate.is_gpu(device) else None
     call = Call(device)
-    pacs = _C.Pacs(
+    unusable = call.launch(
+        "pacs_loss",
+        dtype=DTYPES[dtype],
         num_rollouts=len(proxies),
         num_groups=num_groups,
         group_size=group_size,
@@ -60,33 +64,11 @@ def pacs_loss(
         metrics=call.keep(metrics),
         cross_entropy=call.keep(cross_entropy),
         gradient=call.keep(gradient),
+        workspace=0 if workspace is None else call.keep(workspace),
     )
-    more = {}
-    if _gate.is_gpu(device):
-        more["workspace"] = call.keep(torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device))
-    unusable = call.launch("pacs_loss", dtype=DTYPES[dtype], pacs=pacs, **more)
     if unusable is not None and unusable >= 0:
         raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
-    return results
-
-
-@register_fake(pacs_loss)
-def _(
-    proxies: Tensor,
-    labels: Tensor,
-    offsets: Tensor | None,
-    group_size: int,
-    score: str,
-    balanced: bool,
-    denominators: Tensor | None,
-    denominator: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_results(proxies)
-
-
-def _empty_results(proxies: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
-    return proxies.new_empty(()), metrics, torch.empty_like(proxies), torch.empty_like(proxies)
+    return loss, metrics, cross_entropy, gradient
 
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -111,17 +93,12 @@ def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor,
     call.launch(
         "log_ratio_reward",
         dtype=DTYPES[dtype],
-        sequences=_log_ratio(call, cu_seqlens, mask, beta, len(logprobs)),
+        **_sequences(call, cu_seqlens, mask, beta, len(logprobs)),
         logprobs=call.address("logprobs", logprobs, dtype, shape),
         ref_logprobs=call.address("ref_logprobs", ref_logprobs, dtype, shape),
         proxies=call.keep(proxies),
     )
     return proxies
-
-
-@register_fake(log_ratio_reward)
-def _(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
-    return logprobs.new_empty(cu_seqlens.shape[0] - 1)
 
 
 def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -147,23 +124,19 @@ def log_ratio_reward_backward(
     call.launch(
         "log_ratio_reward_backward",
         dtype=DTYPES[dtype],
-        sequences=_log_ratio(call, cu_seqlens, mask, beta, num_tokens),
+        **_sequences(call, cu_seqlens, mask, beta, num_tokens),
         grad_proxies=call.address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,)),
         gradient=call.keep(gradient),
     )
     return gradient
 
 
-@register_fake(log_ratio_reward_backward)
-def _(grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> Tensor:
-    return grad_proxies.new_empty(num_tokens)
-
-
-def _log_ratio(call: Call, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> _C.LogRatio:
-    return _C.LogRatio(
-        num_tokens=num_tokens,
-        num_sequences=len(cu_seqlens) - 1,
-        cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape),
-        mask=call.address("mask", mask, torch.bool, (num_tokens,)),
-        beta=beta,
-    )
+def _sequences(call: Call, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> dict[str, Any]:
+    """Return the arguments that both kernels take."""
+    return {
+        "num_tokens": num_tokens,
+        "num_sequences": len(cu_seqlens) - 1,
+        "cu_seqlens": call.address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape),
+        "mask": call.address("mask", mask, torch.bool, (num_tokens,)),
+        "beta": beta,
+    }

@@ -14,7 +14,7 @@ from torch import Tensor
 from maxrl_fast import _C
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, check_fields, operator, register_fake
+from maxrl_fast.ops._gate import Call, check_fields, operator
 from maxrl_fast.ops.derivatives import register_backward
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
@@ -43,7 +43,6 @@ class LossSums(NamedTuple):
 
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
-check_fields("LossTerms", tuple(LossTerms.__dataclass_fields__))
 check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
@@ -67,7 +66,7 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> _C.Matrix:
+def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, int]:
     """Return the matrix for the kernel; raise ValueError if a row is not contiguous. The row stride may be any."""
     side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != call.device or not side_by_side:
@@ -75,7 +74,7 @@ def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype
             f"{name} must be {dtype} {tuple(shape)} on {call.device} with contiguous rows, got {tensor.dtype} "
             f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
         )
-    return _C.Matrix(call.keep(tensor), tensor.stride(0))
+    return call.keep(tensor), tensor.stride(0)
 
 
 class LogitsCall(Call):
@@ -91,16 +90,15 @@ class LogitsCall(Call):
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
-            "tokens": _C.Tokens(
-                num_tokens=self.shape[0],
-                vocab_size=self.shape[1],
-                targets=self.vector("targets", targets, torch.int64),
-                temperatures=self.vector("temperatures", temperatures, self.real),
-                temperature=temperature,
+            "tokens": (  # TokenRows of csrc/token_loss.h
+                *self.shape,
+                self.vector("targets", targets, torch.int64),
+                self.vector("temperatures", temperatures, self.real),
+                temperature,
             ),
         }
 
-    def matrix(self, name: str, tensor: Tensor) -> _C.Matrix:
+    def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
         return _matrix(self, name, tensor, self.shape, self.dtype)
 
     def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
@@ -150,13 +148,6 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _run_token_loss(logits, gradient, batch, terms), gradient
 
 
-@register_fake(token_loss)
-def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    needs_gradient = arguments[-1]
-    shape = logits.shape if needs_gradient else (0, 0)
-    return logits.new_empty(NUM_SUMS, dtype=torch.float64), logits.new_empty(shape)
-
-
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else autograd makes zeros [T, V] for the gradient, which has no gradient itself
@@ -183,11 +174,6 @@ def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
     return _run_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
-@register_fake(token_loss_)
-def _(logits: Tensor, *arguments: Any) -> Tensor:
-    return logits.new_empty(NUM_SUMS, dtype=torch.float64)
-
-
 def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
     call = LogitsCall(logits, batch.targets, *split_temperature(batch.temperature))
@@ -196,7 +182,10 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
         return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
-    sequences = _C.Sequences(
+    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
+    sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
+    row = call.run(
+        "token_loss",
         num_sequences=num_sequences,
         cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
         advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
@@ -209,14 +198,8 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
         mask=call.vector("mask", batch.mask, torch.bool),
         sequence_tokens=call.vector("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),
-    )
-    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
-    sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    row = call.run(
-        "token_loss",
-        sequences=sequences,
-        terms=_C.LossTerms(**vars(terms)),
-        gradient=_C.Matrix(0, 0) if gradient is None else call.matrix("gradient", gradient),
+        **vars(terms),
+        gradient=(0, 0) if gradient is None else call.matrix("gradient", gradient),
         sums=call.keep(sums),
     )
     call.refuse(row, batch.targets)
@@ -230,12 +213,6 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None,
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
     call.refuse(call.run("token_logprobs", logprobs=call.keep(logprobs), entropy=call.keep(entropy)), targets)
     return logprobs, entropy
-
-
-@register_fake(token_logprobs)
-def _(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    shape, dtype = logits.shape[:1], real_dtype(logits.dtype)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=dtype)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -268,18 +245,6 @@ def token_logprobs_backward(
     return gradient
 
 
-@register_fake(token_logprobs_backward)
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
 @operator(mutates=("logits",))
 def token_logprobs_backward_(
     logits: Tensor,
@@ -291,18 +256,6 @@ def token_logprobs_backward_(
 ) -> None:
     """Write what token_logprobs_backward returns over the logits."""
     LogitsCall(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
-
-
-@register_fake(token_logprobs_backward_)
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-) -> None:
-    return None
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:

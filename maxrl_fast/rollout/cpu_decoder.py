@@ -66,25 +66,25 @@ class CpuDecoder:
         def at(name: str, *shape: int) -> int:
             return call.address(name, weights[name], torch.float32, shape)
 
-        def layer(i: int) -> _C.LayerWeights:
+        def layer(i: int) -> dict[str, int]:
             own, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             bias, norm = c.has_qkv_bias, c.has_qk_norm
-            return _C.LayerWeights(
-                input_norm=at(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
-                q=at(own + "q_proj.weight", queries, c.hidden_size),
-                k=at(own + "k_proj.weight", keys, c.hidden_size),
-                v=at(own + "v_proj.weight", keys, c.hidden_size),
-                q_bias=at(own + "q_proj.bias", queries) if bias else 0,
-                k_bias=at(own + "k_proj.bias", keys) if bias else 0,
-                v_bias=at(own + "v_proj.bias", keys) if bias else 0,
-                q_norm=at(own + "q_norm.weight", c.head_dim) if norm else 0,
-                k_norm=at(own + "k_norm.weight", c.head_dim) if norm else 0,
-                o=at(own + "o_proj.weight", c.hidden_size, queries),
-                post_norm=at(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
-                gate=at(mlp + "gate_proj.weight", c.intermediate_size, c.hidden_size),
-                up=at(mlp + "up_proj.weight", c.intermediate_size, c.hidden_size),
-                down=at(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
-            )
+            return {
+                "input_norm": at(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
+                "q": at(own + "q_proj.weight", queries, c.hidden_size),
+                "k": at(own + "k_proj.weight", keys, c.hidden_size),
+                "v": at(own + "v_proj.weight", keys, c.hidden_size),
+                "q_bias": at(own + "q_proj.bias", queries) if bias else 0,
+                "k_bias": at(own + "k_proj.bias", keys) if bias else 0,
+                "v_bias": at(own + "v_proj.bias", keys) if bias else 0,
+                "q_norm": at(own + "q_norm.weight", c.head_dim) if norm else 0,
+                "k_norm": at(own + "k_norm.weight", c.head_dim) if norm else 0,
+                "o": at(own + "o_proj.weight", c.hidden_size, queries),
+                "post_norm": at(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
+                "gate": at(mlp + "gate_proj.weight", c.intermediate_size, c.hidden_size),
+                "up": at(mlp + "up_proj.weight", c.intermediate_size, c.hidden_size),
+                "down": at(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
+            }
 
         head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
         self._decoder.load(
@@ -106,7 +106,7 @@ class CpuDecoder:
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
         call = Call(CPU)  # keeps the tensors until this function returns: the generation has their addresses until its end
         generation = _C.CpuGeneration(
-            decoder=self._decoder,
+            self._decoder,
             num_prompts=len(prompts),
             num_samples=num_samples,
             max_new_tokens=sampling.max_new_tokens,
@@ -114,13 +114,11 @@ class CpuDecoder:
             tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
             cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
             keys=call.address("keys", keys, torch.int64, shape[:1]),
-            sampling=_C.SamplingOptions(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                stop_ids=list(sampling.stop_ids),
-            ),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stop_ids=list(sampling.stop_ids),
             responses=call.keep(tokens),
             logprobs=call.keep(logprobs),
             lengths=call.keep(lengths),

@@ -161,7 +161,7 @@ void layer() {
       nullptr);
   const SwiGlu<float> halves{rows, size / 2, x.data, x.data + size / 2, size, size, out.data};
   cuda::swiglu(halves, nullptr);
-  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data}, nullptr);
+  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data, size / 2}, nullptr);
 
   const int dim = 40, heads = 3, kv_heads = 1;  // a packed row has 5 heads
   const int64_t packed = 5 * dim, of_q = rows * heads * dim;
@@ -176,6 +176,7 @@ void layer() {
       {{qkv.data, packed, heads}, {qkv.data + heads * dim, packed, kv_heads}, {qkv.data + 4 * dim, packed, 1}},
       {norm.data, norm.data},
       {q.data, k.data, v.data},
+      {of_q / rows, dim, dim},
       table.data,
       table.data,
       positions.data(),
@@ -211,7 +212,7 @@ void pacs() {
   const Numbers<float> proxies(total);
   std::vector<float> labels(total), cross_entropy(total), gradient(total);
   for (float& label : labels) label = static_cast<float>(generator() % 2);
-  std::vector<double> workspace(cuda::pacs_workspace()), metrics(PacsMetrics::kSize);
+  std::vector<double> workspace(workspace_size(PacsSums::kSize)), metrics(PacsMetrics::kSize);
   float loss;
   Pacs<float> in{};
   in.num_rollouts = total;
@@ -225,14 +226,15 @@ void pacs() {
   in.metrics = metrics.data();
   in.cross_entropy = cross_entropy.data();
   in.gradient = gradient.data();
-  cuda::pacs_loss<float>(in, workspace.data(), nullptr);
+  in.workspace = workspace.data();
+  cuda::pacs_loss(in, nullptr);
 
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Numbers<float> logprobs(700), ref(700), grads(3);
   std::vector<float> sums(3), grad_logprobs(700);
-  const LogRatio<float> ratios{700, 3, cu_seqlens.data(), nullptr, 0.5};
-  cuda::log_ratio_reward<float>(ratios, logprobs.data, ref.data, sums.data(), nullptr);
-  cuda::log_ratio_reward_backward<float>(ratios, grads.data, grad_logprobs.data(), nullptr);
+  const LogRatio<float> ratios{700, 3, cu_seqlens.data(), nullptr, 0.5, logprobs.data, ref.data, sums.data()};
+  cuda::log_ratio_reward(ratios, nullptr);
+  cuda::log_ratio_reward_backward(LogRatioBackward<float>{ratios, grads.data, grad_logprobs.data()}, nullptr);
 }
 
 }  // namespace

@@ -22,12 +22,16 @@ pytestmark = pytest.mark.emulated
 CPU = torch.device("cpu")
 
 
+def launch(call: _gate.Call, kernel: str, **arguments: object) -> object:
+    return None if call.is_traced else getattr(_C, f"{kernel}_cuda")(**arguments, stream=0)
+
+
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
     """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gate, "is_gpu", lambda device: True)
-        patch.setattr(_gate.Call, "launch", lambda call, name, **a: getattr(_C, f"{name}_cuda")(**a, stream=0))
+        patch.setattr(_gate.Call, "launch", launch)
         yield
 
 

@@ -251,7 +251,7 @@ def test_a_launch_refuses_what_it_cannot_read():
             ValueError, match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got torch\.float64"
         ):
             KERNELS.swiglu(x, x.double())
-        with pytest.raises(ValueError, match="swiglu needs tensors aligned to 16 bytes"):
+        with pytest.raises(ValueError, match="swiglu needs tensors and rows aligned to 16 bytes"):
             KERNELS.swiglu(torch.ones(33)[1:].view(4, 8), x)
         with pytest.raises(ValueError, match="hidden_size must be a multiple of 4 up to 4096, got 6"):
             KERNELS.rms_norm(torch.ones(4, 6), torch.ones(6), 1e-6)

@@ -226,8 +226,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor])
     monkeypatch.setattr(_foreach_utils, "_device_has_foreach_support", lambda device: True)
     monkeypatch.setattr(_gate, "has_cuda_kernels", lambda device: True)
-    for name in ("LOSS_WORKSPACE", "PACS_WORKSPACE"):
-        monkeypatch.setattr(_C, name, 64, raising=False)
+    monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     monkeypatch.setattr(flash, "_is_recent", lambda device: True)
     properties = SimpleNamespace(multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -183,7 +183,7 @@ def test_large_gates_saturate():
 
 def test_bad_inputs_are_a_sentence():
     x = torch.ones(4, 8)
-    with pytest.raises(ValueError, match="a layer's kernels on a CPU take float32, float64 and bfloat16, got float16"):
+    with pytest.raises(ValueError, match="add_rms_norm_cpu takes float32 float64 bfloat16, got float16"):
         KERNELS.rms_norm(x.half(), torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="a chosen row does not exist"):
         torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), 3)

@@ -1,5 +1,6 @@
-"""The gate in front of the kernels: which memory they see, from many threads and on many streams."""
+"""The gate in front of the kernels: which memory they see, from many threads and on many streams; arguments and the stub."""
 
+import ast
 import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -8,45 +9,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import maxrl_fast
 from maxrl_fast import _C, ops
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import _gate, pacs_kernel
 from maxrl_fast.ops.group_advantage import forget_plans
 from maxrl_fast.ops.group_advantage_kernel import forget_tables
 
 THREADS, ROUNDS = 8, 40
 PACKAGE = Path(maxrl_fast.__file__).parent
+CPU = torch.device("cpu")
 
 
 def results_for(size: int) -> list[torch.Tensor]:
-    """Return what all ops compute for inputs of this size; sizes that follow one another share no table."""
+    """Return what ops compute for inputs of this size; sizes that follow one another share no table."""
     generator = torch.Generator().manual_seed(size)
-    n, vocab = 3 + size % 61, 2 + size % 7
-    offsets = torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])
-    uneven = torch.rand(int(offsets[-1]), generator=generator)
-    logits = torch.randn(n, vocab, generator=generator).requires_grad_()
-    hidden, weight = torch.randn(n, 3, generator=generator).requires_grad_(), torch.randn(vocab, 3, generator=generator)
-    targets, bounds = torch.randint(0, vocab, (n,), generator=generator), torch.tensor([0, 1, n])
-    batch = (targets, torch.tensor([1.0, -0.5]), bounds)
+    n = 3 + size % 61
+    uneven = torch.rand(n + 6 + size, generator=generator)
+    logits = torch.randn(n, 2 + size % 7, generator=generator).requires_grad_()
+    bounds = torch.tensor([0, 1, n])
     proxies = ops.log_ratio_reward(logits[:, 0], torch.zeros(n), bounds)
     losses = [
-        ops.policy_gradient_loss(logits, *batch)[0],
-        ops.policy_gradient_loss(logits * 1, *batch, in_place=True)[0],
-        ops.token_logprobs(logits, targets)[0].sum(),
-        ops.linear_policy_gradient_loss(hidden, weight, *batch)[0],
-        ops.linear_token_logprobs(hidden, weight, targets)[0].sum(),
+        ops.policy_gradient_loss(logits, torch.zeros(n, dtype=torch.int64), torch.tensor([1.0, -0.5]), bounds)[0],
         ops.pacs_loss(proxies, torch.tensor([0.0, 1.0]), 2)[0],
     ]
     torch.stack(losses).sum().backward()
     return [
         ops.maxpo_advantage(uneven[:n], 1 + size % 2),
-        ops.maxrl_advantage(uneven, offsets=offsets),
-        ops.group_advantage(uneven, "qae", group_ids=torch.arange(len(uneven)) % (size % 11 + 1)),
-        ops.effective_weight("grpo", n, uneven[:2]),
+        ops.maxrl_advantage(uneven, offsets=torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])),
         torch.stack(losses).detach(),
         logits.grad,
-        hidden.grad,
     ]
 
 
@@ -69,6 +62,22 @@ def test_addresses_are_taken_in_one_place():
     assert taken == {"_gate.py": 1}
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"\bCall\([^()]*\)\.(address|keep)", path.read_text()), f"{path} drops a call before its launch"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shape"),
+    [
+        (torch.zeros(4, 2).t(), (2, 4)),
+        (torch.zeros(4), (3,)),
+        (torch.zeros(4).double(), (4,)),
+        (torch.zeros(4, device="meta"), (4,)),
+    ],
+)
+def test_a_kernel_reads_only_what_it_was_told(wrong, shape):
+    call = _gate.Call(CPU)
+    assert call.address("x", None, torch.float32, shape) == 0
+    with pytest.raises(ValueError, match=r"x must be a contiguous torch.float32 tensor of shape .* on cpu, got"):
+        call.address("x", wrong, torch.float32, shape)
 
 
 class Watched:
@@ -97,3 +106,43 @@ def test_a_cached_tensor_outlives_its_cache_on_the_stream_that_reads_it(monkeypa
     assert call.launch("of_a_test", **addresses) == {"table": 64, "rewards": 64, "stream": 7}
     assert (cached.streams, given.streams) == ([7], [])
     assert _gate._captured == ({cached} if is_capturing else set())  # a graph reads it at every replay
+
+
+def test_an_operator_without_memory_launches_nothing(monkeypatch):
+    monkeypatch.setattr(_C, "log_ratio_reward_cpu", lambda **_: pytest.fail("a kernel ran"))
+    for mode, device in ((FakeTensorMode(), "cpu"), (contextlib.nullcontext(), "meta")):
+        with mode:
+            x, bounds = torch.zeros(9, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+            assert pacs_kernel.log_ratio_reward(x, x, bounds, None, 1.0).shape == (3,)
+    assert not _gate._tracing.is_active
+
+
+ARGUMENTS = {"dtype": "float32", "num_rows": 1, "size": 16, "eps": 1e-6, "num_threads": 1}
+ARGUMENTS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"size": None}, TypeError, "add_rms_norm_cpu: missing argument size"),
+        ({"width": 3}, TypeError, "add_rms_norm_cpu: unknown argument width"),
+        ({"size": 1.5}, TypeError, "add_rms_norm_cpu: size must be a 32-bit integer, got 1.5"),
+        ({"size": 1 << 40}, TypeError, "add_rms_norm_cpu: size must be a 32-bit integer"),
+        ({"x": torch.ones(1)}, TypeError, "add_rms_norm_cpu: x must be an integer, got tensor"),
+        ({"eps": "small"}, TypeError, "add_rms_norm_cpu: eps must be a number, got 'small'"),
+        ({"dtype": "int8"}, ValueError, "add_rms_norm_cpu takes float32 float64 bfloat16, got int8"),
+    ],
+)
+def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, message):
+    given = {name: value for name, value in (ARGUMENTS | change).items() if value is not None}
+    with pytest.raises(error, match=message):
+        _C.add_rms_norm_cpu(**given)
+
+
+def test_the_stub_names_what_the_module_has():
+    """But not the kernels, which nothing names outside `Call.launch`, nor what only CUDA builds have."""
+    nodes = ast.parse((PACKAGE / "_C.pyi").read_text()).body
+    stub = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    stub |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign)}
+    module = {name for name in vars(_C) if not name.startswith("_") and not name.endswith(("_cpu", "_cuda"))}
+    assert stub - {"LOSS_WORKSPACE"} == module - {"LOSS_WORKSPACE"}

@@ -7,19 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxrl_fast import _C
-from maxrl_fast.ops import (
-    _gate,
-    group_advantage,
-    linear_policy_gradient_loss,
-    linear_token_logprobs,
-    log_ratio_reward,
-    pacs_loss,
-    policy_gradient_loss,
-)
+from maxrl_fast import _C, ops
+from maxrl_fast.ops import _gate
 from maxrl_fast.ops.logit_chunks import Chunks
 
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+WAITS = {"aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::unique_consecutive"}
 
 
 class Launches(TorchDispatchMode):
@@ -38,6 +31,13 @@ class Launches(TorchDispatchMode):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
+    def of(self, run):
+        """Return what `run` launches."""
+        self.names.clear()
+        with self:
+            run()
+        return list(self.names)
+
 
 @pytest.fixture
 def launches(monkeypatch):
@@ -46,63 +46,49 @@ def launches(monkeypatch):
 
     def launch(call, name, **arguments):
         counting.names.append(name)
-        arguments.pop("workspace", None)
         if name != "scale":  # the tests scale by 1
             getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
 
     monkeypatch.setattr(_gate.Call, "launch", launch)
     monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
-    for name in ("PACS_WORKSPACE", "LOSS_WORKSPACE"):
-        monkeypatch.setattr(_C, name, 64, raising=False)
+    monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):
         monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "can_look_at", lambda tensor: False)
     return counting
 
 
-@pytest.mark.parametrize("denominator", [None, 12.0, torch.tensor(12.0, dtype=torch.float64)])
+@pytest.mark.parametrize("denominator", [None, torch.tensor(12.0, dtype=torch.float64)])
 @pytest.mark.parametrize("groups", [4, torch.tensor([0, 3, 12])])
-def test_pacs_is_one_fill_and_one_kernel(launches, groups, denominator):
-    proxies, labels = torch.randn(12, requires_grad=True), (torch.arange(12) % 3 == 0).float()
-    with launches:
-        loss, _ = pacs_loss(proxies, labels, groups, denominator=denominator)
-    assert launches.names == ["aten::zeros", "pacs_loss"]
-    launches.names.clear()
+def test_pacs(launches, groups, denominator):
+    r, ones, bounds = torch.randn(12, requires_grad=True), torch.ones(2), torch.tensor([0, 5, 12])
+    loss = []
     one = torch.ones(())
-    with launches:
-        torch.autograd.grad(loss, proxies, one)
-    assert launches.names == ["aten::mul.Tensor"]
-
-
-def test_log_ratio_rewards_are_one_kernel_each_way(launches):
-    logprobs, reference = torch.randn(12, requires_grad=True), torch.randn(12)
-    cu_seqlens, mask, gradient = torch.tensor([0, 5, 12]), torch.arange(12) > 1, torch.ones(2)
-    with launches:
-        proxies = log_ratio_reward(logprobs, reference, cu_seqlens, mask=mask)
-        torch.autograd.grad(proxies, logprobs, gradient)
-    assert launches.names == ["log_ratio_reward", "log_ratio_reward_backward"]
+    labels = (torch.arange(12) % 3 == 0).float()
+    assert launches.of(lambda: loss.append(ops.pacs_loss(r, labels, groups, denominator=denominator)[0])) == [
+        "aten::zeros",
+        "pacs_loss",
+    ]
+    assert launches.of(lambda: torch.autograd.grad(loss[0], r, one)) == ["aten::mul.Tensor"]
+    mask = torch.arange(12) > 1
+    assert launches.of(lambda: torch.autograd.grad(ops.log_ratio_reward(r, labels, bounds, mask=mask), r, ones)) == [
+        "log_ratio_reward",
+        "log_ratio_reward_backward",
+    ]
 
 
 @pytest.mark.parametrize("options", [{"estimator": "grpo"}, {"estimator": "maxpo", "k": 2}])
 def test_a_group_advantage_is_one_kernel(launches, options):
     rewards = torch.rand(3, 4)
-    group_advantage(rewards, **options)  # fills the cache of tables
-    launches.names.clear()
-    with launches:
-        group_advantage(rewards, **options)
-    assert launches.names == ["group_advantage"]
+    ops.group_advantage(rewards, **options)  # fills the cache of tables
+    assert launches.of(lambda: ops.group_advantage(rewards, **options)) == ["group_advantage"]
 
 
 def test_the_metrics_of_a_token_loss_are_few_launches(launches):
-    logits, targets = torch.randn(6, 9, requires_grad=True), torch.arange(6)
-    batch = (targets, torch.tensor([1.0, -1.0]), torch.tensor([0, 2, 6]))
-    with launches:
-        policy_gradient_loss(logits, *batch, denominator=6.0)
-    before, after = launches.names[:3], launches.names[3:]
-    assert before == ["aten::full", "aten::zeros", "token_loss"]
-    assert sorted(after) == ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::sub.Tensor"]
-
-
-WAITS = {"aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::unique_consecutive"}
+    logits = torch.randn(6, 9, requires_grad=True)
+    batch = (torch.arange(6), torch.tensor([1.0, -1.0]), torch.tensor([0, 2, 6]))
+    names = launches.of(lambda: ops.policy_gradient_loss(logits, *batch, denominator=6.0))
+    assert names[:3] == ["aten::full", "aten::zeros", "token_loss"]
+    assert sorted(names[3:]) == ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::sub.Tensor"]
 
 
 def linear_gradients(**options: object) -> list[Tensor]:
@@ -112,27 +98,24 @@ def linear_gradients(**options: object) -> list[Tensor]:
     targets = torch.randint(71, (30,), generator=generator)
     batch = (targets, torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0, 9, 14, 30]))
     old = -5 * torch.rand(30, generator=generator)
-    loss, metrics = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options)
+    loss, metrics = ops.linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options)
     loss.backward()
-    logprobs, entropy = linear_token_logprobs(hidden, weight, targets, chunk_tokens=7)
+    logprobs, entropy = ops.linear_token_logprobs(hidden, weight, targets, chunk_tokens=7)
     of_logprobs = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
     return [loss.detach(), hidden.grad, weight.grad, logprobs.detach(), entropy.detach(), *of_logprobs, *metrics.values()]
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo"])
 def test_a_linear_loss_without_a_mask_does_not_wait_for_the_device(launches, loss):
-    with launches:
-        linear_gradients(loss=loss)
-    assert launches.names.count("token_loss") == 5  # chunks
-    assert not WAITS & set(launches.names)
-    launches.names.clear()
-    with launches:
-        linear_gradients(loss=loss, mask=torch.arange(30) % 2 == 0)
-    assert WAITS & set(launches.names)  # the test sees a wait
+    names = launches.of(lambda: linear_gradients(loss=loss))
+    assert names.count("token_loss") == 5  # chunks
+    assert not WAITS & set(names)
+    assert WAITS & set(launches.of(lambda: linear_gradients(loss=loss, mask=torch.arange(30) % 2 == 0)))
 
 
 def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):
-    expected = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    options = {"kl_coef": 0.1, "ref_logprobs": torch.full((30,), -4.0)}
+    expected = linear_gradients(**options)
     strides, original = [], Chunks.__init__
 
     def remembered(self, *arguments):
@@ -141,6 +124,5 @@ def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):
 
     monkeypatch.setattr(Chunks, "__init__", remembered)
     request.getfixturevalue("launches")  # from here on as on a GPU
-    actual = linear_gradients(kl_coef=0.1, ref_logprobs=torch.full((30,), -4.0))
+    torch.testing.assert_close(linear_gradients(**options), expected, rtol=1e-5, atol=1e-6)
     assert set(strides) == {(128, 1)}  # V = 71
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -87,6 +87,7 @@ def lp_reg(t: Tokens, *, share: Share = 0.01, min_p: Share = 0.02, low: NotNegat
     proxy = t.rows[:, 0]
     negative = t.mask & (t.advantages < 0)
     lowest = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)[: number_of(share, negative)]
+    lowest = lowest[proxy[lowest] > -torch.inf]  # min-p leaves the others out: they have no protection
     is_protected = choose(t, lowest) & (t.logprobs < proxy)
     value = clipped(t, t.ratio, t.advantages, low, high)
     t.mark_clipped(t.clipped_low & ~is_protected, t.clipped_high & ~is_protected)

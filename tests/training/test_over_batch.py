@@ -2,17 +2,14 @@
 whole batch, however it is cut into micro-batches; runs with them resume."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 
 from maxrl_fast import train
+from maxrl_fast.algorithms.losses.entropy import highest_entropies, siren
 from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings, _seed
@@ -31,22 +28,22 @@ def own_loss(t: Tokens, *, power: float = 2.0) -> torch.Tensor:
     return -t.advantages * t.ratio + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
 
 
-def settings_of(loss, aggregation="token_mean", top_entropy=1.0, siren=0.0, temperature=1.0, entropy_coef=0.0, **options):
-    combined = {"top_entropy": top_entropy, "siren": siren, "temperature": temperature, "entropy_coef": entropy_coef}
-    return LossSettings(loss, aggregation, 0.1, 0.3, loss_options=options, seed=4, **combined)
+def settings_of(loss, aggregation="token_mean", more=None, **options):
+    return LossSettings(loss, aggregation, 0.1, 0.3, loss_options=options, seed=4, **(more or {}))
 
 
 LP_REG = {"share": 0.8, "min_p": 0.1, "low": 0.5, "high": 0.4}
 SIMKO = {"alpha": 0.3, "k": 2, "tau": 0.5, "penalty": 2.0}
+ALL = {"top_entropy": 0.6, "siren": 0.5, "temperature": 0.7, "entropy_coef": 0.05}
 CASES = {  # and the responses that have a gradient; None: the direct computation says which
     "kl_cov": (settings_of("kl_cov", share=0.15, coef=0.7), None),
     "clip_cov": (settings_of("clip_cov", share=0.1, low=0.05, high=3.0), 8),
     "lp_reg": (settings_of("lp_reg", **LP_REG), 8),
     "simko": (settings_of("simko", **SIMKO), 8),
-    "ppo, high entropies": (settings_of("ppo", top_entropy=0.3), None),
-    "gspo, high entropies": (settings_of("gspo", "seq_mean_token_mean", top_entropy=0.4), None),
-    "siren": (settings_of("ppo", siren=0.7), 12),
-    "all": (settings_of("simko", "seq_mean_token_sum", 0.6, 0.5, 0.7, 0.05, **SIMKO), 12),
+    "ppo, high entropies": (settings_of("ppo", more={"top_entropy": 0.3}), None),
+    "gspo, high entropies": (settings_of("gspo", "seq_mean_token_mean", {"top_entropy": 0.4}), None),
+    "siren": (settings_of("ppo", more={"siren": 0.7}), 12),
+    "all": (settings_of("simko", "seq_mean_token_sum", ALL, **SIMKO), 12),
     "sapo": (settings_of("sapo", tau_negative=1.4), 8),
     "gmpo": (settings_of("gmpo", "seq_mean_token_mean", low=0.2, high=0.3), 8),
     "dppo": (settings_of("dppo", kl=0.1), 12),
@@ -148,18 +145,44 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_cut(name):
     assert tokens.metrics.get("tokens_chosen", 2) >= 2
 
 
-def test_one_response_more_is_computed_where_it_has_the_chosen_token():
-    """Of a group of equal rewards only the tokens that kl_cov pulls have a gradient."""
-    settings, _ = CASES["kl_cov"]
-    samples = off_policy(tiny_decoder())
-    assert 8 < update(learner(tiny_decoder(), settings), samples).num_sequences < 12
+def test_responses_without_an_advantage_are_computed_for_chosen_tokens_alone():
+    settings, samples = CASES["kl_cov"][0], off_policy(tiny_decoder())
     of_ratio = dataclasses.replace(settings, loss_options={"share": 0.15, "coef": 0.0})
-    assert update(learner(tiny_decoder(), of_ratio), samples).num_sequences == 8
-    assert update(learner(tiny_decoder(), settings), samples, advantages=torch.zeros(12)).num_targets > 0
+    for given, advantages, lowest, highest in (
+        (settings, ADVANTAGES, 9, 11),
+        (of_ratio, ADVANTAGES, 8, 8),
+        (settings, 0 * ADVANTAGES, 1, 11),
+    ):
+        assert lowest <= update(learner(tiny_decoder(), given), samples, advantages=advantages).num_sequences <= highest
+
+
+def tokens_with(entropy, lengths):
+    cu, ones = torch.tensor([0, *lengths]).cumsum(0), torch.ones(len(entropy)).double()
+    return Tokens(ones, entropy, ones, ones, ones, ones, ones.bool(), cu)
+
+
+def test_the_highest_entropies_are_a_share_of_all_rounded_up_with_those_that_equal_the_lowest():
+    for n in (1, 2, 5, 15, 41, 100):
+        entropies = torch.rand(n, generator=torch.Generator().manual_seed(n)).double()
+        for percent in (1, 20, 29, 50, 99):
+            t = tokens_with(entropies, [n])
+            kept = entropies[highest_entropies(t, percent / 100)].sort(descending=True).values
+            assert torch.equal(kept, entropies.sort(descending=True).values[: -(-n * percent // 100)])
+            assert t.metrics["entropy_threshold"] == kept[-1]
+    equal = tokens_with(torch.tensor([0.5, 2.0, 2.0 - 1e-6, 0.5, 2.0 + 1e-6]).double(), [5])
+    assert highest_entropies(equal, 0.1).tolist() == [False, True, True, False, True]
+
+
+def test_sirens_entropy_is_that_of_the_peaks_of_each_response():
+    """Of five tokens that above the quantile .8, .5 + .8 x .1 = .58; of one token and of equal ones none."""
+    h = torch.tensor([0.1, 0.6, 0.2, 0.5, 0.4, 0.9, 0.7, 0.7]).double()
+    t = tokens_with(h, [5, 0, 1, 2])
+    assert float(siren(t, h, 3.0, torch.tensor([0.05]).double())) == pytest.approx(3 * (0.6 / 4 - 0.05) ** 2)
+    assert float(siren(t, h, 3.0, torch.tensor([torch.nan]).double())) == 0
 
 
 def test_each_update_compares_its_own_tokens_under_the_policy_that_it_begins_with():
-    settings = settings_of("kl_cov", share=0.2, top_entropy=0.5)
+    settings = settings_of("kl_cov", more={"top_entropy": 0.5}, share=0.2)
     samples, sequences = off_policy(tiny_decoder()), torch.arange(4, 12)
     alone = Samples(PROMPTS.take(1, 2), samples.rollouts.select(sequences))
     one, other = learner(tiny_decoder(), settings), learner(tiny_decoder(), settings)
@@ -223,23 +246,3 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch):
     assert all(("entropy_threshold" in step) == (name == "kl_cov") for step in steps)
     assert len({step.get("siren_anchor") for step in steps}) == 1
     assert name != "simko" or steps[-1]["siren_entropy"] != steps[-1]["siren_anchor"] > 0
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["loss"] == name
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--top-entropy 0", "top_entropy must be above 0 and at most 1, got 0.0"),
-        ("--siren -1", "siren must be finite and at least 0, got -1"),
-        ("--objective pacs --top-entropy .2", "pacs takes no top_entropy: its loss has no place for weights of tokens"),
-        ("--loss kl_cov --loss-options share=2", "share of loss kl_cov must be a number above 0 and at most 1, got 2.0"),
-        ("--loss clip_cov --loss-options coef=2", "loss clip_cov takes the options share, low, high, got 'coef'"),
-        ("--loss clip_cov --loss-options low=2 high=1", "low of clip_cov must be below its high, 1, got 2"),
-        ("--loss lp_reg --clip-low .1", "loss lp_reg takes no clip_low"),
-        ("--loss simko --loss-options k=2.5", "k of loss simko must be an integer from 1 to 8, got 2.5"),
-        ("--objective pacs --loss simko", "loss must be reinforce for pacs"),
-    ],
-)
-def test_wrong_options_are_refused(flags, message):
-    with pytest.raises(InputError, match=message):
-        check(parse(flags.split()))

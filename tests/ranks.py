@@ -5,18 +5,18 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.correction import ImportanceWeights, SequenceMask
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
+from maxrl_fast.training.learner import Learner, LossSettings, UpdateMetrics, frozen_copy
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
-from maxrl_fast.training.siren import Siren
-from maxrl_fast.training.token_choice import TokenChoice
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 
@@ -38,7 +38,7 @@ def step_inputs():
     return Samples(prompts, rollouts), advantages
 
 
-def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: bool) -> dict[str, object]:
+def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: float) -> dict[str, object]:
     """Return metrics, gradients and weights after an update with token budget 24, and log-probs under the new weights."""
     model = tiny_decoder()
     if options.get("lora"):
@@ -52,22 +52,16 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     module = distribute(model, reference, ranks, dtype, sharding == "full")
     samples, advantages = step_inputs()
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
-    learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module)
+    state = {"siren_anchor": torch.tensor([0.2]).double()}
+    learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
     objective.begin(collected(samples, advantages.view(5, 4)), learner)  # advantages as rewards, one group alike
     off_policy = objective.advantages(torch.arange(20)).clone()
     weighted, _ = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True).weigh(samples, learner)
     masked = SequenceMask(1.0).mask(advantages, samples, torch.arange(20), learner)
-    if options.get("choice"):  # of tokens, over all samples, with log-probs that are not all equal
-        noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
-        rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + noise)
-        given = collected(Samples(samples.prompts, rollouts), advantages.view(5, 4))
-        choice = TokenChoice(learner, top_entropy=0.6, seed=3)
-        choice.begin(given)
-        samples = choice.apply(given, advantages, torch.arange(20), 0)
-    if settings.siren:
-        siren = Siren(learner, settings.siren, torch.full((1,), 0.2, dtype=torch.float64))
-        samples = siren.apply(collected(samples, advantages.view(5, 4)), torch.arange(20), 0)
+    noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
+    rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise)
+    samples = Samples(samples.prompts, rollouts)
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
@@ -75,21 +69,41 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: b
     logprobs = learner.logprobs(model, samples, chosen)
     nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
     return {
-        "metrics": vars(metrics),
+        "metrics": flat(metrics),
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
         "off_policy": off_policy,
         "weights of tokens": weighted.rollouts.importance_weights,
         "masked": masked,
-        "nothing": vars(nothing),
+        "nothing": flat(nothing),
         "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }
 
 
+def flat(metrics: UpdateMetrics) -> dict[str, float]:
+    return {name: value for name, value in vars(metrics).items() if name != "own"} | metrics.own
+
+
 PPO = LossSettings(loss="ppo", aggregation="token_mean", clip_low=0.5, clip_high=0.5)
-SIREN = LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3)
-CLIP_COV = {"share": 0.2, "low": 0.1, "high": 2.0}
+
+
+def own_loss(t: Tokens, *, power: float = 2.0) -> Tensor:
+    return -t.advantages * t.ratio + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+
+
+LOSSES = {
+    "kl_cov": LossSettings("kl_cov", "token_mean", loss_options={"share": 0.2, "coef": 0.5}),
+    "clip_cov": LossSettings("clip_cov", "token_mean", 0.9, 9.0, loss_options={"share": 0.2, "low": 0.1, "high": 2.0}, seed=3),
+    "lp_reg": LossSettings("lp_reg", "token_mean", loss_options={"share": 0.5, "min_p": 0.1}, kl_coef=0.1),
+    "simko": LossSettings("simko", "token_mean", 0.9, 9.0, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5}),
+    "high entropies": LossSettings("ppo", "token_mean", 0.9, 9.0, top_entropy=0.6),
+    "siren": LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3),
+    "sapo": LossSettings("sapo", "token_mean"),
+    "gmpo": LossSettings("gmpo", "seq_mean_token_mean"),
+    "dppo": LossSettings("dppo", "token_mean", loss_options={"kl": 0.1}),
+    "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),
+}
 RUNS = {
     "ddp": ("none", PPO, {}),
     "fsdp": ("full", PPO, {}),
@@ -99,10 +113,8 @@ RUNS = {
     "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
     "fsdp checkpointed": ("full", PPO, {"checkpoint_activations": True}),
     "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),
-    "ddp kl_cov": ("none", LossSettings("kl_cov", "token_mean", loss_options={"share": 0.2, "coef": 0.5}), {"choice": True}),
-    "fsdp clip_cov": ("full", LossSettings("clip_cov", "token_mean", 0.9, 9.0, loss_options=CLIP_COV), {"choice": True}),
-    "ddp siren": ("none", SIREN, {}),
-    "fsdp siren": ("full", SIREN, {}),
+    **{f"ddp {name}": ("none", settings, {"noise": 1.0}) for name, settings in LOSSES.items() if name not in ("gmpo", "own")},
+    **{f"fsdp {name}": ("full", settings, {"noise": 1.0}) for name, settings in LOSSES.items() if name not in ("sapo", "dppo")},
 }
 
 if __name__ == "__main__":

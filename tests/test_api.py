@@ -274,9 +274,9 @@ def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
 def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch, capsys):
     update = Learner.update
 
-    def poisoned(self, samples, advantages, sequences, *, when, lr):
+    def poisoned(self, samples, advantages, sequences, *, when, **options):
         poison = float("nan") if when == "step 2" else 0.0
-        return update(self, samples, advantages + poison, sequences, when=when, lr=lr)
+        return update(self, samples, advantages + poison, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", poisoned)
     with pytest.raises(NonFiniteError, match=r"step 2: .* the last good checkpoint is .*step-000001\. A lower --lr"):

@@ -287,9 +287,9 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
     rewards, seen = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0], [1, 0, 1, 0]]), []
     update = Learner.update
 
-    def spy(self, samples, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append((when, advantages.clone(), samples.rollouts, self.settings.aggregation))
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
 
@@ -359,11 +359,11 @@ def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
 def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
     update = Learner.update
 
-    def poisoned(self, samples, advantages, sequences, *, when, lr):
+    def poisoned(self, samples, advantages, sequences, *, when, **options):
         if when == "step 2":
             advantages = advantages + 1.0
             advantages[5] = float("nan")  # a rollout of the second prompt
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", poisoned)
     assert run(tmp_path / "run", "--save-every", "1") == 1

@@ -18,7 +18,8 @@ class Tokens:
     Only logprobs, entropy and rows have a gradient. Masked tokens have the advantage 0 and log-probs of 0, and count nowhere.
 
     Attributes:
-        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each.
+        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each; of a step integers are sums over
+            its updates, others means.
         clipped_low, clipped_high: which tokens [T] bool the loss has clipped from below and above, where it marks them.
     """
 

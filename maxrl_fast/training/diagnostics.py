@@ -40,7 +40,8 @@ def prompt_gradient_norms(
         for part in packer.split(plan.sequences[group == g], learner.token_budget):
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
-        norms[g] = float(whole(nn.utils.get_total_norm(gradients)))
+        # Learner.loss counts the share of one rank among them; here each has made all passes.
+        norms[g] = float(whole(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
     learner.zero_gradients()
     return norms

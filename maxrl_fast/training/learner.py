@@ -124,7 +124,7 @@ class UpdatePlan:
     denominator: float
     gradients: Tensor | None = None  # [T, 2 + R] float32, in the log-prob, the entropy and the R numbers of each token's row
     sums: Tensor | None = None  # LossSums [10] of the update
-    own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function
+    own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, []
 
 
 TokenValues = Callable[[PolicyModel, MicroBatch, Tensor, Tensor], Tensor]  # of hidden [T, H] and weight [V, H]: [T, n]
@@ -229,10 +229,13 @@ class Learner:
             whole_sums = LossSums(*plan.sums.unbind())
             totals = [getattr(whole_sums, name) for name in TOKEN_METRICS]
             sums = torch.stack([sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals])
-        sums, norm, *own = to_host(sums, norm, *plan.own.values())
+        sums, norm, *numbers = to_host(sums, norm, *plan.own.values())
+        own = {name: value.item() for name, value in zip(plan.own, numbers, strict=True)}
         (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteError(f"{when}: {self._find_non_finite(packer, plan)}")
+        if self.settings.siren:
+            self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.shares_weights:
@@ -245,7 +248,7 @@ class Learner:
             num_targets=int(num_targets),
             **dict(zip(TOKEN_METRICS, of_tokens, strict=True)),
             moment_variance=max(0.0, variance),
-            own={name: float(value) for name, value in zip(plan.own, own, strict=True)},
+            own=own,
         )
 
     def plan(self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)) -> UpdatePlan:
@@ -256,7 +259,11 @@ class Learner:
         denominator = self.settings.denominator(lengths)
         if not self.settings.over_batch or not int(lengths.sum()):
             has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
-            return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator)
+            own = {}
+            if self.settings.siren:  # an update without tokens sets no anchor
+                anchor = self.objective_state["siren_anchor"][0].to(packer.advantages.device)
+                own = {"siren_entropy": torch.zeros_like(anchor), "siren_anchor": anchor}
+            return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator, own=own)
         return self._plan_over_batch(packer, samples, sequences, denominator, draw)
 
     def _plan_over_batch(

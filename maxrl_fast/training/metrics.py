@@ -16,7 +16,8 @@ def step_metrics(
 
     Rewards are averaged over all sampled rollouts; lengths, truncation and entropy over the rollouts of the step; the loss, the
     gradient's norm and the variance from Adam's moments over the updates; ratios, clips and divergence over the tokens trained
-    on; the difference of log-probs over those of the first update. The loss's own metrics are means over the updates.
+    on; the difference of log-probs over those of the first update. Of the loss's own metrics integers are sums over the
+    updates, others means.
 
     Args:
         advantages: [G, N].
@@ -46,6 +47,10 @@ def step_metrics(
 
     names = dict.fromkeys(name for update in updates for name in update.own)
     own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
+
+    def together(values: Sequence[float]) -> float:
+        return sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+
     return {
         "step": collected.step,
         **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
@@ -59,7 +64,7 @@ def step_metrics(
         "num_tokens": collected.num_tokens,
         "tokens_per_second": collected.num_tokens / sum(seconds.values()),
         **seconds,
-        **{name: sum(values) / len(values) for name, values in own.items()},
+        **{name: together(values) for name, values in own.items()},
     }
 
 

@@ -127,9 +127,9 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     """Rollouts whose reward failed have zero advantage, and the others' advantages are computed without them."""
     task, seen, update = MazeTask(5), [], Learner.update
 
-    def spy(self, samples, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append((when, samples.rollouts, advantages.clone()))
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
     out = tmp_path / "run"
@@ -176,9 +176,9 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monke
         rewards = score(self, prompts, rollouts)
         return torch.cat([torch.tensor([float("nan")]), rewards[1:]]) if len(rewards) == len(prompts) else rewards
 
-    def spy(self, samples, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append(sequences.clone())
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Scorer, "score", without_first_greedy)
     monkeypatch.setattr(Scorer, "failures", lambda *_: ({"timeout": 1}, "one failed"))

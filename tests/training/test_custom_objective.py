@@ -74,9 +74,9 @@ def test_a_custom_objective_equals_the_estimator_that_it_calls(file, tmp_path):
 def test_a_custom_objective_gets_the_inputs_that_it_names(file, tmp_path, monkeypatch):
     seen, update = [], Learner.update
 
-    def spy(self, samples, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append((when, samples, advantages.clone()))
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
     flags = ["--objective", f"{file}:all_inputs", "--steps", "1", "--out", str(tmp_path / "run")]

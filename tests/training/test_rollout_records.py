@@ -78,11 +78,11 @@ def test_no_more_rollouts_are_kept_than_asked_for_and_there_are(count, kept):
 def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monkeypatch, flags):
     update, used = Learner.update, []
 
-    def spy(self, samples, advantages, sequences, *, when, lr):
+    def spy(self, samples, advantages, sequences, *, when, **options):
         if when == "step 2":
             ids = samples.prompts.ids.tolist()
             used.extend((ids[s // 4], float(advantages[s])) for s in sequences.tolist())
-        return update(self, samples, advantages, sequences, when=when, lr=lr)
+        return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
     monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float())

@@ -48,13 +48,13 @@ def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
 
     Args:
         entropies: [T], nucleus_entropy of each token, with a gradient.
-        anchor: float64 [1], H at the first update of the run; where it is NaN it becomes H.
+        anchor: float64 [1], H at the first update of the run; NaN in that update, which takes its own H. What it has taken is
+            the metric siren_anchor, for the learner to keep.
     """
     entropies = entropies.double()
     above = t.mask & (entropies.detach() > t.sequence_quantile(entropies.detach(), SIREN_QUANTILE))
     counts = t.sequence_sum(above.double()).clamp_min(1)  # of the token's response
     mean = torch.where(above, entropies / counts, 0.0).sum() / max(len(t.cu_seqlens) - 1, 1)
-    if bool(anchor.isnan()):
-        anchor.fill_(float(mean.detach()))
-    t.metrics["siren_entropy"] = mean.detach()
-    return coef * (mean - float(anchor)).square()
+    kept = mean.detach() if bool(anchor.isnan()) else anchor.to(mean.device)[0]
+    t.metrics |= {"siren_entropy": mean.detach(), "siren_anchor": kept}
+    return coef * (mean - kept).square()

@@ -120,7 +120,7 @@ def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
 
 @lru_cache(maxsize=256)
 def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
-    return _row_of(function, source=str(getattr(function, "__module__", "")))
+    return _row_of(function, source=str(getattr(function, "__module__", "")), weight="")
 
 
 @lru_cache(maxsize=1024)
@@ -145,6 +145,8 @@ def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], 
             raise ValueError(f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}") from error
         if not values.requires_grad:
             raise ValueError(f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none")
+        if scale and not values.isfinite().all():
+            raise ValueError(f"loss {loss.name} must be finite, got {values.tolist()} for seven tokens")
         inputs = [x for x in (tokens.logprobs, tokens.entropy, tokens.rows) if x is not None and x.requires_grad]
         gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
         has_gradient = any(x is not None and bool(x.any()) for x in gradients)

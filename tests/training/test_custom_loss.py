@@ -1,0 +1,104 @@
+"""--loss FILE.py:FUNCTION, and an installed one: the trainer uses it, and checks it before training starts."""
+
+import json
+import re
+
+import pytest
+
+from maxrl_fast import objectives, plugins, train
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+from tests.test_plugins import install, refused
+from tests.test_train import base, read
+from tests.training.test_collect import CHAIN
+
+SOFT = '''"""A loss of the user's."""
+
+import torch
+
+from maxrl_fast.ops import Tokens
+
+
+def soft(t: Tokens, *, tau: float = 1.0) -> torch.Tensor:
+    """-A (4 / tau) sigmoid(tau (rho - 1))."""
+    return -t.advantages * (4 / tau) * torch.sigmoid(tau * (t.ratio - 1))
+'''
+BAD = """
+import torch
+
+def no_tokens(): ...
+def asks(t, temperature): ...
+def mean(t): return (t.advantages * t.logprobs).mean()
+def single(t): return (t.advantages * t.logprobs).float()
+def number(t): return 0.0
+def constant(t): return t.advantages * t.logprobs.detach()
+def infinite(t): return t.advantages * t.logprobs / (t.old_logprobs - t.old_logprobs)
+def fails(t): raise KeyError("no idea")
+def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on sys.path with a distribution of the loss, and the loss as a file beside it."""
+    (tmp_path / "soft_plugin.py").write_text(SOFT)
+    (tmp_path / "soft.py").write_text(SOFT)
+    install(tmp_path, "softly", {"maxrl_fast.losses": "softly = soft_plugin:soft"})
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    plugins.load_plugin.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_file_is_refused(site, tmp_path, capsys):
+    names = {"file": f"{site}/soft.py:soft", "installed": "softly", "sapo": "sapo"}
+    job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "2", "--updates-per-step", "2"]
+    for name, loss in names.items():
+        options = ["tau_positive=.8", "tau_negative=.8"] if name == "sapo" else ["tau=.8"]
+        assert train.main([*job, "--loss", loss, "--loss-options", *options, "--out", str(tmp_path / name)]) == 0
+        assert json.loads((tmp_path / name / "config.json").read_text())["loss"] == loss
+    file, installed, sapo = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in names)
+    assert file == installed == sapo
+    assert all(record["grad_norm"] > 0 for record in read(tmp_path / "file" / "metrics.jsonl"))
+    capsys.readouterr()
+    for name, source in (("file", "soft.py"), ("installed", "soft_plugin.py")):
+        (site / source).write_text(SOFT + "\n")
+        assert train.main(["--resume", str(tmp_path / name), "--steps", "3"]) == 2
+        assert "the file of --loss: changed" in capsys.readouterr().err
+    assert train.main(["--resume", str(tmp_path / "file"), "--steps", "3", "--allow-changes"]) == 0
+
+
+def test_an_installed_loss_is_listed(site, capsys):
+    assert objectives.main([]) == 0
+    assert re.search(r"softly +│ a function of Tokens .* installed: softly 1\.2", capsys.readouterr().out)
+    check(parse(["--loss", "softly", "--loss-options", "tau=2"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("nothing", "must be FILE.py:FUNCTION: .*bad.py has no nothing"),
+        ("no_tokens", "no_tokens must take Tokens as its first parameter"),
+        ("asks", "the parameters of loss asks after Tokens must be keyword-only numbers, got temperature"),
+        ("mean", r"loss mean must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)"),
+        ("single", r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape \(7,\)"),
+        ("number", r"loss number must return torch.float64 \[T\] = \[7\], got float"),
+        ("constant", "loss constant must have a gradient in the logprobs or the entropy of its tokens, got none"),
+        ("infinite", "loss infinite must be finite, got .*inf.* for seven tokens"),
+        ("fails", "loss fails fails on seven tokens: KeyError: 'no idea'"),
+        ("right --loss-options tua=2", "loss right takes the options tau, got 'tua'; did you mean 'tau'?"),
+        ("right --loss-options tau=inf", "tau of loss right must be a finite number, got inf"),
+        ("right --clip-low .1", "loss right does not take clip_low, got 0.1"),
+    ],
+)
+def test_a_bad_function_is_refused_before_any_work(tmp_path, capsys, flags, message):
+    (tmp_path / "bad.py").write_text(BAD)
+    said = refused(capsys, "--loss", *f"{tmp_path}/bad.py:{flags}".split())
+    assert re.search(message, said), said
+    with pytest.raises(InputError, match=r"there is no file nowhere\.py"):
+        check(parse(["--loss", "nowhere.py:f"]))
+
+
+def test_a_name_that_is_nothing_is_refused(capsys):
+    assert re.search("loss must be one of .*, or FILE.py:FUNCTION, got 'sopa'; did you mean", refused(capsys, "--loss", "sopa"))

@@ -10,7 +10,7 @@ def instruction_sets() -> list[str]: ...
 def limit_instructions(name: str) -> None: ...
 
 class Formula:
-    def __init__(self, *, value: str, baseline: str, scale: str, eps: float, ddof: int, gain: float, bias: float) -> None: ...
+    def __init__(self, *, kind: str, centred: bool, scale: str, eps: float, ddof: int) -> None: ...
 
 class Groups:
     def __init__(self, *, num_groups: int, group_size: int, num_rewards: int, offsets: int, order: int, valid: int) -> None: ...
@@ -21,7 +21,6 @@ def group_advantage_cpu(
     dtype: str,
     rewards: int,
     groups: Groups,
-    lengths: int,
     tables: int,
     table_starts: int,
     largest_table: int,
@@ -34,7 +33,6 @@ def group_advantage_cuda(
     dtype: str,
     rewards: int,
     groups: Groups,
-    lengths: int,
     tables: int,
     table_starts: int,
     largest_table: int,

@@ -3,26 +3,15 @@
 namespace maxrl::bindings {
 namespace {
 
-Formula make_formula(std::string_view value, std::string_view baseline, std::string_view scale, double eps, std::int64_t ddof,
-                     double gain, double bias) {
+Formula make_formula(std::string_view kind, bool centred, std::string_view scale, double eps, std::int64_t ddof) {
   using namespace std::string_view_literals;
   return {
-      choose<Value>(
-          "value", value,
-          {{"reward"sv, Value::kReward}, {"order"sv, Value::kOrder}, {"rank"sv, Value::kRank}, {"binary"sv, Value::kBinary}}),
-      choose<Baseline>("baseline", baseline,
-                       {{"zero"sv, Baseline::kZero}, {"mean"sv, Baseline::kMean}, {"length_mean"sv, Baseline::kLengthMean}}),
-      choose<Scale>("scale", scale,
-                    {{"one"sv, Scale::kOne},
-                     {"size"sv, Scale::kSize},
-                     {"leave_one_out"sv, Scale::kLeaveOneOut},
-                     {"std"sv, Scale::kStd},
-                     {"length_std"sv, Scale::kLengthStd},
-                     {"mean"sv, Scale::kMean}}),
-      eps,
-      ddof,
-      gain,
-      bias};
+      choose<Kind>("kind", kind, {{"moments"sv, Kind::kMoments}, {"rank"sv, Kind::kRank}, {"binary"sv, Kind::kBinary}}),
+      centred,
+      choose<Scale>(
+          "scale", scale,
+          {{"one"sv, Scale::kOne}, {"leave_one_out"sv, Scale::kLeaveOneOut}, {"std"sv, Scale::kStd}, {"mean"sv, Scale::kMean}}),
+      eps, ddof};
 }
 
 template <typename Reward, typename Advantage>
@@ -47,7 +36,7 @@ auto with_types(std::string_view dtype, const Use& use) {
 
 void bind_group_advantage(py::module_& m) {
   py::class_<Formula>(m, "Formula")
-      .def(py::init(&make_formula), py::kw_only(), "value"_a, "baseline"_a, "scale"_a, "eps"_a, "ddof"_a, "gain"_a, "bias"_a);
+      .def(py::init(&make_formula), py::kw_only(), "kind"_a, "centred"_a, "scale"_a, "eps"_a, "ddof"_a);
   py::class_<Groups>(m, "Groups")
       .def(py::init([](std::int64_t num_groups, std::int64_t group_size, std::int64_t num_rewards, Address offsets,
                        Address order, Address valid) {
@@ -63,33 +52,32 @@ void bind_group_advantage(py::module_& m) {
 
   m.def(
       "group_advantage_cpu",
-      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables, Address table_starts,
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address tables, Address table_starts,
          std::int64_t largest_table, const Formula& formula, Address advantages, int num_threads) {
         return with_types(dtype, [&](auto types) {
           const py::gil_scoped_release release;
           return cpu::group_advantage(pointer<const typename decltype(types)::reward>(rewards), groups,
-                                      pointer<const std::int64_t>(lengths),
                                       {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table},
                                       formula, pointer<typename decltype(types)::advantage>(advantages), num_threads);
         });
       },
-      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "lengths"_a, "tables"_a, "table_starts"_a, "largest_table"_a,
-      "formula"_a, "advantages"_a, "num_threads"_a);
+      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "tables"_a, "table_starts"_a, "largest_table"_a, "formula"_a,
+      "advantages"_a, "num_threads"_a);
 
 #ifdef MAXRL_FAST_CUDA
   m.def(
       "group_advantage_cuda",
-      [](std::string_view dtype, Address rewards, const Groups& groups, Address lengths, Address tables, Address table_starts,
+      [](std::string_view dtype, Address rewards, const Groups& groups, Address tables, Address table_starts,
          std::int64_t largest_table, const Formula& formula, Address advantages, Address stream) {
         with_types(dtype, [&](auto types) {
-          cuda::group_advantage(
-              pointer<const typename decltype(types)::reward>(rewards), groups, pointer<const std::int64_t>(lengths),
-              {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table}, formula,
-              pointer<typename decltype(types)::advantage>(advantages), reinterpret_cast<cudaStream_t>(stream));
+          cuda::group_advantage(pointer<const typename decltype(types)::reward>(rewards), groups,
+                                {pointer<const double>(tables), pointer<const std::int64_t>(table_starts), largest_table},
+                                formula, pointer<typename decltype(types)::advantage>(advantages),
+                                reinterpret_cast<cudaStream_t>(stream));
         });
       },
-      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "lengths"_a, "tables"_a, "table_starts"_a, "largest_table"_a,
-      "formula"_a, "advantages"_a, "stream"_a);
+      py::kw_only(), "dtype"_a, "rewards"_a, "groups"_a, "tables"_a, "table_starts"_a, "largest_table"_a, "formula"_a,
+      "advantages"_a, "stream"_a);
 #endif
 }
 

@@ -1,1 +1,1 @@
-"""The mathematics: token losses and group advantages, one function of tensors each. Nothing here knows a kernel or a trainer."""
+"""The mathematics: token losses and group advantages, one function of tensors each. Nothing here knows kernels or trainers."""

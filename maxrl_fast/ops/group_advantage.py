@@ -51,19 +51,14 @@ def group_advantage(
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
         group_ids: [S], integers in any order; equal ids form a group.
         valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
-        lengths: integers of the shape of `rewards`, tokens of each response, for opo and reinforce_pp_tokens.
-        logprobs: of the shape of `rewards`, mean log-probability of the tokens of each response, for differential_smoothing and
-            unlikeliness.
-        greedy_correct: bool, whether the greedy response of the prompt is correct, for self: one per group, or of the shape of
-            `rewards`.
-        greedy_rewards: reward of the greedy response of the prompt, for remax: one per group, or of the shape of `rewards`.
-        reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is, for gdpo and hero, which take them one
-            by one, and `rewards` not at all. NaN where a reward does not apply to a rollout.
+        lengths, logprobs: of the shape of `rewards`, the tokens of each response and the mean of their log-probabilities.
+        greedy_correct, greedy_rewards: whether the greedy response of the prompt is correct, and its reward: one per group, or
+            of the shape of `rewards`.
+        reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is; NaN where one does not apply.
         reward_weights: R numbers, the weights of the parts, by default 1.
         prompts: one per group, for a function of one's own that asks for them.
-        log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses, for the estimators whose rollouts
-            the policy mu sampled and whose gradient is that of pi: bon_off_policy, maxpo_off_policy, maxrl_off_policy. Clamped
-            to [-20, 20].
+        log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses that the policy mu sampled, clamped
+            to [-20, 20]; the gradient is that of pi.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
             leaves the factor out.
         max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, estimators by rank keep
@@ -76,12 +71,11 @@ def group_advantage(
         of one, every centred estimator gives 0. If groups are uneven, groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown; if k or order is outside its range (of the largest group); if an input or
-            option is missing, or the estimator does not take it; if shapes, dtypes, devices or offsets do not fit; on the CPU
-            also if a reward or another number of a rollout is not finite or, without a kernel, beyond 1e150; if a reward is
-            not 0 or 1 where it must be, a length is below 0, a log-ratio is NaN, or an advantage is beyond its dtype. On a
-            GPU, where the check would wait for the device, the advantages of a group with such a number become NaN, for
-            estimators that scale by the whole batch all advantages, and an advantage beyond its dtype becomes infinite.
+        ValueError: if the estimator is unknown, k or order is outside its range (of the largest group), or anything given is
+            missing, not wanted, or does not fit; on the CPU also if a number of a rollout is not finite or, without a kernel,
+            beyond 1e150, or not what the estimator takes, or if an advantage is beyond its dtype. On a GPU, where the check
+            would wait for the device, the advantages of a group with such a number become NaN, for estimators that scale by
+            the whole batch all advantages, and an advantage beyond its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -89,7 +83,11 @@ def group_advantage(
     if not shape or (uneven and len(shape) != 1):
         wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
-    plan = _plan_of(estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    asked = (estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    try:
+        plan = _plan(*asked) if torch.compiler.is_compiling() else _cached_plan(*asked)  # a compiler traces no cache
+    except TypeError:  # an argument that cannot be hashed is refused by name
+        plan = _plan(*asked)
     given: dict[str, Any] = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct}
     given |= {"greedy_rewards": greedy_rewards, "reward_parts": reward_parts, "prompts": prompts, "log_ratios": log_ratios}
     if tuple(value is not None for value in given.values()) != plan.inputs:
@@ -99,7 +97,10 @@ def group_advantage(
         check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
-        given["reward_weights"] = _weights(reward_parts, reward_weights)
+        weights = [1.0] * len(reward_parts) if reward_weights is None else reward_weights
+        given["reward_weights"] = checked = tuple(check_finite("each of reward_weights", weight) for weight in weights)
+        if len(checked) != len(reward_parts):
+            raise ValueError(f"reward_weights must be a number for each of the {len(reward_parts)} rewards, got {len(checked)}")
     elif reward_weights is not None:
         raise ValueError(f"{plan.name} takes no reward_weights")
 
@@ -160,22 +161,6 @@ def _plan(
 _cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
 
 
-def _plan_of(
-    estimator: str | Estimator,
-    n: int | None,
-    k: int | None,
-    order: int | None,
-    scale_by_k: bool,
-    given: tuple[tuple[str, float], ...],
-) -> _Plan:
-    if torch.compiler.is_compiling():  # a compiler traces no cache
-        return _plan(estimator, n, k, order, scale_by_k, given)
-    try:
-        return _cached_plan(estimator, n, k, order, scale_by_k, given)
-    except TypeError:  # an argument that cannot be hashed is refused by name
-        return _plan(estimator, n, k, order, scale_by_k, given)
-
-
 def forget_plans() -> None:
     """Forget what was computed from the rows of estimators, after one has changed."""
     _cached_plan.cache_clear()
@@ -217,7 +202,7 @@ def _by_function(
             values[key] = value
     unusable = rows.too_long  # where the device would have to be waited for, such groups become NaN
     for key, value in values.items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or (key == "rewards" and row.binary)):
+        if isinstance(value, Tensor) and value.dtype != torch.bool:
             wrong = _is_unusable(key, value, row.binary) & rows.exists
             if not can_look_at(wrong):
                 unusable = _any(wrong, row.over_batch) | (False if unusable is None else unusable)
@@ -240,6 +225,8 @@ def _by_function(
 
 
 def _is_unusable(key: str, x: Tensor, binary: bool) -> Tensor:
+    if key == "lengths":
+        return x < 0
     if key == "rewards" and binary:
         return (x != 0) & (x != 1)
     if key == "log_ratios":
@@ -257,8 +244,8 @@ def _refuse(name: str, key: str, values: Tensor, wrong: Tensor, rows: Rows, bina
     """Raise ValueError for the first number that is wrong."""
     place = wrong.nonzero()[0].tolist()
     number, (group, rollout) = float(values[tuple(place)]), place[-2:]
-    wanted = "numbers" if key == "log_ratios" else "finite"
-    if math.isfinite(number):
+    wanted = {"log_ratios": "numbers", "lengths": "at least 0"}.get(key, "finite")
+    if math.isfinite(number) and key != "lengths":
         wanted = f"0 or 1 for {name}" if key == "rewards" and binary else f"at most {_LARGEST:g} in magnitude for {name}"
     index = "" if rows.index is None else f" (index {int(rows.index[group, rollout])})"
     raise ValueError(f"{key} must be {wanted}, got {number} in group {group}, rollout {rollout}{index}")
@@ -314,8 +301,6 @@ def _check_tensors(
     if parts is not None and (parts.dim() != rewards.dim() + 1 or parts.shape[1:] != rewards.shape or not len(parts)):
         wanted = ", ".join(["R", *map(str, rewards.shape)])
         raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(parts.shape)}")
-    if inputs["lengths"] is not None and can_look_at(inputs["lengths"]):
-        _check_lengths(inputs["lengths"], valid)
 
 
 # None: any real dtype, and a shape that is checked elsewhere.
@@ -327,22 +312,6 @@ def _check_kind(name: str, tensor: Tensor, kind: str) -> None:
     is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
     if not is_kind[kind]:
         raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
-
-
-def _weights(parts: Tensor, weights: Sequence[float] | None) -> tuple[float, ...]:
-    """Return the weight of each part; raise ValueError where there is not one finite number for each."""
-    given = [1.0] * len(parts) if weights is None else weights
-    checked = tuple(check_finite("each of reward_weights", weight) for weight in given)
-    if len(checked) != len(parts):
-        raise ValueError(f"reward_weights must be a number for each of the {len(parts)} rewards, got {len(checked)}")
-    return checked
-
-
-def _check_lengths(lengths: Tensor, valid: Tensor | None) -> None:
-    counted = lengths.long()  # the largest unsigned numbers become negative
-    below = counted < 0 if valid is None else (counted < 0) & valid
-    if bool(below.any()):
-        raise ValueError(f"lengths must be at least 0, got {int(counted[below][0])}")
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:

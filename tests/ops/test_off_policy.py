@@ -99,6 +99,14 @@ def test_equal_ratios_scale_the_advantages_of_every_k(n):
     torch.testing.assert_close(actual, best * total - (1 - best) * total / (n - 1), rtol=1e-10, atol=0)
 
 
+def test_groups_too_small_for_the_size_get_zero():
+    rewards, ratios = torch.tensor([2.0, 1, 3, 0, 2, 1, 3, 1]), torch.linspace(-0.3, 0.3, 8)
+    for name in NAMES:
+        actual = ops.group_advantage(rewards, name, log_ratios=ratios, offsets=torch.tensor([0, 3, 8]), **size(name, 4))
+        assert actual[:3].tolist() == [0, 0, 0]
+        assert actual[3:].any()
+
+
 def test_equal_rewards_and_groups_of_one_have_zero_advantage():
     log_ratios = torch.randn(7, generator=torch.Generator().manual_seed(3))
     for name in ON_POLICY:

@@ -1,34 +1,14 @@
-r"""Advantages of max@k for rollouts that another policy sampled, from the ratios of whole responses.
+"""Advantages of max@k for rollouts that another policy sampled, from the ratios rho_i = 1 + delta_i of whole responses.
 
-Derivation. Rollouts y_1..y_N come from an old policy mu, the gradient is wanted under pi, and rho_i = pi(y_i)/mu(y_i) =
-1 + delta_i is the ratio of whole responses. max@k = E_mu[rho_1 ... rho_k max(r_1..r_k)], so with rho(I) the product over I,
+A set of rollouts has the weight 1 + the sum of its delta, the first order of the product of its rho; docs/objectives/off_policy.md
+says why. With D_j = delta_(1) + ... + delta_(j) and u_j = C(j,k) / (j C(N-1,k)), maxpo_off_policy is
 
-    grad max@k = E_mu[ (1/C(N,k)) sum_i grad log pi(y_i) sum_{I with i, |I| = k} rho(I) max_I r ].
+    rho_i (sum_{j < i} d_j j u_j (1 + (k-1) D_j/j) - sum_{j >= i} d_j (N-j) u_j (1 + (k-1) (D_j - delta_i)/(j-1))).
 
-The sum over subsets has no fast form. To the first order, rho(I) = 1 + sum_{l in I} delta_l (Bagirov et al. 2025, section 3.3):
-that is `bon_off_policy`. For `maxpo_off_policy` only the ratios of the others are expanded, and rho_i stays a factor:
+At delta = 0 this is maxpo; `_with_ratios` adds the terms with v_j = (k-1) u_j. For the sum over k = 1..T, with
+t_j = C(j,T+1)/C(N-1,T+1) and R = N-1-T, telescoping sums over k from 0 to T give
 
-    A_i = rho_i (S_i - S_-i) = rho_i (EI_i - L2O_i),   with J among the others, |J| = k-1, w(J) = 1 + sum_{l in J} delta_l,
-    S_i  = mean over J of w(J) max(J, i),              EI_i  = mean over J of w(J) (max(J, i) - max J),
-    S_-i = mean over J and over j outside J and i of w(J) max(J, j),
-    L2O_i = mean over j != i of EI_j computed without i.
-
-S_-i does not depend on y_i, and E_mu[rho_i grad log pi(y_i)] = 0, so this baseline has exactly the mean 0 whatever the ratios
-are: the only error of the mean is that of w(J), of second order in delta, and none for k <= 2. i and j meet the same J and the
-same weight, so a constant added to the rewards changes nothing, and a group of equal rewards has exactly 0.
-
-A maximum is r_(N) minus the gaps above it, and gap j is above a set if the set lies within the lowest j. With D_j = delta_(1) +
-... + delta_(j), the mean of w over the sets within the lowest j is 1 + (k-1) D_j/j, or 1 + (k-1) (D_j - delta_i)/(j-1) without
-i. With u_j = C(j,k) / (j C(N-1,k)) hence
-
-    A_i/rho_i = sum_{j < i} d_j j u_j (1 + (k-1) D_j/j) - sum_{j >= i} d_j (N-j) u_j (1 + (k-1) (D_j - delta_i)/(j-1)).
-
-At delta = 0 this is maxpo; `_with_ratios` adds the terms with v_j = (k-1) u_j. `maxrl_off_policy` is the sum over k = 1..T:
-t_j = C(j,T+1)/C(N-1,T+1), R = N-1-T and telescoping sums give
-
-    sum_k t_j(k) = (N - R t_j)/(N-j) =: P,   sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j,
-
-k from 0 to T.
+    sum_k t_j(k) = (N - R t_j)/(N-j) =: P,   sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j.
 """
 
 from torch import Tensor, where

@@ -189,25 +189,8 @@ def _by_function(
     rows = Rows.of(groups, device, max_group_size)
     if not row.takes_valid and groups.offsets is not None and not bool(rows.exists.all()):
         raise ValueError(f"{name} takes groups of equal size, got the sizes {rows.present.sum(1)[:8].tolist()}")
-    values: dict[str, Any] = {"rewards": rows.pad(rewards.double())}
-    for key, value in given.items():
-        if isinstance(value, Tensor):
-            value = value.detach().double() if value.is_floating_point() else value
-            value = value if value.dtype in (torch.float64, torch.bool) else value.long()
-            if key.startswith("greedy"):
-                values[key] = rows.spread(key, value, rewards.shape)
-            else:
-                values[key] = rows.pad(value, *value.shape[: value.dim() - rewards.dim()])
-        elif value is not None:
-            values[key] = value
-    unusable = rows.too_long  # where the device would have to be waited for, such groups become NaN
-    for key, value in values.items():
-        if isinstance(value, Tensor) and value.dtype != torch.bool:
-            wrong = _is_unusable(key, value, row.binary) & rows.exists
-            if not can_look_at(wrong):
-                unusable = _any(wrong, row.over_batch) | (False if unusable is None else unusable)
-            elif bool(wrong.any()):
-                _refuse(name, key, value, wrong, rows, row.binary)
+    values = _padded(rows, rewards, given)
+    unusable = _unusable_groups(row, values, rows)
     if unusable is not None:
         values["rewards"] = values["rewards"].masked_fill(unusable, 0.0)
     group = Group(values.pop("rewards"), rows.exists, dtype)
@@ -222,6 +205,34 @@ def _by_function(
     if unusable is not None:
         advantages = advantages.masked_fill(unusable, torch.nan)
     return rows.flatten(advantages)
+
+
+def _padded(rows: Rows, rewards: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Return rewards and inputs by name, tensors as [..., G, W]: float64, int64 or bool."""
+    values: dict[str, Any] = {"rewards": rows.pad(rewards.double())}
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            value = value.detach().double() if value.is_floating_point() else value
+            value = value if value.dtype in (torch.float64, torch.bool) else value.long()
+            is_greedy, leading = key.startswith("greedy"), value.shape[: value.dim() - rewards.dim()]
+            values[key] = rows.spread(key, value, rewards.shape) if is_greedy else rows.pad(value, *leading)
+        elif value is not None:
+            values[key] = value
+    return values
+
+
+def _unusable_groups(row: Estimator, values: dict[str, Any], rows: Rows) -> Tensor | None:
+    """Raise ValueError for the first number that the function cannot take. Where the device would have to be waited for, return
+    which groups must become NaN, [G, 1] bool."""
+    unusable = rows.too_long
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.dtype != torch.bool:
+            wrong = _is_unusable(key, value, row.binary) & rows.exists
+            if not can_look_at(wrong):
+                unusable = _any(wrong, row.over_batch) | (False if unusable is None else unusable)
+            elif bool(wrong.any()):
+                _refuse(row, key, value, wrong, rows)
+    return unusable
 
 
 def _is_unusable(key: str, x: Tensor, binary: bool) -> Tensor:
@@ -240,13 +251,13 @@ def _any(wrong: Tensor, over_batch: bool) -> Tensor:
     return wrong.any(0, keepdim=True) if over_batch else wrong
 
 
-def _refuse(name: str, key: str, values: Tensor, wrong: Tensor, rows: Rows, binary: bool) -> None:
-    """Raise ValueError for the first number that is wrong."""
+def _refuse(row: Estimator, key: str, values: Tensor, wrong: Tensor, rows: Rows) -> None:
     place = wrong.nonzero()[0].tolist()
     number, (group, rollout) = float(values[tuple(place)]), place[-2:]
     wanted = {"log_ratios": "numbers", "lengths": "at least 0"}.get(key, "finite")
     if math.isfinite(number) and key != "lengths":
-        wanted = f"0 or 1 for {name}" if key == "rewards" and binary else f"at most {_LARGEST:g} in magnitude for {name}"
+        is_binary = key == "rewards" and row.binary
+        wanted = f"0 or 1 for {row.name}" if is_binary else f"at most {_LARGEST:g} in magnitude for {row.name}"
     index = "" if rows.index is None else f" (index {int(rows.index[group, rollout])})"
     raise ValueError(f"{key} must be {wanted}, got {number} in group {group}, rollout {rollout}{index}")
 

@@ -30,9 +30,8 @@ from bench.measure import (
     prepare,
     run_command,
 )
+from maxrl_fast.algorithms.estimators.tables import subset_ratios
 from maxrl_fast.ops import ESTIMATORS, group_advantage
-from maxrl_fast.ops.estimator_tables import subset_ratios
-from maxrl_fast.ops.group_advantage_reference import group_advantage_reference
 from maxrl_fast.records import cumulative
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
@@ -42,8 +41,8 @@ OPTIONS = {
     "noisy_verifier_forward": {"false_negative_rate": 0.05},
 }
 SCHEMA = (
-    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, Tensor? lengths, str estimator, float parameter, "
-    "float eps, int ddof, float gain, float bias, int max_group_size) -> Tensor"
+    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, str estimator, int size, float[] options, "
+    "int max_group_size) -> Tensor"
 )
 
 
@@ -107,10 +106,10 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
 
 def family(name: str) -> str:
     """Return the group of estimators in which the report lists this one."""
-    row = ESTIMATORS[name]
-    if row.before is not None or row.after is not None:
-        return "with further steps"
-    return {"reward": "moments", "rank": "ranks", "binary": "binary table"}[row.value]
+    kernel = ESTIMATORS[name].kernel
+    if kernel is None:
+        return "functions"
+    return "moments" if kernel.table is None else "binary table" if kernel.binary else "ranks"
 
 
 @cache
@@ -119,7 +118,7 @@ def nothing_operator() -> Callable[[Tensor], Tensor]:
     torch.library.define("maxrl_bench::nothing", SCHEMA)
     torch.library.impl("maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards))
     nothing = torch.ops.maxrl_bench.nothing.default
-    return lambda rewards: nothing(rewards, None, None, None, None, "grpo", 0.0, 1e-6, 1, 1.0, 0.0, 0)
+    return lambda rewards: nothing(rewards, None, None, None, "grpo", 0, [1e-6, 1.0], 0)
 
 
 def check_agreement(rewards: Tensor) -> None:
@@ -191,9 +190,7 @@ def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device
         "floor: a copy of the rewards": rewards.clone,
         **estimator_calls(rewards, {"offsets": offsets}),
         "maxpo, ids in any order": lambda: group_advantage(rewards, "maxpo", k=K, group_ids=shuffled),
-        "peer: maxpo in plain PyTorch, by size": lambda: group_advantage_reference(
-            rewards, offsets, None, None, None, "maxpo", float(K), 0.0, 0, 1.0, 0.0, 0
-        ),
+        "peer: maxpo by its function": lambda: group_advantage(rewards, ESTIMATORS["maxpo"], k=K, offsets=offsets),
     }
     times = microseconds(functions, rounds, device)
     if device.type == "cpu":

@@ -1,19 +1,15 @@
 // The scalar formulas of group advantages, one definition compiled for the CPU and for CUDA.
 //
-// Every estimator makes three choices for the rewards r of a group of n rollouts:
+// For the rewards r of a group of n rollouts, A_i is one of
 //
-//     value       v_i = r_i; or the number of smaller rewards; or the rank transform of r; or, for rewards 0 or 1, an entry of
-//                 a table indexed by the number of ones
-//     baseline    b   = 0, the mean of v, or the mean of v weighted by response length
-//     multiplier  m   = 1, 1/n, n/(n-1), 1/(std of v + eps), the same with v weighted by response length, or 1/(mean of v +
-//     eps)
-//
-//     A_i = gain (v_i - b) m + bias
+//     moments     (r_i - b) m, with b = 0 or the mean, and m = 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)
+//     rank        the rank transform of r
+//     binary      for rewards 0 or 1, an entry of a table indexed by the number of ones
 //
 // The rank transform, for rewards in ascending order r_(1) <= ... <= r_(n), gaps d_0 = r_(1), d_j = r_(j+1) - r_(j) and the
 // rank table of n, two rows of n weights, offset and slope:
 //
-//     v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j
+//     A_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j
 //
 // Gaps between equal rewards are exactly 0, so ties get equal values, and a group of equal rewards gets 0 if offset_0 = 0. The
 // binary table of n has two rows of n + 1 values, for wrong and for correct rollouts, indexed by the number of correct ones.
@@ -25,26 +21,25 @@
 
 namespace maxrl {
 
-enum class Value { kReward, kOrder, kRank, kBinary };
-enum class Baseline { kZero, kMean, kLengthMean };
-enum class Scale { kOne, kSize, kLeaveOneOut, kStd, kLengthStd, kMean };
+enum class Kind { kMoments, kRank, kBinary };
+constexpr const char* kKindNames[] = {"moments", "rank", "binary"};
+enum class Scale { kOne, kLeaveOneOut, kStd, kMean };  // m
+constexpr const char* kScaleNames[] = {"one", "leave_one_out", "std", "mean"};
 
 struct Formula {
-  Value value;
-  Baseline baseline;
+  Kind kind;
+  bool centred;  // this and the next are of moments
   Scale scale;
   double eps;
   int64_t ddof;
-  double gain, bias;
 
-  MAXRL_HOST_DEVICE bool needs_sorting() const { return value == Value::kOrder || value == Value::kRank; }
-  MAXRL_HOST_DEVICE bool needs_table() const { return value == Value::kRank || value == Value::kBinary; }
-  MAXRL_HOST_DEVICE bool needs_lengths() const { return baseline == Baseline::kLengthMean || scale == Scale::kLengthStd; }
-  // Whether m is 1 over a moment of v, so that rewards times a constant have the same advantages, up to eps.
-  MAXRL_HOST_DEVICE bool is_ratio() const {
-    return scale == Scale::kStd || scale == Scale::kLengthStd || scale == Scale::kMean;
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("kind", kind, kKindNames), at("centred", centred), at("scale", scale, kScaleNames), at("eps", eps), at("ddof", ddof);
   }
-  MAXRL_HOST_DEVICE bool needs_moments() const { return baseline != Baseline::kZero || is_ratio(); }
+  // Whether m is 1 over a moment of r, so that rewards times a constant have the same advantages, up to eps.
+  MAXRL_HOST_DEVICE bool is_ratio() const { return scale == Scale::kStd || scale == Scale::kMean; }
+  MAXRL_HOST_DEVICE bool needs_moments() const { return centred || is_ratio(); }
 };
 
 // Group g is a row of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], a run of a flat array, through
@@ -54,6 +49,12 @@ struct Groups {
   const int64_t* offsets;
   const int64_t* order;
   const bool* valid;
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("num_groups", num_groups), at("group_size", group_size), at("num_rewards", num_rewards), at("offsets", offsets);
+    at("order", order), at("valid", valid);
+  }
 
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
   MAXRL_HOST_DEVICE int64_t index(int64_t position) const { return order ? order[position] : position; }
@@ -69,6 +70,22 @@ struct Tables {
   MAXRL_HOST_DEVICE const double* of(int64_t n) const { return starts ? values + starts[n] : values; }
 };
 
+// The arguments of the kernels, as Python gives them.
+template <typename Reward, typename Advantage>
+struct GroupAdvantage {
+  const Reward* rewards;
+  Groups groups;
+  Tables tables;
+  Formula formula;
+  Advantage* advantages;
+
+  template <typename Visit>
+  void fields(Visit& at) {
+    at("rewards", rewards), groups.fields(at), at("tables", tables.values), at("table_starts", tables.starts);
+    at("largest_table", tables.largest), formula.fields(at), at("advantages", advantages);
+  }
+};
+
 // A total order: ascending rewards, ties by index, so that the result does not depend on the sorting algorithm.
 MAXRL_HOST_DEVICE inline bool sorts_before(double reward, int32_t index, double other_reward, int32_t other_index) {
   return reward < other_reward || (reward == other_reward && index < other_index);
@@ -81,18 +98,6 @@ MAXRL_HOST_DEVICE inline double power_of_two_above(double x) {
   bits = (bits & 0x7ff0000000000000u) + 0x0010000000000000u;
   memcpy(&x, &bits, sizeof x);
   return x;
-}
-
-// The number of n ascending values that are below x.
-MAXRL_HOST_DEVICE inline int32_t count_below(const double* ascending, int32_t n, double x) {
-  int32_t first = 0;
-  while (n > 0) {
-    const int32_t half = n / 2;
-    const bool below = ascending[first + half] < x;
-    first += below ? half + 1 : 0;
-    n = below ? n - half - 1 : half;
-  }
-  return first;
 }
 
 // A sum that does not depend on the order of its terms. Each term is split into a multiple of a coarse unit and a multiple of
@@ -114,25 +119,17 @@ struct ExactSum {
 // 1 unless the largest magnitude is above 2^480 or below 2^-400, so only float64 rewards have another one. An eps of 1 or more
 // needs none for small rewards, and might overflow with it.
 MAXRL_HOST_DEVICE inline double safe_scale(const Formula& f, double largest) {
-  if (f.value != Value::kRank && (f.value != Value::kReward || !f.needs_moments())) return 1.0;
+  if (f.kind == Kind::kBinary || (f.kind == Kind::kMoments && !f.needs_moments())) return 1.0;
   if (largest > 0x1p480) return 0x1p-544;
   return largest > 0.0 && largest < 0x1p-400 && f.eps < 1.0 ? 0x1p600 : 1.0;
 }
 
-// Whether values of this largest magnitude, from rewards that were multiplied by `scale`, need the scale no longer. The rank
-// transform can leave out the largest reward, and the squares of what remains would underflow.
-MAXRL_HOST_DEVICE inline bool is_ordinary_again(double scale, double largest) {
-  return scale < 1.0 && largest < 0x1p480 * scale;
-}
-
-// m for rewards that were multiplied by `scale`. `count`: rollouts, or for kLengthStd their tokens.
-MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, double count, double mean, double sum_of_squares, double scale) {
+// m for n rewards that were multiplied by `scale`.
+MAXRL_HOST_DEVICE inline double multiplier(const Formula& f, double n, double mean, double sum_of_squares, double scale) {
   double divisor = 1.0;
   const double ddof = static_cast<double>(f.ddof), eps = f.eps * scale;
-  if (f.scale == Scale::kSize) divisor = count;
-  if (f.scale == Scale::kLeaveOneOut) divisor = (count - 1.0) / count;
-  if (f.scale == Scale::kStd || f.scale == Scale::kLengthStd)
-    divisor = count > ddof ? sqrt(sum_of_squares / (count - ddof)) + eps : 0.0;
+  if (f.scale == Scale::kLeaveOneOut) divisor = (n - 1.0) / n;
+  if (f.scale == Scale::kStd) divisor = n > ddof ? sqrt(sum_of_squares / (n - ddof)) + eps : 0.0;
   if (f.scale == Scale::kMean) divisor = mean + eps;
   return divisor == 0.0 ? 0.0 : 1.0 / divisor;  // groups of one, of equal rewards, or without success: no advantage
 }

@@ -25,7 +25,6 @@ constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBl
 // group_advantage: advantages of rewards by a formula of group_advantage.h; 0 for rollouts that are not valid.
 //   rewards, advantages  [num_groups, group_size] or [num_rewards]: pairs (float, float), (double, double),
 //                        (BFloat16, BFloat16), (int32_t | int64_t | bool, float)
-//   lengths              [num_rewards] int64, where the formula needs lengths, otherwise null
 //
 // token_loss: the loss of packed tokens and its gradient to the logits, by the formulas of token_loss.h.
 //   logits, gradient     [T, V] of (float | BFloat16 | Float16, Real float) or (double, Real double), contiguous rows;
@@ -41,11 +40,11 @@ constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBl
 // log_ratio_reward: its proxies; the backward kernel computes the gradient in the log-probabilities.
 namespace cpu {
 
-// Returns the first position (in the order of groups) of a reward that is not finite, or for Value::kBinary neither 0 nor 1;
+// Returns the first position (in the order of groups) of a reward that is not finite, or for Kind::kBinary neither 0 nor 1;
 // -1 if all rewards are usable. Otherwise the written advantages are wrong.
 template <typename Reward, typename Advantage>
-int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
-                        const Formula& formula, Advantage* advantages, int num_threads);
+int64_t group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
+                        Advantage* advantages, int num_threads);
 
 // The distinct group sizes, ascending, counting only valid rollouts.
 // Throws std::invalid_argument if offsets do not rise from 0 to num_rewards.
@@ -110,8 +109,8 @@ constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the share
 // A group with an unusable reward becomes NaN, since to report it the host would have to wait. So does an uneven group with
 // more rollouts than kMaxRankedGroupSize or than the tables take.
 template <typename Reward, typename Advantage>
-void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
-                     const Formula& formula, Advantage* advantages, cudaStream_t stream);
+void group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
+                     Advantage* advantages, cudaStream_t stream);
 
 int64_t loss_workspace();
 

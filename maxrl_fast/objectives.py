@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.effective_weight import effective_weight
-from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.output import protect_output
 from maxrl_fast.plugins import installed, owner
 from maxrl_fast.run.plots import draw_weights

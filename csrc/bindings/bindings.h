@@ -20,18 +20,6 @@ using py::literals::operator""_a;
 
 using Address = std::uintptr_t;
 
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-template <typename Choice, std::size_t size>
-inline Choice choose(const char* option, std::string_view name, const std::pair<std::string_view, Choice> (&choices)[size]) {
-  for (const auto& [known, choice] : choices)
-    if (known == name) return choice;
-  throw py::value_error(std::string("unknown ") + option + " '" + std::string(name) + "'");
-}
-
 // Reads fields from keyword arguments. Errors name the function and the argument.
 class Arguments {
  public:

@@ -38,18 +38,8 @@ void rank_by_counting(Tile<kLanes>& t) {
   }
 }
 
-// Replaces the n > 0 sorted rewards of a group by v minus a term that all have in common, and returns this term.
-double transform_sorted(double* sorted, int32_t n, const Formula& f, const Tables& tables) {
-  if (f.value == Value::kOrder) {
-    double last = sorted[0];
-    sorted[0] = 0.0;
-    for (int32_t i = 1; i < n; ++i) {
-      const double place = sorted[i] == last ? sorted[i - 1] : i;
-      last = sorted[i];
-      sorted[i] = place;
-    }
-    return 0.0;
-  }
+// Replaces the n > 0 sorted rewards of a group by their advantages minus a term that all have in common, and returns this term.
+double transform_sorted(double* sorted, int32_t n, const Tables& tables) {
   const double* table = tables.of(n);
   const double *offset = table, *slope = table + n;
   double lower = sorted[0], base = offset[0] * lower, prefix = 0.0;
@@ -64,9 +54,9 @@ double transform_sorted(double* sorted, int32_t n, const Formula& f, const Table
   return base;
 }
 
-// Replaces rewards by their rank transform, or by the number of smaller ones.
+// Replaces rewards by their rank transform.
 template <int kLanes>
-void transform_by_rank(Tile<kLanes>& t, const Formula& f, const Tables& tables) {
+void transform_by_rank(Tile<kLanes>& t, const Tables& tables) {
   double* sorted = t.sorted.data();
   if (t.is_spread) {
     const auto n = static_cast<int32_t>(t.n[0]);
@@ -75,7 +65,7 @@ void transform_by_rank(Tile<kLanes>& t, const Formula& f, const Tables& tables) 
     for (int32_t i = 0; i < n; ++i) keys[i] = {values[i], i};
     std::sort(keys, keys + n, [](const auto& a, const auto& b) { return a.reward < b.reward; });
     for (int32_t i = 0; i < n; ++i) sorted[i] = keys[i].reward;
-    const double base = n > 0 ? transform_sorted(sorted, n, f, tables) : 0.0;
+    const double base = n > 0 ? transform_sorted(sorted, n, tables) : 0.0;
     for (int32_t i = 0; i < n; ++i) values[keys[i].place] = base + sorted[i];
     return;
   }
@@ -84,7 +74,7 @@ void transform_by_rank(Tile<kLanes>& t, const Formula& f, const Tables& tables) 
     const auto n = static_cast<int32_t>(t.n[group]);
     double *values = t.column(t.values, group), *ranks = t.column(t.ranks, group);
     for (int32_t i = 0; i < n; ++i) sorted[static_cast<int32_t>(ranks[i * kLanes])] = values[i * kLanes];
-    const double base = n > 0 ? transform_sorted(sorted, n, f, tables) : 0.0;
+    const double base = n > 0 ? transform_sorted(sorted, n, tables) : 0.0;
     for (int32_t i = 0; i < n; ++i) values[i * kLanes] = base + sorted[static_cast<int32_t>(ranks[i * kLanes])];
     for (int32_t i = n; i < t.rows; ++i) values[i * kLanes] = 0.0;
   }
@@ -118,46 +108,17 @@ auto exact_sum(const Tile<kLanes>& t, typename Tile<kLanes>::Lanes bound, const 
   return t.over_group(coarse, add) + t.over_group(fine, add);
 }
 
-template <typename Lanes>
-struct Tokens {
-  Lanes total, bound;  // bound: a power of two above the longest response
-};
-
-// Counts the tokens of each group. Where no response has a token, lengths become 1, and so all weights are equal.
-template <int kLanes>
-auto count_tokens(Tile<kLanes>& t) {
-  using Lanes = typename Tile<kLanes>::Lanes;
-  Lanes total{}, longest{};  // integers: exact
-  for (int32_t i = 0; i < t.rows; ++i) {
-    total += t.lengths[i];
-    longest = t.lengths[i] > longest ? t.lengths[i] : longest;
-  }
-  total = t.over_group(total, [](double a, double b) { return a + b; });
-  longest = t.over_group(longest, [](double a, double b) { return std::max(a, b); });
-  const Lanes zero = t.all(0.0), one = t.all(1.0);
-  const auto has_tokens = total > zero;
-  for (int32_t i = 0; i < t.rows; ++i) t.lengths[i] = has_tokens ? t.lengths[i] : one;
-  return Tokens<Lanes>{has_tokens ? total : t.n, powers_of_two_above(has_tokens ? longest : one)};
-}
-
-template <int kLanes>
-auto largest_magnitudes(const Tile<kLanes>& t) {
-  using Lanes = typename Tile<kLanes>::Lanes;
-  const Lanes zero = t.all(0.0);
-  Lanes largest{};
-  for (int32_t i = 0; i < t.rows; ++i) {
-    const Lanes magnitude = t.values[i] < zero ? -t.values[i] : t.values[i];
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return t.over_group(largest, [](double a, double b) { return std::max(a, b); });
-}
-
 // Multiplies the rewards of each group by its safe_scale, and returns these.
 template <int kLanes>
 auto rescale(Tile<kLanes>& t, const Formula& f) {
   using Lanes = typename Tile<kLanes>::Lanes;
-  const Lanes largest = largest_magnitudes(t);
-  Lanes scale;
+  const Lanes zero = t.all(0.0);
+  Lanes largest{}, scale;
+  for (int32_t i = 0; i < t.rows; ++i) {
+    const Lanes magnitude = t.values[i] < zero ? -t.values[i] : t.values[i];
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  largest = t.over_group(largest, [](double a, double b) { return std::max(a, b); });
   bool is_ordinary = true;
   for (int lane = 0; lane < kLanes; ++lane) {
     scale[lane] = safe_scale(f, largest[lane]);
@@ -168,27 +129,13 @@ auto rescale(Tile<kLanes>& t, const Formula& f) {
   return scale;
 }
 
-// Takes the scale back from the groups that need it no longer after the rank transform.
-template <int kLanes>
-void unscale_ordinary(Tile<kLanes>& t, typename Tile<kLanes>::Lanes& scale) {
-  bool has_scaled = false;
-  for (int lane = 0; lane < kLanes; ++lane) has_scaled |= scale[lane] < 1.0;
-  if (!has_scaled) return;
-  const auto largest = largest_magnitudes(t);
-  auto factor = t.all(1.0);
-  for (int lane = 0; lane < kLanes; ++lane)
-    if (is_ordinary_again(scale[lane], largest[lane])) factor[lane] = 1.0 / scale[lane];
-  for (int32_t i = 0; i < t.rows; ++i) t.values[i] *= factor;
-  scale *= factor;
-}
-
-// A_i = gain (v_i - baseline) multiplier + bias, in place, of rewards multiplied by `scale`. Moments are computed from the
-// distances to the smallest value: they are 0 for equal values, and a large offset costs no precision.
+// A_i = (r_i - b) m, in place, of rewards multiplied by `scale`. Moments are computed from the distances to the smallest
+// reward: they are 0 for equal rewards, and a large offset costs no precision.
 template <bool precise, int kLanes>
 void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes scale) {
   using Lanes = typename Tile<kLanes>::Lanes;
   const Lanes infinity = t.all(std::numeric_limits<double>::infinity());
-  Lanes low{}, mean{}, squares{}, origin{}, shift{}, count = t.n;  // the baseline is origin + shift
+  Lanes low{}, mean{}, squares{}, origin{}, shift{}, factor;  // b is origin + shift
   if (f.needs_moments()) {
     Lanes high = -infinity;
     low = infinity;
@@ -200,39 +147,22 @@ void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes s
     low = t.over_group(low, [](double a, double b) { return std::min(a, b); });
     high = t.over_group(high, [](double a, double b) { return std::max(a, b); });
     const Lanes bound = powers_of_two_above(high - low);
-    if (f.baseline == Baseline::kMean || f.scale != Scale::kOne)
-      mean = exact_sum<precise>(t, bound, [&](int32_t i) { return t.values[i] - low; }) / t.n;
+    mean = exact_sum<precise>(t, bound, [&](int32_t i) { return t.values[i] - low; }) / t.n;
     if (f.scale == Scale::kStd)
       squares = exact_sum<precise>(t, bound * bound, [&](int32_t i) {
         const Lanes distance = (t.values[i] - low) - mean;
         return distance * distance;
       });
-    if (f.baseline != Baseline::kZero) origin = low;
-    if (f.baseline == Baseline::kMean) shift = mean;
-    if (f.needs_lengths()) {
-      const Tokens<Lanes> tokens = count_tokens(t);
-      const Lanes token_mean =
-          exact_sum<precise>(t, bound * tokens.bound, [&](int32_t i) { return t.lengths[i] * (t.values[i] - low); }) /
-          tokens.total;
-      if (f.baseline == Baseline::kLengthMean) shift = token_mean;
-      if (f.scale == Scale::kLengthStd) {
-        count = tokens.total;
-        squares = exact_sum<precise>(t, bound * bound * tokens.bound, [&](int32_t i) {
-          const Lanes distance = (t.values[i] - low) - token_mean;
-          return t.lengths[i] * (distance * distance);
-        });
-      }
-    }
+    if (f.centred) origin = low, shift = mean;
   }
-  Lanes factor;
   for (int lane = 0; lane < kLanes; ++lane)
-    factor[lane] = f.gain * multiplier(f, count[lane], low[lane] + mean[lane], squares[lane], scale[lane]);
+    factor[lane] = multiplier(f, t.n[lane], low[lane] + mean[lane], squares[lane], scale[lane]);
   const Lanes unscale = f.is_ratio() ? t.all(1.0) : 1.0 / scale;
-  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor * unscale + f.bias;
+  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor * unscale;
 }
 
 bool is_usable(double reward, const Formula& f) {
-  return f.value == Value::kBinary ? reward == 0.0 || reward == 1.0 : reward * 0.0 == 0.0;
+  return f.kind == Kind::kBinary ? reward == 0.0 || reward == 1.0 : reward * 0.0 == 0.0;
 }
 
 template <typename Reward_, typename Advantage_>
@@ -241,7 +171,6 @@ struct Arguments {
   using Advantage = Advantage_;
   const Reward* rewards;
   const Groups& groups;
-  const int64_t* lengths;
   const Tables& tables;
   const Formula& formula;
   Advantage* advantages;
@@ -259,22 +188,17 @@ void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
   t.rows = static_cast<int32_t>(t.is_spread ? (largest + kLanes - 1) / kLanes : largest);
   t.n = t.filled = t.all(0.0);
   if (!is_direct || groups.offsets || num_groups < kLanes) std::fill_n(t.values, t.rows, t.all(0.0));
-  if (a.lengths) std::fill_n(t.lengths, t.rows, t.all(0.0));
 
   for (int32_t group = 0; group < num_groups; ++group) {
     const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
-    double *values = t.column(t.values, group), *lengths = t.column(t.lengths, group);
+    double* values = t.column(t.values, group);
     int64_t n = 0;
     if (is_direct) {
       for (; n < end - begin; ++n) values[n * stride] = to_double(a.rewards[begin + n]);
-      if (a.lengths)
-        for (int64_t i = 0; i < n; ++i) lengths[i * stride] = static_cast<double>(a.lengths[begin + i]);
     } else {
       for (int64_t position = begin; position < end; ++position) {
         const int64_t index = groups.index(position);
-        if (!groups.exists(index)) continue;
-        if (a.lengths) lengths[n * stride] = static_cast<double>(a.lengths[index]);
-        values[n++ * stride] = to_double(a.rewards[index]);
+        if (groups.exists(index)) values[n++ * stride] = to_double(a.rewards[index]);
       }
     }
     if (t.is_spread) {
@@ -292,7 +216,7 @@ void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
 template <int kLanes, typename Args>
 int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
   auto poison = t.all(0.0);  // NaN after a reward that is not finite, or above 0 after one that is neither 0 nor 1
-  if (a.formula.value == Value::kBinary)
+  if (a.formula.kind == Kind::kBinary)
     for (int32_t i = 0; i < t.rows; ++i)
       poison += (t.values[i] == t.all(0.0)) | (t.values[i] == t.all(1.0)) ? t.all(0.0) : t.all(1.0);
   else
@@ -307,7 +231,7 @@ int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
   return kNone;
 }
 
-// Writes the advantages of the groups of a tile; 0 for rollouts that are not valid.
+// Writes the advantages of the groups of a tile; 0 for rollouts that are not valid. x + 0.0 is never -0.0.
 template <int kLanes, typename Args>
 void scatter(const Args& a, int64_t first, Tile<kLanes>& t) {
   using Advantage = typename Args::Advantage;
@@ -316,13 +240,13 @@ void scatter(const Args& a, int64_t first, Tile<kLanes>& t) {
     const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
     const double* values = t.column(t.values, group);
     if (!groups.order && !groups.valid) {
-      for (int64_t i = 0; i < end - begin; ++i) a.advantages[begin + i] = from_double<Advantage>(values[i * stride]);
+      for (int64_t i = 0; i < end - begin; ++i) a.advantages[begin + i] = from_double<Advantage>(values[i * stride] + 0.0);
       continue;
     }
     int64_t n = 0;
     for (int64_t position = begin; position < end; ++position) {
       const int64_t index = groups.index(position);
-      a.advantages[index] = from_double<Advantage>(groups.exists(index) ? values[n++ * stride] : 0.0);
+      a.advantages[index] = from_double<Advantage>(groups.exists(index) ? values[n++ * stride] + 0.0 : 0.0);
     }
   }
 }
@@ -336,11 +260,14 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
   constexpr bool is_double = std::is_same_v<typename Args::Reward, double>;
   auto scale = t.all(1.0);
   if constexpr (is_double) scale = rescale(t, a.formula);
-  if (a.formula.needs_sorting()) transform_by_rank(t, a.formula, a.tables);
-  if constexpr (is_double)
-    if (a.formula.value == Value::kRank) unscale_ordinary(t, scale);
-  if (a.formula.value == Value::kBinary) look_up(t, a.tables);
-  normalise<is_double>(t, a.formula, scale);
+  switch (a.formula.kind) {
+    case Kind::kMoments: normalise<is_double>(t, a.formula, scale); break;
+    case Kind::kRank:
+      transform_by_rank(t, a.tables);
+      for (int32_t i = 0; i < t.rows; ++i) t.values[i] *= 1.0 / scale;
+      break;
+    case Kind::kBinary: look_up(t, a.tables);
+  }
   scatter(a, first, t);
   return kNone;
 }
@@ -372,9 +299,9 @@ __attribute__((target("avx2"), flatten)) int64_t evaluate_share_avx2(const Args&
 }  // namespace
 
 template <typename Reward, typename Advantage>
-int64_t group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
-                        const Formula& formula, Advantage* advantages, int num_threads) {
-  const Arguments<Reward, Advantage> arguments{rewards, groups, lengths, tables, formula, advantages};
+int64_t group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
+                        Advantage* advantages, int num_threads) {
+  const Arguments<Reward, Advantage> arguments{rewards, groups, tables, formula, advantages};
   int64_t largest = groups.group_size;
   for (int64_t g = 0; groups.offsets && g < groups.num_groups; ++g)
     largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
@@ -412,9 +339,8 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups) {
   return sizes;
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                                \
-  template int64_t group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
-                                   int);
+#define MAXRL_INSTANTIATE(Reward, Advantage) \
+  template int64_t group_advantage(const Reward*, const Groups&, const Tables&, const Formula&, Advantage*, int);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, BFloat16)

@@ -40,9 +40,8 @@ struct Tile {
   };
 
   explicit Tile(int64_t largest_group)
-      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(3 * capacity), values(&storage[0].lanes),
-        lengths(values + capacity), ranks(lengths + capacity), sorted(std::max(kLargestLane, largest_group)),
-        keys(largest_group) {}
+      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(2 * capacity), values(&storage[0].lanes),
+        ranks(values + capacity), sorted(std::max(kLargestLane, largest_group)), keys(largest_group) {}
 
   bool is_full;  // every row of every lane holds a rollout
   bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
@@ -52,7 +51,7 @@ struct Tile {
   Lanes n;  // number of rollouts of each lane's group
   int64_t capacity;
   std::vector<Row> storage;
-  Lanes *values, *lengths, *ranks;  // [rows]; values: rewards, then v, then advantages
+  Lanes *values, *ranks;  // [rows]; values: rewards, then advantages
   std::vector<double> sorted;
   std::vector<Key> keys;
 

@@ -94,39 +94,22 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
   __syncthreads();
 }
 
-// Replaces sorted rewards [n] by the number of smaller ones.
-__device__ void count_smaller(double* values, int n) {
-  const int per_thread = (n + blockDim.x - 1) / blockDim.x;
-  const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
-  double last = begin < end ? values[begin] : 0.0;
-  int place = begin < end ? count_below(values, n, last) : 0;
-  __syncthreads();  // all threads have finished searching
-  for (int i = begin; i < end; ++i) {
-    if (values[i] != last) place = i;
-    last = values[i];
-    values[i] = place;
-  }
-  __syncthreads();
-}
-
-// Turns a value into an advantage.
+// Turns a reward into an advantage. x + 0.0 is never -0.0.
 struct Normaliser {
-  double origin, shift, factor, unscale, bias;
-  __device__ double operator()(double value) const { return (value - origin - shift) * factor * unscale + bias; }
+  double origin, shift, factor, unscale;
+  __device__ double operator()(double reward) const { return (reward - origin - shift) * factor * unscale + 0.0; }
 };
 
-// Computes the moments of n values, of rewards multiplied by `scale`. `each(term)` calls term(value, length) for every value of
-// this thread.
+// Computes the moments of n rewards that were multiplied by `scale`. `each(term)` calls term(reward) for every reward of this
+// thread.
 template <typename Each>
 __device__ Normaliser normaliser(const Formula& f, int64_t n, double scale, const Each& each, double* warps) {
-  Normaliser result{0.0, 0.0, f.gain * multiplier(f, n, 0.0, 0.0, scale), f.is_ratio() ? 1.0 : 1.0 / scale, f.bias};
+  Normaliser result{0.0, 0.0, multiplier(f, n, 0.0, 0.0, scale), f.is_ratio() ? 1.0 : 1.0 / scale};
   if (!f.needs_moments() || n == 0) return result;
-  double low = INFINITY, high = -INFINITY, longest = 0.0, total = 0.0;
-  each([&](double value, double length) {
-    low = fmin(low, value);
-    high = fmax(high, value);
-    longest = fmax(longest, length);
-    total += length;
+  double low = INFINITY, high = -INFINITY;
+  each([&](double reward) {
+    low = fmin(low, reward);
+    high = fmax(high, reward);
   });
   low = block_reduce(low, warps, Least());
   high = block_reduce(high, warps, Greatest());
@@ -135,43 +118,26 @@ __device__ Normaliser normaliser(const Formula& f, int64_t n, double scale, cons
   const auto exact_sum = [&](double largest, const auto& term) {
     const ExactSum<double> sum(largest, 2.0 * power_of_two_above(n));
     double coarse = 0.0, fine = 0.0;
-    each([&](double value, double length) {
-      const double x = term(value - low, length), part = sum.coarse(x);
+    each([&](double reward) {
+      const double x = term(reward - low), part = sum.coarse(x);
       coarse += part;
       fine += sum.fine(x - part);
     });
     return block_reduce(coarse, warps, Add()) + block_reduce(fine, warps, Add());
   };
-  const double mean = exact_sum(bound, [](double distance, double) { return distance; }) / n;
-  double squares = 0.0, count = n;
+  const double mean = exact_sum(bound, [](double distance) { return distance; }) / n;
+  double squares = 0.0;
   if (f.scale == Scale::kStd)
-    squares = exact_sum(bound * bound, [=](double distance, double) { return (distance - mean) * (distance - mean); });
-  if (f.baseline != Baseline::kZero) result.origin = low;
-  if (f.baseline == Baseline::kMean) result.shift = mean;
-  if (f.needs_lengths()) {
-    longest = block_reduce(longest, warps, Greatest());
-    total = block_reduce(total, warps, Add());  // integers: exact
-    const bool has_tokens = total > 0.0;        // otherwise all weights are equal
-    const double most = power_of_two_above(has_tokens ? longest : 1.0);
-    count = has_tokens ? total : static_cast<double>(n);
-    const double token_mean =
-        exact_sum(bound * most, [=](double distance, double length) { return (has_tokens ? length : 1.0) * distance; }) / count;
-    if (f.baseline == Baseline::kLengthMean) result.shift = token_mean;
-    if (f.scale == Scale::kLengthStd)
-      squares = exact_sum(bound * bound * most, [=](double distance, double length) {
-        return (has_tokens ? length : 1.0) * ((distance - token_mean) * (distance - token_mean));
-      });
-    else
-      count = n;
-  }
-  result.factor = f.gain * multiplier(f, count, low + mean, squares, scale);
+    squares = exact_sum(bound * bound, [=](double distance) { return (distance - mean) * (distance - mean); });
+  if (f.centred) result.origin = low, result.shift = mean;
+  result.factor = multiplier(f, n, low + mean, squares, scale);
   return result;
 }
 
 // Dynamic shared memory, for ranks: values [capacity] double, then indices [capacity] int32; capacity is a power of two.
 template <typename Reward, typename Advantage>
-__global__ void group_advantage_kernel(const Reward* rewards, Groups groups, const int64_t* lengths, Tables tables, Formula f,
-                                       Advantage* advantages, int capacity) {
+__global__ void group_advantage_kernel(const Reward* rewards, Groups groups, Tables tables, Formula f, Advantage* advantages,
+                                       int capacity) {
   __shared__ double warps[kMaxThreads / kWarp];
   // Offsets on a GPU were not checked: stay inside the array in any case.
   const int64_t begin = max(groups.begin(blockIdx.x), int64_t(0));
@@ -186,10 +152,10 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
     num_valid += 1.0;
     largest = fmax(largest, fabs(reward));
     num_correct += reward == 1.0;
-    num_unusable += f.value == Value::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
+    num_unusable += f.kind == Kind::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
   }
   const int64_t n = static_cast<int64_t>(block_reduce(num_valid, warps, Add()));
-  const bool fits = (!f.needs_table() || n <= tables.largest) && (!f.needs_sorting() || size <= capacity);
+  const bool fits = (f.kind == Kind::kMoments || n <= tables.largest) && (f.kind != Kind::kRank || size <= capacity);
   if (block_reduce(num_unusable, warps, Add()) > 0.0 || !fits) {
     for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
       const int64_t index = groups.index(begin + i);
@@ -199,22 +165,20 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   }
   if constexpr (std::is_same_v<Reward, double>) scale = safe_scale(f, block_reduce(largest, warps, Greatest()));
 
-  if (!f.needs_sorting()) {
-    const int64_t correct = f.value == Value::kBinary ? static_cast<int64_t>(block_reduce(num_correct, warps, Add())) : 0;
-    const double* table = f.value == Value::kBinary ? tables.of(n) : nullptr;
+  if (f.kind != Kind::kRank) {
+    const int64_t correct = f.kind == Kind::kBinary ? static_cast<int64_t>(block_reduce(num_correct, warps, Add())) : 0;
+    const double* table = f.kind == Kind::kBinary ? tables.of(n) : nullptr;
     const auto value_of = [&](int64_t index) {
       const double reward = to_double(rewards[index]) * scale;
       return table ? table[(reward == 1.0 ? n + 1 : 0) + correct] : reward;
     };
-    const Normaliser normalise = normaliser(
-        f, n, scale,
-        [&](const auto& term) {
-          for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
-            const int64_t index = groups.index(begin + i);
-            if (groups.exists(index)) term(value_of(index), lengths ? static_cast<double>(lengths[index]) : 0.0);
-          }
-        },
-        warps);
+    const auto each = [&](const auto& term) {
+      for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+        const int64_t index = groups.index(begin + i);
+        if (groups.exists(index)) term(value_of(index));
+      }
+    };
+    const Normaliser normalise = table ? Normaliser{0.0, 0.0, 1.0, 1.0} : normaliser(f, n, scale, each, warps);
     for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
       const int64_t index = groups.index(begin + i);
       advantages[index] = from_double<Advantage>(groups.exists(index) ? normalise(value_of(index)) : 0.0);
@@ -235,54 +199,34 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, con
   }
   if (n == 0) return;
   bitonic_sort(values, places, padded);
-  if (f.value == Value::kRank)
-    rank_transform(values, static_cast<int>(n), tables.of(n), warps);
-  else
-    count_smaller(values, static_cast<int>(n));
-  if constexpr (std::is_same_v<Reward, double>)
-    if (scale < 1.0 && f.value == Value::kRank) {
-      largest = 0.0;
-      for (int i = threadIdx.x; i < n; i += blockDim.x) largest = fmax(largest, fabs(values[i]));
-      if (is_ordinary_again(scale, block_reduce(largest, warps, Greatest()))) {
-        for (int i = threadIdx.x; i < n; i += blockDim.x) values[i] *= 1.0 / scale;  // the values that this thread reads below
-        scale = 1.0;
-      }
-    }
-  const auto length_at = [&](int i) { return lengths ? static_cast<double>(lengths[groups.index(begin + places[i])]) : 0.0; };
-  const Normaliser normalise = normaliser(
-      f, n, scale,
-      [&](const auto& term) {
-        for (int i = threadIdx.x; i < n; i += blockDim.x) term(values[i], length_at(i));
-      },
-      warps);
+  rank_transform(values, static_cast<int>(n), tables.of(n), warps);
   for (int i = threadIdx.x; i < n; i += blockDim.x)
-    advantages[groups.index(begin + places[i])] = from_double<Advantage>(normalise(values[i]));
+    advantages[groups.index(begin + places[i])] = from_double<Advantage>(values[i] * (1.0 / scale) + 0.0);
 }
 
 }  // namespace
 
 template <typename Reward, typename Advantage>
-void group_advantage(const Reward* rewards, const Groups& groups, const int64_t* lengths, const Tables& tables,
-                     const Formula& formula, Advantage* advantages, cudaStream_t stream) {
+void group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
+                     Advantage* advantages, cudaStream_t stream) {
   if (groups.num_groups == 0 || groups.num_rewards == 0) return;  // a zero-sized grid is a launch error
-  if (formula.needs_sorting() && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
+  if (formula.kind == Kind::kRank && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
     throw std::invalid_argument("ranks on a GPU take groups of at most " + std::to_string(kMaxRankedGroupSize) +
                                 " rollouts, got " + std::to_string(groups.group_size));
   // The host does not know the sizes of uneven groups; none is larger than the number of rewards.
   const int64_t largest = groups.offsets ? groups.num_rewards : groups.group_size;
   int capacity = 0;
-  if (formula.needs_sorting())
+  if (formula.kind == Kind::kRank)
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
   const auto shared_bytes = static_cast<int64_t>(capacity * (sizeof(double) + sizeof(int32_t)));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;
   if (shared_bytes > 40 * 1024) allow_shared(kernel, shared_bytes);  // the kernel has static shared memory too
-  launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, rewards, groups, lengths, tables, formula,
-         advantages, capacity);
+  launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, rewards, groups, tables, formula, advantages,
+         capacity);
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage)                                                                             \
-  template void group_advantage(const Reward*, const Groups&, const int64_t*, const Tables&, const Formula&, Advantage*, \
-                                cudaStream_t);
+#define MAXRL_INSTANTIATE(Reward, Advantage) \
+  template void group_advantage(const Reward*, const Groups&, const Tables&, const Formula&, Advantage*, cudaStream_t);
 MAXRL_INSTANTIATE(float, float)
 MAXRL_INSTANTIATE(double, double)
 MAXRL_INSTANTIATE(BFloat16, BFloat16)

@@ -54,7 +54,7 @@ def estimator_weights(p: Tensor, n: int, k: int) -> dict[str, Tensor]:
     for name, row in ESTIMATORS.items():
         if row.has_weight:
             options: dict[str, Any] = {"k": k} if row.size is not None and row.size.name == "k" else {}
-            options |= {option: REQUIRED[option] for option, default in row.options.items() if default is None}
+            options |= {key: REQUIRED[key] for key, option in row.options.items() if option.default is None}
             weights[name] = effective_weight(name, n, p, **options)
     return weights
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.estimator_tables import subset_ratios
+from maxrl_fast.algorithms.estimators.tables import subset_ratios
 
 NUM_DRAWS = 500  # subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
 ROUNDING = 1e-12  # two estimates of the same number may differ by this much

@@ -4,10 +4,10 @@ What is differentiable can be differentiated once, in reverse mode: `create_grap
 raise RuntimeError.
 """
 
+from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.losses import LOSSES, token_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.effective_weight import effective_weight
-from maxrl_fast.ops.estimators import ESTIMATORS
 from maxrl_fast.ops.group_advantage import (
     expected_improvement,
     group_advantage,

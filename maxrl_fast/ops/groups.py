@@ -1,12 +1,11 @@
-"""The layout of groups: rows of [G, N], runs of a flat [S] given by offsets, or equal ids in any order."""
+"""The layout of groups: rows of [G, N], runs of a flat [S] given by offsets, or equal ids in any order; and as padded rows."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import is_integer
+from maxrl_fast.algorithms.arguments import is_integer, is_traced
 
 
 @dataclass(frozen=True)
@@ -47,68 +46,63 @@ class Groups:
         tensor = tensor.contiguous()
         return tensor if tensor.shape == self.shape else tensor.view(self.shape)
 
+
+@dataclass(frozen=True)
+class Rows:
+    """The groups as rows of one width W."""
+
+    groups: Groups
+    index: Tensor | None  # [G, W], of each rollout in the flat rewards; None where the rewards are [G, W]
+    present: Tensor  # [G, W] bool, whether there is a rollout
+    exists: Tensor  # [G, W] bool, whether there is a valid one
+    too_long: Tensor | None  # [G, 1] bool, whether the group has rollouts that W leaves out
+
+    @classmethod
+    def of(cls, groups: Groups, device: torch.device, width: int) -> "Rows":
+        """Return the rows.
+
+        Args:
+            width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
+                groups at the end have no row. Where tensors have no values, 0 is the number of rollouts.
+        """
+        if groups.offsets is None:
+            present = torch.ones(groups.shape, dtype=torch.bool, device=device)
+            return cls(groups, None, present, present if groups.valid is None else groups.valid, None)
+        total, starts, sizes, too_long = groups.shape[0], groups.offsets[:-1], groups.offsets.diff(), None
+        if width or is_traced():
+            width = min(width or total, total)
+            too_long = (sizes > width)[:, None]
+        elif sizes.numel():
+            last = ((sizes > 0) * torch.arange(1, len(sizes) + 1, device=device)).max()
+            width, num_rows = torch.stack([sizes.max(), last]).tolist()
+            starts, sizes = starts[:num_rows], sizes[:num_rows]
+        places = torch.arange(width, device=device)
+        present = places < sizes[:, None]
+        index = (starts[:, None] + places).clamp(0, total - 1)
+        index = index if groups.order is None else groups.order[index]
+        exists = present if groups.valid is None else present & groups.valid[index]
+        return cls(groups, index, present, exists, too_long)
+
+    def pad(self, tensor: Tensor, *leading: int) -> Tensor:
+        """Return [*leading, *shape of the rewards] as [*leading, G, W], 0 where there is no valid rollout."""
+        tensor = tensor.reshape(*leading, *self.groups.shape)
+        return (tensor if self.index is None else tensor[..., self.index]).masked_fill(~self.exists, 0)
+
     def spread(self, name: str, per_group: Tensor, shape: torch.Size) -> Tensor:
-        """Return a tensor like the viewed rewards, from one value per group, or from one per rollout in `shape`."""
-        if per_group.numel() == self.num_groups > 0 and self.order is None:
-            return per_group.flatten()[self._index(per_group.device)]
+        """Return [G, W] from one value for each group, or for each rollout in `shape`."""
+        if per_group.numel() == self.groups.num_groups > 0 and self.groups.order is None:
+            return per_group.reshape(-1, 1)[: len(self.exists)].masked_fill(~self.exists, 0)
         if per_group.shape == shape:
-            return self.view(per_group)
+            return self.pad(per_group)
         raise ValueError(
             f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(per_group.shape)}"
         )
 
-    def extreme(self, values: Tensor, largest: bool, bucket: Tensor, num_buckets: int) -> Tensor:
-        """Return the largest or smallest value among the rollouts of the same group and bucket, like the viewed values.
-
-        Args:
-            values: floating, like the viewed rewards; rollouts that are not valid are left out.
-            bucket: int64 like the viewed rewards, from 0 to num_buckets - 1.
-        """
-        none = -torch.inf if largest else torch.inf
-        if self.valid is not None:
-            values = values.masked_fill(~self.valid, none)
-        place = (self._index(values.device) * num_buckets + bucket).flatten()
-        found = values.new_full((self.num_groups * num_buckets,), none)
-        found = found.scatter_reduce(0, place, values.flatten(), "amax" if largest else "amin")
-        return found[place].view(self.shape)
-
-    def _index(self, device: torch.device) -> Tensor:
-        """Return the group index of each rollout, int64, like the viewed rewards."""
-        if self.offsets is None:
-            return torch.arange(self.num_groups, device=device)[:, None].expand(self.shape)
-        groups = torch.searchsorted(self.offsets, torch.arange(self.shape[0], device=device), right=True) - 1
-        groups = groups.clamp(0, self.num_groups - 1)  # the kernel will refuse offsets that are out of range
-        return groups if self.order is None else torch.zeros_like(groups).scatter(0, self.order, groups)
-
-
-def padded(
-    shape: tuple[int, ...],
-    offsets: Tensor | None,
-    order: Tensor | None,
-    valid: Tensor | None,
-    device: torch.device,
-    width: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Return the groups as rows: the index [G, W] of each rollout in the flattened rewards, and whether there is a valid one.
-
-    Args:
-        shape: of the viewed rewards.
-        width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
-            groups at the end have no row.
-    """
-    total = math.prod(shape)
-    if offsets is None:
-        index = torch.arange(total, device=device).view(shape)
-        exists = torch.ones_like(index, dtype=torch.bool)
-    else:
-        starts, sizes = offsets[:-1], offsets.diff()
-        if not width and sizes.numel():
-            last = ((sizes > 0) * torch.arange(1, len(sizes) + 1, device=device)).max()
-            width, num_rows = torch.stack([sizes.max(), last]).tolist()
-            starts, sizes = starts[:num_rows], sizes[:num_rows]
-        exists = torch.arange(min(width, total), device=device) < sizes[:, None]
-        index = (starts[:, None] + torch.arange(exists.shape[1], device=device)).clamp_max(max(total - 1, 0))
-        index = index if order is None or not total else order[index]
-    if valid is not None and index.numel():
-        exists = exists & valid.flatten()[index]
-    return index, exists
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return values [G, W] like the viewed rewards, 0 for rollouts that are not valid, NaN for those that W leaves out."""
+        values = torch.where(self.exists, values, 0.0)
+        if self.index is None:
+            return values
+        total = self.groups.shape[0]
+        flat = values.new_full((total + 1,), torch.nan)
+        return flat.scatter(0, torch.where(self.present, self.index, total).flatten(), values.flatten())[:-1]

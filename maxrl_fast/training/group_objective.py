@@ -1,4 +1,4 @@
-"""Objectives whose advantages are an estimator of the group advantage (ops/estimators.py), fixed for a step."""
+"""Objectives whose advantages are an estimator of the group advantage (algorithms/estimators/), fixed for a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.estimators import Estimator
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.training.collect import Collected
@@ -21,23 +22,27 @@ class GroupObjective:
     """The advantages of an estimator.
 
     Args:
-        estimator: a name in ops.ESTIMATORS.
+        estimator: a name in ops.ESTIMATORS, or the row of a user's function.
         options: the keywords of ops.group_advantage that stay the same over a run, such as k or eps.
     """
 
-    estimator: str
+    estimator: str | Estimator
     options: dict[str, Any]
     loss: str = "ppo"
     owns_loss: bool = False
     _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
 
     @property
+    def row(self) -> Estimator:
+        return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
+
+    @property
     def aggregation(self) -> str:
-        return AGGREGATIONS.get(self.estimator, "token_mean")
+        return AGGREGATIONS.get(self.estimator, "token_mean") if isinstance(self.estimator, str) else "token_mean"
 
     @property
     def needs(self) -> Needs:
-        row = ESTIMATORS[self.estimator]
+        row = self.row
         greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
         return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
 
@@ -61,11 +66,12 @@ class GroupObjective:
             "prompts": [0, 1],
             "log_ratios": torch.zeros(shape),
         }
-        inputs: dict[str, Any] = {name: known[name] for name in ESTIMATORS[self.estimator].inputs}
+        inputs: dict[str, Any] = {name: known[name] for name in self.row.inputs}
         return bool(group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any())
 
     def begin(self, collected: Collected, learner: Learner) -> None:
         rewards, rollouts, greedy = collected.rewards, collected.rollouts, collected.greedy_rewards
+        valid = collected.valid if self.row.takes_valid else None  # a user's function may take the rewards that failed as 0
         # Functions, because an estimator takes few of these, and the prompts' indices are read from the device.
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
@@ -75,13 +81,12 @@ class GroupObjective:
             "reward_parts": lambda: collected.parts,  # [R, G, N]
             "prompts": collected.prompts.ids.tolist,
         }
-        inputs = {name: known[name]() for name in ESTIMATORS[self.estimator].inputs}
+        inputs = {name: known[name]() for name in self.row.inputs}
         try:
-            self._values = group_advantage(
-                rewards, self.estimator, valid=collected.valid, **inputs, **self.options_for(collected)
-            )
+            values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **self.options_for(collected))
         except ValueError as error:
             raise InputError(f"step {collected.step}: {error}") from error
+        self._values = values if collected.valid is None else values.masked_fill(~collected.valid, 0.0)
 
     def options_for(self, collected: Collected) -> dict[str, Any]:
         """Return the keywords of ops.group_advantage for a step's samples."""

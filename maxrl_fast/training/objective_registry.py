@@ -1,13 +1,13 @@
 """The objectives by name: what each is, which options it takes, and the objective made of them."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.plugins import is_file, is_installed
-from maxrl_fast.training.custom_objective import CustomObjective, load_function
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
+from maxrl_fast.errors import InputError
+from maxrl_fast.ops.register import own_estimator, try_out
+from maxrl_fast.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
@@ -23,7 +23,7 @@ _BASELINES = ("leave_two_out",)  # alone they have no gradient
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective with code of its own, beside the estimators of ops.ESTIMATORS. The texts mean the same in both tables.
+    """An objective with code of its own, beside the estimators. The texts mean the same in both tables.
 
     Args:
         make: returns the objective from its options and the updates per step.
@@ -131,23 +131,37 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     Raises:
         InputError: where a custom objective cannot be loaded.
     """
-    if is_custom(name):
-        return {"k": DEFAULT_K} if "k" in inspect.signature(load_function(name)).parameters else {}
     if name in OWN:
         return dict(OWN[name].options)
-    row = ESTIMATORS[name]
-    sizes = {} if row.size is None else {row.size.name: DEFAULT_K if row.size.name == "k" else num_rollouts - 1}
-    options = dict(row.options)
+    row, largest_k = _row(name), num_rollouts if is_custom(name) else DEFAULT_K
+    sizes: dict[str, Any] = {}
+    if row.size is not None:
+        sizes[row.size.name] = min(DEFAULT_K, largest_k) if row.size.name == "k" else num_rollouts - 1
+    flags = {option for other in ESTIMATORS.values() for option in other.options}  # a user's function may have more
+    options: dict[str, Any] = {key: option.default for key, option in row.options.items() if key in flags}
     if options.get("ddof") is not None:
-        options["ddof"] = int(options["ddof"])  # type: ignore[arg-type]  # an integer among the options of a run
+        options["ddof"] = int(options["ddof"])  # an integer among the options of a run
     return sizes | options
+
+
+def _row(name: str) -> Estimator:
+    """Return the estimator of a name, FILE.py:FUNCTION or an installed one; raises InputError where it cannot be loaded."""
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    function = load_plugin("objective", name, "FUNCTION")
+    if not callable(function):
+        raise InputError(f"--objective {name} must be a function of rewards, got {function!r:.80}")
+    try:
+        return own_estimator(function)
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def default_loss(name: str) -> str:
     """Return the token loss of an objective without --loss."""
     if name in OWN:
         return OWN[name].loss
-    takes_ratios = name in ESTIMATORS and "log_ratios" in ESTIMATORS[name].inputs
+    takes_ratios = (name in ESTIMATORS or is_custom(name)) and "log_ratios" in _row(name).inputs
     return OffPolicyObjective.loss if takes_ratios else GroupObjective.loss
 
 
@@ -162,17 +176,17 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
         ValueError: where an option does not fit the objective or N, with a sentence.
     """
     options = objective_options(name, num_rollouts) | dict(given)
-    if is_custom(name):
-        return CustomObjective.of(name, num_rollouts, **options)
     if name in OWN:
         own = OWN[name]
         if num_rollouts < own.min_rollouts and not (own.takes_one_naive and options["score"] == "naive"):
             but = ", but with --score naive" if own.takes_one_naive else ""
             raise ValueError(f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}")
         return own.make(options, updates_per_step)
-    row = ESTIMATORS[name]
+    row = _row(name)
     if num_rollouts < row.min_rollouts:
-        raise ValueError(f"{name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
-    row.resolve_size(name, num_rollouts, options.get("k"), options.get("order"))
-    row.resolve_options(name, {option: options[option] for option in row.options if options[option] is not None})
-    return OffPolicyObjective(name, options) if "log_ratios" in row.inputs else GroupObjective(name, options)
+        raise ValueError(f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
+    row.resolve_size(row.name, num_rollouts, options.get("k"), options.get("order"))
+    row.resolve_options(row.name, {key: value for key, value in options.items() if key in row.options and value is not None})
+    estimator = name if name in ESTIMATORS else row
+    try_out(row, estimator, num_rollouts, **options)
+    return (OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective)(estimator, options)

@@ -1,6 +1,6 @@
 """Objectives that weight whole responses by the ratio of the policy to the sampler: the estimators with log_ratios.
 
-The ratios change with every update of a step, so the advantages are computed anew for each, from one more forward pass over its
+The ratios change with every update of a step, so each computes the advantages again, from one more forward pass over its
 samples. Their gradient is that of -(1/S) sum_i A_i log pi(y_i), the log-probs summed over each response.
 """
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import can_look_at
+from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
-from maxrl_fast.ops.off_policy import LARGEST_LOG_RATIO
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.group_objective import GroupObjective
@@ -79,7 +79,7 @@ class OffPolicyObjective(GroupObjective):
         step.values.view(shape)[groups] = self._estimate(
             collected, collected.rewards[groups], valid, log_ratios[groups], step.options
         )
-        step.ratios.append(own_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp())
+        step.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         return step.values
 
     def _estimate(

@@ -188,22 +188,20 @@ void layer() {
 
 void group_advantage() {
   const std::vector<Formula> formulas{
-      {Value::kReward, Baseline::kMean, Scale::kStd, 1e-6, 1, 1.0, 0.0},
-      {Value::kRank, Baseline::kMean, Scale::kOne, 0.0, 0, 1.0, 0.0},
-      {Value::kOrder, Baseline::kLengthMean, Scale::kSize, 0.0, 0, 1.0, 0.0},
-      {Value::kBinary, Baseline::kZero, Scale::kOne, 0.0, 0, 1.0, 0.0},
+      {Kind::kMoments, true, Scale::kStd, 1e-6, 1},
+      {Kind::kRank, false, Scale::kOne, 0.0, 0},
+      {Kind::kBinary, false, Scale::kOne, 0.0, 0},
   };
   for (const Formula& formula : formulas)
     for (const int64_t size : {5, 40, 300}) {
       const int64_t num_groups = 3, total = num_groups * size;
-      const bool is_binary = formula.value == Value::kBinary;
+      const bool is_binary = formula.kind == Kind::kBinary;
       std::vector<float> rewards(total), advantages(total);
       for (float& reward : rewards) reward = static_cast<float>(generator() % (is_binary ? 2 : 7));
-      const std::vector<int64_t> lengths(total, 5);
       const Numbers<double> table(2 * size + 2);
       const Groups groups{num_groups, size, total, nullptr, nullptr, nullptr};
-      cuda::group_advantage<float, float>(rewards.data(), groups, lengths.data(), {table.data, nullptr, size}, formula,
-                                          advantages.data(), nullptr);
+      cuda::group_advantage<float, float>(rewards.data(), groups, {table.data, nullptr, size}, formula, advantages.data(),
+                                          nullptr);
     }
 }
 

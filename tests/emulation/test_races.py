@@ -72,7 +72,6 @@ PLANTED = [
     Planted("layer", "layer.cu", "of_warps[warp] = value;"),
     Planted("group_advantage", "group_advantage.cu", "stride > 0; stride /= 2) {"),
     Planted("group_advantage", "group_advantage.cu", "indices[high] = index;"),
-    Planted("group_advantage", "group_advantage.cu", "int place = begin < end"),
 ]
 
 

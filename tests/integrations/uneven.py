@@ -43,7 +43,7 @@ def rollouts(seed=0, binary=True):
 
 def options_of(name):
     row = ops.ESTIMATORS[name]
-    required = {option: 0.1 for option, default in row.options.items() if default is None}
+    required = {name: 0.1 for name, option in row.options.items() if option.default is None}
     return required | ({"k": K} if row.size is not None and row.size.name == "k" else {})
 
 

@@ -19,7 +19,9 @@ def test_weight_equals_the_enumeration_of_all_groups(name):
     for k in range(size.smallest, n - size.below_n + 1) if size else (0,):
         keywords = {size.name: k} if size else {}
         for p in (Fraction(1, 10), Fraction(1, 2), Fraction(9, 10)):
-            expected = brute_force.effective_weight(lambda r, k=k: DEFINITIONS[name]([Fraction(x) for x in r], k), n, p)
+            expected = brute_force.effective_weight(
+                lambda r, k=k: DEFINITIONS[name]([Fraction(x) for x in r], k, **OPTIONS.get(name, {})), n, p
+            )
             actual = ops.effective_weight(
                 name, n, torch.tensor([float(p)], dtype=torch.float64), **keywords, **OPTIONS.get(name, {})
             )

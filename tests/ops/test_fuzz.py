@@ -19,7 +19,7 @@ from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference, token_loss_reference
 from tests import brute_force
 from tests.fuzzing import DTYPES, FLOATS, SCALARS, assert_explains, attempt, call_with_strangers, exact, settings, whole
-from tests.ops.definitions import DEFINITIONS, OFF_POLICY, bon_mean, grpo, maxrl_ratio, mean, opo, pacs_first_update, qae
+from tests.ops.definitions import DEFINITIONS, mean
 from tests.ops.test_pacs import slow_loss
 
 # The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
@@ -41,46 +41,10 @@ def assert_close(actual, expected, tolerance, scale=None):
 
 # --- group advantages
 
-# The definitions, of which some take the estimator's options. OPTIONS in tests/ops/definitions.py has the required ones.
-FORMULAS = DEFINITIONS | {
-    "maxrl_ratio": lambda r, _, o: maxrl_ratio(r, Fraction(o["eps"])),
-    "w_reinforce": lambda r, _, o: [Fraction(o["correct_weight"]) * x - (1 - x) for x in r],
-    "qae": lambda r, _, o: qae(r, str(o["quantile"]), o["eps"], int(o["ddof"])),
-    "bon_mean": lambda r, k, o: bon_mean(r, k, o["eps"], int(o["ddof"])),
-    "pacs_first_update": lambda r, _, o: pacs_first_update(r, Fraction(o["beta"])),
-    "noisy_verifier_backward": lambda r, _, o: [
-        float(x - mean(r)) / (1 - o["false_positive_rate"] - o["false_negative_rate"]) for x in r
-    ],
-    "noisy_verifier_forward": lambda r, _, o: [Fraction(o["false_negative_rate"]) - 1 + x for x in r],
-}
-WITH_OPTIONS = {"maxrl_ratio", "w_reinforce", "qae", "bon_mean", "pacs_first_update"}
-WITH_OPTIONS |= {"noisy_verifier_backward", "noisy_verifier_forward"}
 CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
 CHOICES |= {"clamp_delta": [0.0, 0.25]}
 CHOICES |= {"beta": [1.0, 0.5, -2], "penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
-ALONE = [name for name, row in ops.ESTIMATORS.items() if not row.over_batch]  # those scale by the whole batch
-
-
-def advantages_of_one_group(name, r, size, options, lengths, logprobs, greedy, log_ratios=None):
-    """Return the advantages [n] of one group of Fractions, from the definition."""
-    o = {option: float(options.get(option, default or 0)) for option, default in ops.ESTIMATORS[name].options.items()}
-    if name == "opo":
-        return opo(r, lengths) if sum(lengths) else [x - mean(r) for x in r]
-    if name == "differential_smoothing":
-        values = grpo(r, o["eps"], int(o["ddof"]))
-        return [v + o["tau"] * (1 - 2 * float(x)) * logp for v, x, logp in zip(values, r, logprobs, strict=True)]
-    if name == "unlikeliness":
-        ranks = [sum(y < x for y in logprobs) / len(r) for x in logprobs]
-        return grpo([x * Fraction(1 - o["penalty"] * rank) for x, rank in zip(r, ranks, strict=True)], o["eps"], int(o["ddof"]))
-    if name == "remax":
-        return [x - Fraction(baseline) for x, baseline in zip(r, greedy, strict=True)]
-    if name in ("self", "grpo") or ops.ESTIMATORS[name].alias_of == "grpo":
-        return [0.0 if known else v for v, known in zip(grpo(r, o["eps"], int(o["ddof"])), greedy, strict=True)]
-    if name in OFF_POLICY:
-        limit = o["clamp_delta"] or math.inf
-        deltas = [min(max(math.exp(x) - 1, -limit), limit) for x in log_ratios]
-        return OFF_POLICY[name](r, size, [Fraction(1 + x) for x in deltas])
-    return FORMULAS[name](r, size, o) if name in WITH_OPTIONS else FORMULAS[name](r, size)
+PER_ROLLOUT = ("lengths", "logprobs", "log_ratios", "greedy_correct", "greedy_rewards")
 
 
 def groups_of(shape, offsets, group_ids, valid):
@@ -102,17 +66,16 @@ def flat(tensor):
     return None if tensor is None else exact(tensor).flatten().tolist()
 
 
-def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None, lengths=None,
-                     logprobs=None, greedy_correct=None, greedy_rewards=None, log_ratios=None, scale_by_k=False,
-                     max_group_size=None, **options):  # fmt: skip
+def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None,
+                     scale_by_k=False, max_group_size=None, **given):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
         return
     r, row = flat(rewards), ops.ESTIMATORS[estimator]
-    greedy = flat(greedy_correct if greedy_rewards is None else greedy_rewards)
-    lengths, logprobs, log_ratios = flat(lengths), flat(logprobs), flat(log_ratios)
+    inputs = {name: flat(given.pop(name)) for name in PER_ROLLOUT if given.get(name) is not None}
+    options = {name: float(x) for name, x in given.items() if name not in PER_ROLLOUT}
     groups = groups_of(rewards.shape, offsets, group_ids, valid)
     largest, size = max(map(len, groups)), k or order or 0
     actual = actual.flatten()
@@ -126,20 +89,19 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
         assert fits or n < largest or n <= 1
         if not n:
             continue
-        if (n == 1 and estimator != "differential_smoothing" and (row.is_centred or estimator == "bon_max_second")) or not fits:
-            expected = [0.0] * n
-        else:
-            chosen = [None if x is None else [x[i] for i in group] for x in (lengths, logprobs)]
-            ratios = None if log_ratios is None else [log_ratios[i] for i in group]
-            by_group = greedy is not None and group_ids is None and len(greedy) == len(groups)
-            is_known = [0.0] * n if greedy is None else [greedy[g]] * n if by_group else [greedy[i] for i in group]
-            if lengths is not None:
-                assert min(chosen[0]) >= 0
-                chosen[0] = [int(x) for x in chosen[0]]
+        expected = [0.0] * n
+        if fits and not (n == 1 and row.centred):
             if max(map(abs, exactly)) > 1e100 or is_cancelled(estimator, exactly, options):
-                assert len(set(exactly)) == 1 or (actual[list(group)] != 0).any() or not row.is_centred
+                assert len(set(exactly)) == 1 or (actual[list(group)] != 0).any() or not row.centred
                 continue
-            expected = advantages_of_one_group(estimator, exactly, size, options, *chosen, is_known, ratios)
+            own = {
+                name: [x[g]] * n if name.startswith("greedy") and group_ids is None and len(x) == len(groups) else
+                [x[i] for i in group] for name, x in inputs.items()
+            }  # fmt: skip
+            if "lengths" in own:
+                assert min(own["lengths"]) >= 0
+                own["lengths"] = [int(x) for x in own["lengths"]]
+            expected = DEFINITIONS[estimator](exactly, size, **own, **options)
         expected = torch.tensor([float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64)
         assert_close(actual[list(group)], expected.to(dtype), TOLERANCE[dtype])
 
@@ -173,7 +135,7 @@ def layouts(draw, smallest):
 
 
 @st.composite
-def advantage_arguments(draw, names=ALONE):
+def advantage_arguments(draw, names=tuple(DEFINITIONS)):
     """Draw valid arguments, except that `valid` may leave too few rollouts for the size."""
     name = draw(st.sampled_from(names))
     row = ops.ESTIMATORS[name]
@@ -183,28 +145,25 @@ def advantage_arguments(draw, names=ALONE):
     if row.binary or dtype == torch.bool or name == "noisy_verifier_forward":
         values = [0, 1]
     arguments |= {"rewards": draw_tensor(draw, shape, values, dtype), "estimator": name}
-    for option, default in row.options.items():
-        if default is None or draw(st.booleans()):
-            arguments[option] = draw(st.sampled_from(CHOICES[option]))
+    for name, option in row.options.items():
+        if option.default is None or draw(st.booleans()):
+            arguments[name] = draw(st.sampled_from(CHOICES[name]))
     if row.size and (row.size.required or draw(st.booleans())):
         most = max([*sizes, row.size.smallest + row.size.below_n]) - row.size.below_n
         arguments[row.size.name] = draw(st.integers(row.size.smallest, most))
     if row.scales_by_k:
         arguments["scale_by_k"] = draw(st.booleans())
-    if "lengths" in row.inputs:
-        integers = draw(st.sampled_from([torch.int64, torch.int32, torch.uint8, torch.uint64]))
-        arguments["lengths"] = draw_tensor(draw, shape, [0, 1, 2, 9], integers)
-    if "logprobs" in row.inputs:
-        arguments["logprobs"] = draw_tensor(draw, shape, [-0.5, -1.0, -2.0], draw(st.sampled_from(FLOATS)))
-    if "log_ratios" in row.inputs:
-        arguments["log_ratios"] = draw_tensor(draw, shape, [-0.5, 0.0, 0.25], draw(st.sampled_from(FLOATS)))
-    if "greedy_correct" in row.inputs:
-        alike = math.prod(shape) == 0 or "group_ids" in arguments
-        arguments["greedy_correct"] = draw_tensor(draw, shape if alike else (len(sizes),), [0, 1], torch.bool)
-    if "greedy_rewards" in row.inputs:
-        alike = math.prod(shape) == 0 or "group_ids" in arguments
-        reals = draw(st.sampled_from(FLOATS))
-        arguments["greedy_rewards"] = draw_tensor(draw, shape if alike else (len(sizes),), [0.0, 1.0, 0.5, -2.0], reals)
+    alike = math.prod(shape) == 0 or "group_ids" in arguments
+    integers = st.sampled_from([torch.int64, torch.int32, torch.uint8, torch.uint64])
+    for key, of, values, dtypes in (
+        ("lengths", shape, [0, 1, 2, 9], integers),
+        ("logprobs", shape, [-0.5, -1.0, -2.0], st.sampled_from(FLOATS)),
+        ("log_ratios", shape, [-0.5, 0.0, 0.25], st.sampled_from(FLOATS)),
+        ("greedy_correct", shape if alike else (len(sizes),), [0, 1], st.just(torch.bool)),
+        ("greedy_rewards", shape if alike else (len(sizes),), [0.0, 1.0, 0.5, -2.0], st.sampled_from(FLOATS)),
+    ):
+        if key in row.inputs:
+            arguments[key] = draw_tensor(draw, of, values, draw(dtypes))
     if draw(st.integers(0, 2)) == 0:
         arguments["valid"] = draw_tensor(draw, shape, [True, True, False], torch.bool)
     if draw(st.integers(0, 3)) == 0:
@@ -250,8 +209,7 @@ def check_weight(actual, estimator, n, pass_rate, k=None, order=None, **options)
     size = k or order or 0
 
     def advantages(rewards):
-        exactly = [Fraction(x) for x in rewards]
-        return [Fraction(float(x)) for x in advantages_of_one_group(estimator, exactly, size, options, [1] * n, None, [0] * n)]
+        return [Fraction(float(x)) for x in DEFINITIONS[estimator]([Fraction(x) for x in rewards], size, **options)]
 
     for p, weight in zip(flat(pass_rate), actual.flatten().tolist(), strict=True):
         assert 0 <= p <= 1
@@ -269,7 +227,7 @@ def test_effective_weight(data):
     dtype = data.draw(st.sampled_from(FLOATS))
     shape = data.draw(st.sampled_from([(), (0,), (1,), (1, 2)]))
     arguments["pass_rate"] = draw_tensor(data.draw, shape, [0.0, 0.25, 0.8, 1.0], dtype)
-    arguments |= {option: CHOICES[option][0] for option, default in row.options.items() if default is None}
+    arguments |= {key: CHOICES[key][0] for key, option in row.options.items() if option.default is None}
     if row.size:
         arguments[row.size.name] = data.draw(st.integers(row.size.smallest, arguments["n"] - row.size.below_n))
     call_with_strangers(data.draw, ops.effective_weight, arguments, check_weight)
@@ -825,15 +783,12 @@ def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
     assert torch.equal(ops.group_advantage(rewards.double(), "unlikeliness", logprobs=logprobs), expected)
 
 
-def test_negative_lengths_and_options_that_are_not_numbers_are_refused():
-    rewards = torch.tensor([[0.0, 1.0, 2.0]])
-    with pytest.raises(ValueError, match="lengths must be at least 0, got -4"):
-        ops.group_advantage(rewards, "opo", lengths=torch.tensor([[3, -4, 5]]))
+def test_options_that_are_not_numbers_are_refused():
     for eps in (math.nan, math.inf, "0.1", None, 10**400, torch.tensor(0.1)):
         with pytest.raises(ValueError, match="eps"):
-            ops.grpo_advantage(rewards, eps=eps)
+            ops.grpo_advantage(torch.tensor([[0.0, 1.0, 2.0]]), eps=eps)
     with pytest.raises(ValueError, match="greedy_correct must have one value per group, or the shape of rewards"):
-        ops.group_advantage(rewards.view(1, 3), "self", greedy_correct=torch.zeros(3, 1, dtype=torch.bool))
+        ops.group_advantage(torch.zeros(1, 3), "self", greedy_correct=torch.zeros(3, 1, dtype=torch.bool))
 
 
 def test_the_gspo_reference_reads_all_unmasked_tokens():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops import estimator_tables as tables
-from maxrl_fast.ops.custom_advantage import CustomAdvantage
-from maxrl_fast.ops.estimators import ESTIMATORS, KERNEL_ROWS, Estimator, Size
+from maxrl_fast.algorithms.estimator import KBelowN
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, Kernel, max_at_k, tables
+from maxrl_fast.algorithms.options import Positive
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 3.0], [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
 pytestmark = pytest.mark.usefixtures("estimators_as_before")
@@ -25,7 +25,7 @@ def centred(rewards):
 
 def test_a_function_works_with_every_layout_of_equal_groups():
     ops.register_estimator("mine", centred)
-    assert ESTIMATORS["mine"].formula == "r - mean."
+    assert ESTIMATORS["mine"].formula == "r - mean"
     expected = REWARDS - REWARDS.mean(-1, keepdim=True)
     assert torch.equal(ops.group_advantage(REWARDS, "mine"), expected)
     assert torch.equal(ops.group_advantage(REWARDS.view(3, 1, 4), "mine"), expected.view(3, 1, 4))
@@ -38,7 +38,7 @@ def test_a_function_works_with_every_layout_of_equal_groups():
     assert ops.group_advantage(REWARDS.long(), "mine").dtype == torch.float32
     assert ops.group_advantage(REWARDS.bfloat16(), "mine").dtype == torch.bfloat16
     assert not ops.group_advantage(REWARDS.clone().requires_grad_(), "mine").requires_grad
-    for bad in (torch.tensor([0, 4, 12]), torch.tensor([0, 3, 12]), torch.tensor([4, 8, 12])):
+    for bad in (torch.tensor([0, 4, 12]), torch.tensor([0, 3, 12])):
         with pytest.raises(ValueError, match="mine takes groups of equal size"):
             ops.group_advantage(REWARDS.flatten(), "mine", offsets=bad)
     with pytest.raises(ValueError, match="the weight of mine is not known"):
@@ -58,7 +58,7 @@ def test_a_function_gets_the_inputs_it_asks_for():
     a = ops.group_advantage(REWARDS, "asking", k=3, valid=valid, **inputs)
     assert torch.equal(a, REWARDS * valid)  # 0 where not valid, whatever the function returned
     assert (seen["k"], seen["prompts"]) == (3, ["a", "b", "c"])
-    assert all(torch.equal(seen[name], inputs[name]) for name in ("lengths", "logprobs"))
+    assert all(torch.equal(seen[name], inputs[name] * valid) for name in ("lengths", "logprobs"))
     ops.group_advantage(REWARDS, "asking", k=3, **inputs)
     assert seen["valid"].all()
     with pytest.raises(ValueError, match="asking needs lengths"):
@@ -72,31 +72,57 @@ def test_a_function_gets_the_inputs_it_asks_for():
         ops.group_advantage(REWARDS, "mine", valid=valid)
 
 
-def test_a_row_is_computed_by_the_kernel():
-    row = Estimator(
-        formula="2 S_i - 2 S_-i",
-        source="a test",
-        weight="2 (1-p)^(k-1)",
-        table=lambda n, k: 2 * tables.maxpo(n, k),
-        value="rank",
-        centred=True,
-        size=Size("k"),
-    )
+def scaled(g: Group, lengths: torch.Tensor, *, k: KBelowN, tau: Positive = 0.5, floor: float) -> torch.Tensor:
+    """tau maxpo + floor.
+
+    A note.
+    """
+    return tau * max_at_k.maxpo(g, k=k) + floor * (lengths > 0)
+
+
+def test_a_function_of_a_group_is_like_those_that_are_built_in():
+    ops.register_estimator("scaled", scaled)
+    row = ESTIMATORS["scaled"]
+    assert (row.formula, row.needs) == ("tau maxpo + floor", "1 <= k <= N-1, lengths, floor")
+    flat, offsets, lengths = REWARDS.flatten(), torch.tensor([0, 5, 12]), torch.arange(12) % 3
+    actual = ops.group_advantage(flat, "scaled", k=2, floor=0.25, offsets=offsets, valid=flat < 3, lengths=lengths)
+    maxpo = ops.maxpo_advantage(flat, 2, offsets=offsets, valid=flat < 3)
+    torch.testing.assert_close(actual, (0.5 * maxpo + 0.25 * (lengths > 0)) * (flat < 3))
+    for given, message in (
+        ({"k": 2}, "scaled needs floor, a finite number"),
+        ({"k": 2, "floor": 0.1, "tau": 0}, "tau of scaled must be a finite number above 0, got 0"),
+        ({"k": 4, "floor": 0.1}, "scaled needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
+        ({"k": 2, "floor": 0.1, "taus": 0.1}, "scaled takes the options tau, floor, got 'taus'; did you mean 'tau'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.group_advantage(REWARDS, "scaled", lengths=lengths.view(3, 4), **given)
+
+
+def double_maxpo(g: Group, *, k: KBelowN) -> torch.Tensor:
+    """2 S_i - 2 S_-i."""
+    return 2 * max_at_k.maxpo(g, k=k)
+
+
+def test_a_row_with_a_table_is_computed_by_the_kernel():
+    kernel = Kernel(lambda n, k: 2 * tables.maxpo(n, k))
+    row = Estimator.of(double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True)
     ops.register_estimator("twice", row)
     torch.testing.assert_close(ops.group_advantage(REWARDS, "twice", k=2), 2 * ops.maxpo_advantage(REWARDS, 2))
+    torch.testing.assert_close(ops.group_advantage(REWARDS, row, k=2), 2 * ops.maxpo_advantage(REWARDS, 2))
     assert ops.effective_weight("twice", 4, torch.tensor(0.5), k=2).item() == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="twice already"):
-        ops.register_estimator("twice", row)
-    ops.register_estimator("twice", Estimator(formula="r - mean", source="a test", weight="1", baseline="mean"), replace=True)
-    assert torch.equal(ops.group_advantage(REWARDS, "twice"), ops.group_advantage(REWARDS, "reinforce"))
+    ops.register_estimator("twice", centred, replace=True)
+    assert torch.equal(ops.group_advantage(REWARDS, "twice"), centred(REWARDS))
+    with pytest.raises(ValueError, match=r"bad fails on a small example: .*zero"):
+        ops.register_estimator("bad", Estimator.of(double_maxpo, kernel=Kernel(lambda n, k: torch.zeros(1 // (n - n)))))
+    assert "bad" not in ESTIMATORS
 
 
 def test_rows_and_ops_are_pickled_by_name():
     """Ray and multiprocessing send functions, and what they refer to, to other processes."""
     ops.register_estimator("of_a_function", centred)
-    tables_ = (ESTIMATORS, KERNEL_ROWS, ops.LOSSES)
-    for table, copy in zip(tables_, pickle.loads(pickle.dumps(tables_)), strict=True):
-        assert copy == table
+    for name, row in ESTIMATORS.items():
+        copy = pickle.loads(pickle.dumps(row))
+        assert (copy.function, copy.kernel, copy.needs) == (row.function, row.kernel, row.needs), name
     for name in ops.__all__:
         assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(pickle.dumps(getattr(ops, name))) is getattr(ops, name)
 
@@ -107,8 +133,8 @@ def test_rows_and_ops_are_pickled_by_name():
         (lambda rewards: rewards.tolist(), "must return a tensor, got list"),
         (lambda rewards: rewards.mean(-1), r"must return a floating tensor of shape \(4, 4\) on cpu, got torch.float32 of"),
         (lambda rewards: rewards > 0, "must return a floating tensor"),
-        (lambda rewards: rewards / rewards.mean(-1, keepdim=True), "finite advantages, got .* for group 2, on the example"),
-        (lambda rewards, temperature: rewards, "may ask for k, lengths, .* got the parameter temperature"),
+        (lambda rewards: rewards / rewards.mean(-1, keepdim=True), "must be finite in torch.float32, got nan at index 8, on a"),
+        (lambda rewards, temperature: rewards, "may ask for k, valid, lengths, .* got the parameter temperature"),
         (lambda: torch.zeros(4, 4), "must take rewards"),
         (lambda rewards: rewards.median("x"), "fails on a small example: "),
         (7, "must be a function of rewards, got int"),
@@ -117,27 +143,7 @@ def test_rows_and_ops_are_pickled_by_name():
 def test_invalid_functions_are_refused(function, message):
     with pytest.raises(ValueError, match=message):
         ops.register_estimator("bad", function)
-    with pytest.raises(ValueError, match=message):
-        CustomAdvantage.of(function)
     assert "bad" not in ESTIMATORS
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"baseline": "median"}, "baseline of bad must be one of zero, mean, length_mean, got 'median'"),
-        ({"value": "rank"}, "bad must have a table if and only if"),
-        ({"baseline": "length_mean"}, "its inputs must have lengths"),
-        ({"inputs": ("rewards",)}, "inputs of bad must be among"),
-        ({"after": lambda advantages, inputs, options: advantages / 0}, "must be finite"),
-        ({"value": "rank", "table": lambda n, k: torch.zeros(1 // (n - n))}, "bad fails on a small example: .*zero"),
-    ],
-)
-def test_invalid_rows_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ops.register_estimator("bad", Estimator(**{"formula": "r", "source": "a test", "weight": "1"} | changes))
-    assert "bad" not in ESTIMATORS
-    assert "bad" not in KERNEL_ROWS
 
 
 def test_bad_and_existing_names_are_refused():

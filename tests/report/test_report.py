@@ -167,7 +167,7 @@ def test_weights_are_exact_at_the_runs_size(tmp_path, report, options, estimator
         ({"rollouts": "16"}, "must be 1 to 2,048"),
         ({"k": 16}, "maxpo needs"),
         ({"k": [4]}, "maxpo needs"),
-        ({"objective": "grpo", "k": None, "eps": "x"}, "eps must be a finite number"),
+        ({"objective": "grpo", "k": None, "eps": "x"}, "eps of grpo must be a finite number"),
     ],
 )
 def test_a_missing_weight_has_a_reason(tmp_path, report, options, reason):

@@ -89,7 +89,10 @@ def test_a_verifier_that_gives_other_numbers_ends_the_run_with_a_sentence():
         ("--objective gdpo --reward a.py:f a.py:g --overlong-buffer 4", "overlong_buffer would change none of them"),
         ("--objective hero --reward a.py:f a.py:g --reward-weights 2 1", "hero needs 1 as the weight of the verifier"),
         ("--objective gdpo --reward a.py:f a.py:g --dynamic-sampling 2", "rewards are equal, from which gdpo learns"),
-        ("--objective hero --reward a.py:f a.py:g --score-range 0.7", "score_range must be above 0 and below .5, got 0.7"),
+        (
+            "--objective hero --reward a.py:f a.py:g --score-range 0.7",
+            "score_range of hero must be above 0 and below .5",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(flags, message):

@@ -109,7 +109,7 @@ def test_options():
     for flags, message in (
         *((f"--loss {loss}", f"so loss cannot be {loss}, whose ratio is one of whole responses") for loss in OF_SEQUENCES),
         ("--alpha 0", "alpha must be a finite number above 0, got 0"),
-        ("--ddof 2", "ddof must be 0 or 1, got 2"),
+        ("--ddof 2", "ddof of rl_zvp must be 0 or 1, got 2"),
         ("--dynamic-sampling 2", "rewards are equal, from which rl_zvp learns"),
         ("--overlong-buffer 2", "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not take"),
     ):

@@ -1,4 +1,4 @@
-"""Tables of estimators by rank, and by the number of correct rollouts, for each group size n: float64, by recurrence.
+"""The tables that the kernel computes estimators by, for each group size n: float64, by recurrence.
 
 A rank table [2, n] holds `offset` and `slope`: for ascending rewards r_(1) <= ... <= r_(n), gaps d_0 = r_(1),
 d_j = r_(j+1) - r_(j),
@@ -11,8 +11,6 @@ The table of a sum of estimators is therefore the sum of their tables, and centr
 Notation: S_i the mean of the maximum over the size-k subsets that contain i, S_-i over those without i, M_-i over the
 size-(k-1) subsets of the others.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -58,7 +56,7 @@ def leave_two_out(n: int, k: int) -> Tensor:
     return expected_improvement(n, k) - maxpo(n, k)
 
 
-def expected_improvement_leave_one_out(n: int, k: int) -> Tensor:
+def ei_l1o(n: int, k: int) -> Tensor:
     """EI_i minus the mean of the other EI_j: biased, an ablation."""
     return _centred(subset_ratios(n - 1, k - 1)[1:] * n / (n - 1))
 
@@ -91,33 +89,21 @@ def pkpo_sloo(n: int, k: int) -> Tensor:
     return conditional_max(n, k) * (k / n) - leave_one_out_max(n, k) * (k / (n - 1))
 
 
-def best_of_n(n: int, k: int) -> Tensor:
-    """(k/n) S_i."""
-    return conditional_max(n, k) * (k / n)
-
-
-def max_minus_second(n: int, _: float) -> Tensor:
+def max_minus_second(n: int, _: int) -> Tensor:
     """The best reward minus the second best, for the best rollout."""
     slope = torch.zeros(n - 1, dtype=torch.float64)
     slope[-1:] = 1
     return _uncentred(slope)
 
 
-def above_quantile(n: int, quantile: float) -> Tensor:
-    """Return r_i - b, b = inf{x : F(x) >= quantile} of the group's empirical distribution function F."""
-    rank = max(1, math.ceil(round(quantile * n, 9)))  # rounded: .1 * 30 is a little above 3
-    slope = torch.ones(n - 1, dtype=torch.float64)
-    return _uncentred(slope, -(_gaps(n) < rank).double())
-
-
-def pacs_first_update(n: int, _: float) -> Tensor:
-    """Return the binary table of -B dL/dr at reward proxies r = 0, for the balanced loss of PACS with rloo scores."""
+def pacs_first_update(n: int, _: int, beta: float) -> Tensor:
+    """Return the binary table of -B beta dL/dr at reward proxies r = 0, for the balanced loss of PACS with rloo scores."""
     correct = torch.arange(1, n, dtype=torch.float64)  # groups with both outcomes; the others have 0
-    scale = n * n / (4 * max(n - 1, 1))
+    scale = beta * n * n / (4 * max(n - 1, 1))
     return torch.nn.functional.pad(torch.stack([-scale / (n - correct), scale / correct]), (1, 1))
 
 
-def over_others_std(n: int, _: float) -> Tensor:
+def over_others_std(n: int, _: int) -> Tensor:
     """Return the binary table of (r_i - m)/(s + 1e-6), m and s the mean and sample standard deviation of the other rollouts; of
     r_i - m where these are all equal."""
     others = max(n - 1, 1)

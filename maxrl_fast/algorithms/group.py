@@ -1,0 +1,101 @@
+"""What an estimator is given: the rewards of groups, padded to one width, and sums that leave out what is not valid."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+GROUP, BATCH = 1, (0, 1)  # the dimensions of [G, N] that a mean or a standard deviation is over
+
+
+@dataclass
+class Group:
+    """Rewards of G groups of up to N rollouts.
+
+    The sums over ranks take the rewards of a group in ascending order, r_(1) <= ... <= r_(n), and their gaps
+    d_j = r_(j+1) - r_(j), which are exactly 0 between equal rewards: so the order of these has no effect.
+    """
+
+    rewards: Tensor  # [G, N] float64, 0 where not valid
+    valid: Tensor  # [G, N] bool, False for padding and for rollouts that are left out
+    dtype: torch.dtype = torch.float64  # of the advantages that are wanted
+    n: Tensor = field(init=False)  # [G, 1] float64, how many are valid
+    _order: Tensor | None = field(init=False, default=None)  # not a cached_property: torch.compile cannot trace one
+
+    def __post_init__(self) -> None:
+        self.n = self.valid.sum(1, keepdim=True).double()
+
+    def largest(self, x: Tensor) -> Tensor:  # [G, 1]
+        return torch.where(self.valid, x, -torch.inf).amax(GROUP, keepdim=True)
+
+    def smallest(self, x: Tensor, over: Any = GROUP) -> Tensor:  # [G, 1]; [1, 1] over the batch
+        return torch.where(self.valid, x, torch.inf).amin(over, keepdim=True)
+
+    def centre(self, x: Tensor, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
+        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal, precise if they share an offset."""
+        weights = self._weights(lengths, over)
+        distance = torch.where(self.valid, x - self.smallest(x, over), 0.0)
+        return distance - (weights * distance).sum(over, keepdim=True) / weights.sum(over, keepdim=True).clamp_min(1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return torch.where(self.valid, x, 0.0).sum(GROUP, keepdim=True) / self.n.clamp_min(1)
+
+    def std(self, x: Tensor, ddof: float, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
+        """Return the standard deviation; infinite for `ddof` values or fewer, so that x / std is 0."""
+        weights = self._weights(lengths, over)
+        freedom = weights.sum(over, keepdim=True) - ddof
+        squares = (weights * self.centre(x, lengths, over).square()).sum(over, keepdim=True)
+        variance = squares / freedom.clamp_min(1)
+        variance = variance + 0 * variance  # NaN, where a square overflows: x / std would be 0
+        return torch.where(freedom > 0, variance.sqrt(), torch.inf)
+
+    def _weights(self, lengths: Tensor | None, over: Any) -> Tensor:
+        ones = self.valid.double()
+        weights = ones if lengths is None else ones * lengths
+        return torch.where(weights.sum(over, keepdim=True) > 0, weights, ones)  # if all lengths are 0
+
+    def rank(self, x: Tensor) -> Tensor:
+        """Return how many rollouts of the group have a smaller x."""
+        ascending = torch.where(self.valid, x, torch.inf).sort(1).values
+        return torch.searchsorted(ascending, x.contiguous()).double()
+
+    @property
+    def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
+        if self._order is None:
+            self._order = torch.where(self.valid, self.rewards, torch.inf).argsort(dim=1, stable=True)
+        return self._order
+
+    @property
+    def j(self) -> Tensor:  # [N-1] = 1, 2, ...
+        return self._one_to(self.rewards.shape[1] - 1)
+
+    @property
+    def gaps(self) -> Tensor:  # [G, N-1], d_j, 0 from the group's n on
+        return torch.where(self.j < self.n, self.rewards.gather(1, self.order).diff(dim=1), 0.0)
+
+    def below(self, terms: Tensor) -> Tensor:
+        """Return for rollout i the sum of the terms [G, N-1] of the gaps j < i."""
+        return self._unsort(pad(terms.cumsum(1), (1, 0)))
+
+    def above(self, terms: Tensor) -> Tensor:
+        """Return for rollout i the sum of the terms [G, N-1] of the gaps j >= i."""
+        return self._unsort(pad(terms.flip(1).cumsum(1).flip(1), (0, 1)))
+
+    def within(self, size: float | Tensor, of: Tensor) -> Tensor:
+        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence: no binomial that could overflow."""
+        j = self._one_to(self.rewards.shape[1])
+        factors = torch.where(j <= of, (j - size).clamp_min(0) / j, 1.0)
+        return pad(factors.flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
+
+    def _one_to(self, last: int) -> Tensor:
+        return torch.arange(1, last + 1, device=self.rewards.device, dtype=torch.float64)
+
+    def _unsort(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter(1, self.order, x)
+
+
+def ratio(x: Tensor, y: Tensor) -> Tensor:
+    """Return x / y, 0 where y is 0."""
+    return torch.where(y == 0, 0.0, x / y)

@@ -134,6 +134,8 @@ class Estimator:
                     f"{name} may ask for {', '.join(names)} beside the rewards, got the parameter {parameter.name}"
                 )
         asked = tuple(parameter.name for parameter in others)
+        if "reward_parts" in asked and "reward_weights" not in asked:
+            raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         formula = " ".join((inspect.getdoc(function) or f"the function {name}").split("\n\n")[0].split()).rstrip(".")
         return cls(
             **{"name": name, "formula": formula, "source": str(getattr(function, "__module__", "a plug-in"))} | row,

@@ -137,6 +137,7 @@ def test_rows_and_ops_are_pickled_by_name():
         (lambda rewards, temperature: rewards, "may ask for k, valid, lengths, .* got the parameter temperature"),
         (lambda: torch.zeros(4, 4), "must take rewards"),
         (lambda rewards: rewards.median("x"), "fails on a small example: "),
+        (lambda rewards, reward_parts: rewards, "asks for reward_parts, so it must ask for reward_weights too"),
         (7, "must be a function of rewards, got int"),
     ],
 )

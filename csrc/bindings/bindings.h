@@ -18,8 +18,6 @@ namespace maxrl::bindings {
 namespace py = pybind11;
 using py::literals::operator""_a;
 
-using Address = std::uintptr_t;
-
 // Reads fields from keyword arguments. Errors name the function and the argument.
 class Arguments {
  public:

@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 from maxrl_fast.algorithms.arguments import check_number
 
@@ -35,10 +35,9 @@ class Option:
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     """Return the keyword-only parameters of a function that are numbers, by name."""
-    hints = get_type_hints(function, include_extras=True)
     options = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        hint = hints.get(name, float)
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        hint = float if parameter.annotation is parameter.empty else parameter.annotation
         number = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if parameter.kind is parameter.KEYWORD_ONLY and number in (int, float):
             limits = [extra for extra in get_args(hint)[1:] if isinstance(extra, Limit)]

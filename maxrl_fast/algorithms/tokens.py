@@ -1,7 +1,6 @@
 """What a token loss is given: vectors [T] of packed responses, and sums over responses that leave masked tokens out."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,12 +40,12 @@ class Tokens:
     def __post_init__(self) -> None:
         self.clipped_low = self.clipped_high = torch.zeros_like(self.mask)
 
-    @cached_property
+    @property
     def log_ratio(self) -> Tensor:
         """Return log(pi / pi_old) [T], limited; beyond the limit its gradient is 0."""
         return limited(self.logprobs - self.old_logprobs)
 
-    @cached_property
+    @property
     def ratio(self) -> Tensor:
         return self.log_ratio.exp()
 

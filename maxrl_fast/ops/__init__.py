@@ -5,7 +5,8 @@ raise RuntimeError.
 """
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
-from maxrl_fast.algorithms.losses import LOSSES, token_loss
+from maxrl_fast.algorithms.losses import LOSSES
+from maxrl_fast.algorithms.losses import token_loss as _token_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.ops.group_advantage import (
@@ -21,6 +22,8 @@ from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
 from maxrl_fast.ops.register import register_estimator
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
+
+token_loss = _token_loss  # and not the module of this name, which the import above has put here
 
 __all__ = [
     "ESTIMATORS",

@@ -98,14 +98,14 @@ def _groups(call: Call, rewards: Tensor, offsets: Tensor | None, order: Tensor |
     else:
         num_groups, group_size = offsets.numel() - 1, 0
         starts = call.address("offsets", offsets, torch.int64, (max(num_groups, 0) + 1,))
-    return dict(
-        num_groups=num_groups,
-        group_size=group_size,
-        num_rewards=rewards.numel(),
-        offsets=starts,
-        order=call.address("order", order, torch.int64, rewards.shape),
-        valid=call.address("valid", valid, torch.bool, rewards.shape),
-    )
+    return {
+        "num_groups": num_groups,
+        "group_size": group_size,
+        "num_rewards": rewards.numel(),
+        "offsets": starts,
+        "order": call.address("order", order, torch.int64, rewards.shape),
+        "valid": call.address("valid", valid, torch.bool, rewards.shape),
+    }
 
 
 def group_sizes(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The token losses by name, and what a function must be to serve as one."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -8,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from maxrl_fast.algorithms.arguments import can_look_at
 from maxrl_fast.algorithms.options import Option, check_options, options_of
 from maxrl_fast.algorithms.tokens import Tokens
 
@@ -123,7 +126,7 @@ def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
     return _row_of(function, source=str(getattr(function, "__module__", "")), weight="")
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
     """Return whether the loss has a gradient for tokens with advantage 0, which are not computed otherwise.
 
@@ -134,7 +137,13 @@ def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], 
     """
     if loss.fused:
         return False
-    function, has_gradient = loss.bind(dict(options)), False
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():  # the call may be in vmap
+        return _learns_without_advantage(loss, options)
+
+
+@lru_cache(maxsize=1024)
+def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
+    function, has_gradient = loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf), False
     for scale in (1.0, 0.0):
         tokens = _example(loss, dict(options), scale)
         try:
@@ -154,12 +163,19 @@ def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], 
 
 
 def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
-    """Return what a loss function has returned; raise ValueError where it is not a finite loss of each token [T]."""
+    """Return what a loss function has returned; raise ValueError where it is not a loss of each token [T]. On a CPU a
+    user's must be finite for tokens that are not masked."""
     wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
     if not isinstance(values, Tensor):
         raise ValueError(f"{wanted}, got {type(values).__name__}")
     if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
         raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
+    is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
+    if is_users and can_look_at(values):
+        # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN then.
+        wrong = (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
+        if wrong:
+            raise ValueError(f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token {wrong[0]}")
     return values
 
 

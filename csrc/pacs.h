@@ -102,6 +102,54 @@ MAXRL_HOST_DEVICE inline double proxy_grad(Score kind, const GroupScore& s, int6
   return grad;
 }
 
+// Computes a group, rollouts begin to end - 1, and adds what it gives to `sums`. A warp computes it on a GPU: lane i of `lanes`
+// has the rollouts begin + i, begin + i + lanes, ..., and sum_lanes adds a number of each lane. Where a label is neither 0 nor
+// 1 the group is NaN.
+template <typename Real, typename SumLanes>
+MAXRL_HOST_DEVICE inline void pacs_group(const Pacs<Real>& in, int64_t begin, int64_t end, int lane, int lanes,
+                                         const SumLanes& sum_lanes, double* sums) {
+  const int64_t n = end - begin;
+  if (n <= 0) return;
+  const double divisor = in.divisor(), size = static_cast<double>(n);
+  // Distances from the first proxy, so that equal proxies have exactly the distance 0 from their mean; likewise for q below.
+  const double first = in.proxies[begin];
+  double mean = 0.0, correct = 0.0, squares = 0.0;
+  for (int64_t i = begin + lane; i < end; i += lanes) {
+    mean += (in.proxies[i] - first) / size;
+    correct += in.labels[i] == Real(0) ? 0.0 : in.labels[i] == Real(1) ? 1.0 : static_cast<double>(NAN);
+  }
+  correct = sum_lanes(correct);
+  mean = sum_lanes(mean) + first;
+  for (int64_t i = begin + lane; i < end; i += lanes) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
+  const GroupScore score = group_score(in.options.score, n, mean, sum_lanes(squares));
+  const auto num_correct = static_cast<int64_t>(correct == correct ? correct : 0.0);
+  const double poison = correct * 0.0;
+  const auto weight_of = [&](double label) { return class_weight(in.options.balanced, n, num_correct, label == 1.0); };
+  const auto grad_at = [&](int64_t i) {
+    const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
+    return weight_of(label) * cross_entropy_grad(psi, label) / divisor + poison;
+  };
+  const double first_q = grad_at(begin);
+  double mean_q = 0.0, moment_q = 0.0;
+  for (int64_t i = begin + lane; i < end; i += lanes) {
+    const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
+    const double entropy = cross_entropy(psi, label) + poison, q = grad_at(i);
+    in.cross_entropy[i] = static_cast<Real>(entropy);
+    mean_q += (q - first_q) / size;
+    moment_q += q * (r - score.centre);
+    sums[PacsSums::kLoss] += weight_of(label) * entropy / divisor;
+    sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
+    sums[PacsSums::kProxy] += r;
+    sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // no computed index: it would move sums out of registers
+    sums[PacsSums::kScoreWrong] += label == 1.0 ? 0.0 : psi;
+    sums[PacsSums::kCorrect] += label == 1.0;
+  }
+  mean_q = sum_lanes(mean_q) + first_q;
+  moment_q = sum_lanes(moment_q);
+  for (int64_t i = begin + lane; i < end; i += lanes)
+    in.gradient[i] = static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
+}
+
 // Writes the loss and the metrics from the sums over all groups.
 template <typename Real>
 MAXRL_HOST_DEVICE inline void write_results(const Pacs<Real>& in, const double* sums) {

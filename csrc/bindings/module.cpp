@@ -21,10 +21,9 @@ void bind_instructions(py::module_& m) {
     return names;
   });
   m.def("limit_instructions", [](std::string_view name) {
-    const Instructions chosen = choose("instruction set", name, kInstructions);
-    if (chosen > cpu::processor_instructions())
-      throw py::value_error("this machine does not have the instruction set '" + std::string(name) + "'");
-    cpu::widest_instructions = chosen;
+    for (const auto& [known, instructions] : kInstructions)
+      if (known == name && instructions <= cpu::processor_instructions()) return void(cpu::widest_instructions = instructions);
+    throw py::value_error("this machine does not have the instruction set '" + std::string(name) + "'");
   });
 }
 

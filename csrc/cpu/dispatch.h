@@ -36,32 +36,9 @@ inline bool use_avx512() { return widest_instructions >= Instructions::kAvx512; 
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
 #define MAXRL_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"), flatten))
 
-template <typename Work>
-MAXRL_AVX512 void with_avx512(const Work& work) {
-  work(Vectors<float, 16>{});
-}
-template <typename Work>
-MAXRL_AVX2 void with_avx2(const Work& work) {
-  work(Vectors<float, 8>{});
-}
-
-template <typename Real, typename Work>
-MAXRL_AVX2 void run_avx2(const Work& work, int64_t begin, int64_t end, Real* scratch) {
-  work.template run<Vectors<Real, 32 / sizeof(Real)>>(begin, end, scratch);
-}
 #endif
 
-// work(Vectors<float, lanes>{}) with the most lanes of the widest instructions.
-template <typename Work>
-void with_widest_floats(const Work& work) {
-#if defined(__x86_64__)
-  if (use_avx512()) return with_avx512(work);
-  if (use_avx2()) return with_avx2(work);
-#endif
-  work(Vectors<float, 4>{});
-}
-
-// work() in a function of its own, compiled for the instructions that these vectors need.
+// work() in a separate function, compiled for the instructions that these vectors need.
 #if defined(__x86_64__)
 template <typename Work>
 MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, const Work& work) {
@@ -92,6 +69,12 @@ void with_widest(const Use& use) {
   use(Vectors<Real, 16 / sizeof(Real)>{});
 }
 
+// work(Vectors<float, lanes>{}) with the most lanes of the widest instructions, and compiled for them.
+template <typename Work>
+void with_widest_floats(const Work& work) {
+  with_widest<float>([&](auto vectors) { compiled_for(vectors, [&] { work(vectors); }); });
+}
+
 // Rows of one piece of work: enough to hide the cost of starting a piece.
 inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
 
@@ -105,13 +88,16 @@ void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_thr
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
     Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
+    const auto run = [&](auto vectors) {
+      compiled_for(vectors, [&] { work.template run<decltype(vectors)>(begin, end, own); });
+    };
 #if defined(__x86_64__)
     if (use_avx2()) {
-      run_avx2<Real>(work, begin, end, own);
+      run(Vectors<Real, 32 / sizeof(Real)>{});
       continue;
     }
 #endif
-    work.template run<Vectors<Real, 16 / sizeof(Real)>>(begin, end, own);
+    run(Vectors<Real, 16 / sizeof(Real)>{});
   }
 }
 

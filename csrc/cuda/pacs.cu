@@ -15,51 +15,9 @@ template <typename Real>
 __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in) {
   __shared__ double of_warps[kWarps][PacsSums::kSize];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const double divisor = in.divisor();
   double sums[PacsSums::kSize] = {};
-  for (int64_t g = int64_t{blockIdx.x} * kWarps + warp; g < in.num_groups; g += int64_t{gridDim.x} * kWarps) {
-    const int64_t begin = in.begin(g), end = in.begin(g + 1), n = end - begin;
-    if (n <= 0) continue;
-    // Distances from the first proxy, so that equal proxies have exactly the distance 0 from their mean; likewise for q.
-    const double first = in.proxies[begin];
-    double distance = 0.0, correct = 0.0, squares = 0.0;
-    for (int64_t i = begin + lane; i < end; i += kWarp) {
-      distance += in.proxies[i] - first;
-      correct += in.labels[i] == Real(0) ? 0.0 : in.labels[i] == Real(1) ? 1.0 : NAN;
-    }
-    correct = warp_sum(correct);
-    const double mean = first + warp_sum(distance) / n;
-    for (int64_t i = begin + lane; i < end; i += kWarp) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
-    const GroupScore score = group_score(in.options.score, n, mean, warp_sum(squares));
-    const auto num_correct = static_cast<int64_t>(correct == correct ? correct : 0.0);
-    const double poison = correct * 0.0;  // NaN where a label is neither 0 nor 1
-    const auto grad_at = [&](int64_t i) {
-      const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
-      return class_weight(in.options.balanced, n, num_correct, label == 1.0) * cross_entropy_grad(psi, label) / divisor +
-             poison;
-    };
-    const double first_q = grad_at(begin);
-    double mean_q = 0.0, moment_q = 0.0;
-    for (int64_t i = begin + lane; i < end; i += kWarp) {
-      const double r = in.proxies[i], label = in.labels[i], psi = (r - score.centre) * score.multiplier;
-      const double entropy = cross_entropy(psi, label) + poison;
-      const double loss = class_weight(in.options.balanced, n, num_correct, label == 1.0) * entropy;
-      const double q = grad_at(i);
-      in.cross_entropy[i] = static_cast<Real>(entropy);
-      mean_q += q - first_q;
-      moment_q += q * (r - score.centre);
-      sums[PacsSums::kLoss] += loss / divisor;
-      sums[PacsSums::kAccurate] += (psi > 0.0) == (label == 1.0);
-      sums[PacsSums::kProxy] += r;
-      sums[PacsSums::kScoreCorrect] += label == 1.0 ? psi : 0.0;  // no computed index: it would move sums out of registers
-      sums[PacsSums::kScoreWrong] += label == 1.0 ? 0.0 : psi;
-      sums[PacsSums::kCorrect] += label == 1.0;
-    }
-    mean_q = first_q + warp_sum(mean_q) / n;
-    moment_q = warp_sum(moment_q);
-    for (int64_t i = begin + lane; i < end; i += kWarp)
-      in.gradient[i] = static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
-  }
+  for (int64_t g = int64_t{blockIdx.x} * kWarps + warp; g < in.num_groups; g += int64_t{gridDim.x} * kWarps)
+    pacs_group(in, in.begin(g), in.begin(g + 1), lane, kWarp, [](double x) { return warp_sum(x); }, sums);
   for (int i = 0; i < PacsSums::kSize; ++i) {
     sums[i] = warp_sum(sums[i]);
     if (lane == 0) of_warps[warp][i] = sums[i];

@@ -22,6 +22,7 @@ from maxrl_fast.algorithms.options import Limit, Option, check_options, options_
 # What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G.
 INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts", "log_ratios")
 ENUMERATED = "no closed form: --weights"
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
 
@@ -108,19 +109,21 @@ class Estimator:
         if not callable(function):
             raise ValueError(f"an estimator must be a function of rewards, got {type(function).__name__}")
         try:
-            first, *others = inspect.signature(function).parameters.values()
-            assert first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-        except (TypeError, ValueError, AssertionError):
-            raise ValueError(f"{name} must take rewards [G, N] as its first parameter") from None
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        if not parameters or parameters[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, _POSITIONAL):
+            raise ValueError(f"{name} must take rewards [G, N] as its first parameter")
+        first, *others = parameters
         try:
             hints = get_type_hints(function, include_extras=True)
-        except (TypeError, NameError):  # an object that is called, or a name that is not there
+        except Exception:  # of an object that is called, or of a name that is not there
             hints = {}
         of_group = hints.get(first.name) is Group
         size, options = None, {}
         for parameter in others:
             found = _size_in(hints.get(parameter.name))
-            if found is not None or (not of_group and parameter.name == "k"):
+            if found is not None or parameter.name == "k":
                 found = found or Size(below_n=0)
                 size = replace(found, name=parameter.name, required=parameter.default is parameter.empty)
         if of_group:

@@ -190,12 +190,6 @@ def test_maxpo_of_binary_rewards_in_closed_form(n, k, correct):
     assert (advantages[0] == 0) == (wrong < k)
 
 
-def test_scale_by_k():
-    rewards = tensor([0, 3, 1, 2])
-    for function in (ops.maxpo_advantage, ops.expected_improvement, ops.leave_two_out_baseline):
-        assert torch.equal(function(rewards, 3, scale_by_k=True), 3 * function(rewards, 3))
-
-
 def test_equal_rewards_get_exactly_zero():
     for name in ("grpo", "rloo", "maxpo", "maxrl", "reinforce", "ei_l1o", "maxrl_ratio", "qae", "bon_mean", "opo", "lite_ppo",
                  "reinforce_pp", "expected_improvement", "leave_two_out", "bon_max_second", "grpo_nemo"):  # fmt: skip

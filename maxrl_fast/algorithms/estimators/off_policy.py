@@ -1,7 +1,7 @@
 """Advantages of max@k for rollouts that another policy sampled, from the ratios rho_i = 1 + delta_i of whole responses.
 
-A set of rollouts has the weight 1 + the sum of its delta, the first order of the product of its rho;
-docs/objectives/off_policy.md says why. With D_j = delta_(1) + ... + delta_(j) and u_j = C(j,k) / (j C(N-1,k)), maxpo_off_policy is
+A set of rollouts has the weight 1 + the sum of its delta, the first order of the product of its rho; the reasons are in
+docs/objectives/off_policy.md. With D_j = delta_(1) + ... + delta_(j) and u_j = C(j,k) / (j C(N-1,k)), maxpo_off_policy is
 
     rho_i (sum_{j < i} d_j j u_j (1 + (k-1) D_j/j) - sum_{j >= i} d_j (N-j) u_j (1 + (k-1) (D_j - delta_i)/(j-1))).
 

@@ -113,7 +113,7 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
         ({"steps": [1, 2]}, "steps must be one value, got [1, 2]"),
         ({"steps": True}, "steps must be a number or a string, got True"),
         ({"compile": 1}, "compile must be True or False, got 1"),
-        ({"loss": "pppo"}, "invalid choice 'pppo' for argument '--loss'"),
+        ({"loss": "pppo"}, "FILE.py:FUNCTION, got 'pppo'; did you mean 'ppo'?"),
         ({"prompts": 0}, "prompts must be at least 1, got 0"),
         ({"maze_size": 8}, "odd number from 5 to 31, got 8"),
         ({"chain_length": 8}, "task maze takes no chain_length"),

@@ -99,6 +99,32 @@ def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name, 
     assert_same(whole_runs / name, out)
 
 
+CHAIN = "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 4 --save-every 2 --updates-per-step 2"
+LOSSES = {
+    "kl_cov": "--loss kl_cov --loss-options share=.1 --top-entropy .3",
+    "clip_cov": "--loss clip_cov --loss-options share=.1 low=0 high=9 --clip-high .3",
+    "simko": "--loss simko --loss-options alpha=.2 k=2 tau=.4 --clip-high .3 --siren .5",
+    "sapo": "--loss sapo --loss-options tau_negative=1.3",
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_stopped_run_of_a_loss_that_is_a_function_resumes_bitwise(name, tmp_path, monkeypatch):
+    job = [*base()[2:], *CHAIN.split(), "--objective", "grpo", *LOSSES[name].split()]
+    assert train.main([*job, "--diagnose-every", "1", "--out", str(tmp_path / "whole")]) == 0  # a diagnosis changes nothing
+    stop_at(monkeypatch, "step 3")
+    assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    steps = read(tmp_path / "whole" / "metrics.jsonl")
+    assert any(step["grad_norm"] > 0 for step in steps)
+    assert name == "sapo" or any(step["tokens_chosen"] >= 2 for step in steps)
+    assert all(("entropy_threshold" in step) == (name == "kl_cov") for step in steps)
+    assert len({step.get("siren_anchor") for step in steps}) == 1
+    assert name != "simko" or steps[-1]["siren_entropy"] != steps[-1]["siren_anchor"] > 0
+
+
 def slowed(monkeypatch, name, wait):
     """Let the writing of one checkpoint call `wait` first."""
     write = state.save_tensors

@@ -188,6 +188,7 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     update = type(learner(model)).update
 
     def spied(self, samples, advantages, sequences, **options):
+        assert options["draw"] == (1, len(taken))  # the step and the update, for losses that draw tokens
         taken.append((copy.deepcopy(self.model), advantages.clone(), sequences))
         return update(self, samples, advantages, sequences, **options)
 

@@ -51,7 +51,9 @@ def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens, softcap, mo
     if chunk_tokens:
         monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda hidden, vocab_size: 8 * chunk_tokens)
     hidden, weight, batch = make(dtype)
-    if dtype == torch.bfloat16 and loss in CHOOSE:  # of nearly equal tokens another may be chosen where logits round differently
+    if (
+        dtype == torch.bfloat16 and loss in CHOOSE
+    ):  # of nearly equal tokens another may be chosen where logits round differently
         batch["advantages"] = torch.tensor([1.0, 0.0, 2.0, 0.5])
     logits = hidden @ weight.T
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits

@@ -24,7 +24,7 @@ def limited(x):
 
 
 def policy_term(loss, a, logp, x, low, high, dual):
-    """Return the term of a token, and whether its ratio is clipped from below and above. x: its log-ratio, or the response's."""
+    """Return the term of a token with the log-ratio x, and whether its ratio is clipped from below and above."""
     if loss == "reinforce":
         return -a * logp, False, False
     rho = limited(x).exp()

@@ -64,7 +64,7 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   in.ref_logprobs = ref.data();
   in.mask = mask.data();
   in.denominator = &denominator;
-  const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05, {}};
+  const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
   std::vector<double> workspace(cuda::loss_workspace());
   cuda::token_loss<Element, float>({logits.data, stride}, in, terms, {in_place ? logits.data : gradient.data, stride},
                                    workspace.data(), nullptr);
@@ -81,19 +81,6 @@ void token_logprobs() {
                                               {logits.data, vocab_size}, nullptr);
   const double factor = 2.0;
   cuda::scale<float, float>({logits.data, vocab_size}, num_tokens, vocab_size, &factor, nullptr);
-}
-
-template <typename Element>
-void row_statistics(int64_t num_tokens, int64_t vocab_size, int64_t shift) {
-  Numbers<Element> logits(num_tokens * vocab_size, shift);
-  const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
-  const int top_k = 4;
-  std::vector<float> logprobs(num_tokens), entropy(num_tokens), top_logprobs(num_tokens * top_k), log_mass(num_tokens);
-  std::vector<int64_t> top_tokens(num_tokens * top_k);
-  const RowStatistics<float> out{top_k,          0.1, logprobs.data(), entropy.data(), top_tokens.data(), top_logprobs.data(),
-                                 log_mass.data()};
-  cuda::row_statistics<Element, float>({logits.data, vocab_size}, {num_tokens, vocab_size, targets.data(), nullptr, 0.7}, out,
-                                       nullptr);
 }
 
 void decode_attention() {
@@ -246,9 +233,6 @@ int main(int argc, char** argv) {
     token_loss<BFloat16>(5, 45001, true, 0);
   } else if (part == "token_logprobs") {
     token_logprobs();
-  } else if (part == "row_statistics") {
-    row_statistics<float>(12, 300, 0);
-    row_statistics<BFloat16>(5, 5001, 1);
   } else if (part == "decode_attention") {
     decode_attention();
   } else if (part == "decode_sample") {

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.losses import LOSSES
+from maxrl_fast.ops import LOSSES
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from tests.gpu_path.pretend import GPU
-from tests.statistics import statistics_for
 
 T, S, V = 24, 4, 32
 
@@ -34,13 +33,13 @@ def test_a_loss(gpu, tokens, loss, aggregation):
     values, x = gpu.put(torch.arange(float(T))), logits(gpu)
     options = {"old_logprobs": values, "ref_logprobs": values, "importance_weights": values, "kl_coef": 0.1}
     options |= {"mask": gpu.put(torch.arange(T) % 3 > 0), "entropy_coef": 0.1, "temperature": gpu.put(torch.ones(T))}
-    options |= {name: gpu.put(x) for name, x in statistics_for(loss, T).items()}
     if aggregation == "seq_sum_constant":
         options["denominator"] = gpu.put(torch.tensor(100.0))
     with gpu.watch():
         total, metrics = ops.policy_gradient_loss(x, **tokens, loss=loss, aggregation=aggregation, **options)
         total.backward()
-    assert not gpu.waits, str(gpu)
+    # Losses that choose tokens need the number of tokens on the host.
+    assert bool(gpu.waits) == LOSSES[loss].over_batch or loss == "simko", str(gpu)
     assert x.grad.device == metrics["kl"].device == GPU
 
 
@@ -51,16 +50,6 @@ def test_log_probs(gpu, tokens):
         (logprobs.sum() + entropy.sum()).backward()
     assert not gpu.waits, str(gpu)
     assert gpu.launches["token_logprobs"] == gpu.launches["token_logprobs_backward"] == 1
-
-
-def test_statistics_of_rows(gpu, tokens):
-    x = logits(gpu)
-    with gpu.watch():
-        statistics = ops.row_statistics(x, tokens["targets"])
-        proxy = statistics.log_proxy(0.02)
-    assert not gpu.waits, str(gpu)
-    assert gpu.launches["row_statistics"] == 1
-    assert statistics.top_tokens.device == proxy.device == GPU
 
 
 def test_rewards_and_loss_of_pacs(gpu, tokens):

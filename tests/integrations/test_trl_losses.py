@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.training.token_choice import highest
+from maxrl_fast.algorithms.losses.entropy import highest_entropies
+from tests.ops.test_loss_functions import tokens
 
 pytestmark = pytest.mark.integrations
 
@@ -34,6 +35,11 @@ def rollouts():
 
 def entropies_of(logits):
     return torch.distributions.Categorical(logits=logits.detach()).entropy()
+
+
+def highest(entropies, share):
+    zeros = torch.zeros(len(entropies))
+    return highest_entropies(tokens(zeros, zeros, entropy=entropies), share)
 
 
 def trls(loss_type, level, top_entropy=1.0):
@@ -122,7 +128,7 @@ def test_top_entropy_is_trls_quantile(share):
     for n in range(1, 120):
         entropies = 3 * torch.rand(n, generator=torch.Generator().manual_seed(n))
         expected = GRPOTrainer.get_high_entropy_mask(trainer, entropies[None], torch.ones(1, n), 1 - share)[0]
-        keep, _ = highest(entropies, share)
+        keep = highest(entropies, share)
         assert keep[expected].all()
         more = int(keep.sum() - expected.sum())
         assert more in (0, 1)
@@ -136,7 +142,7 @@ def test_with_top_entropy_loss_and_gradient_are_trls(share):
     """The loss is divided by all tokens, those without a policy gradient included."""
     expected, expected_gradient = trls("dapo", "token", share)
     logits, targets, old = rollouts()
-    keep, _ = highest(entropies_of(logits), share)
+    keep = highest(entropies_of(logits), share)
     loss, _ = ops.policy_gradient_loss(
         logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old, importance_weights=keep.double(),
         clip_low=0.1, clip_high=0.15,

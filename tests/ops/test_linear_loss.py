@@ -10,12 +10,13 @@ from maxrl_fast.ops import (
     policy_gradient_loss,
     token_logprobs,
 )
+from maxrl_fast.ops.function_loss import linear_rows
 from maxrl_fast.ops.logit_chunks import Chunks, chunk_tokens
-from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import loss_arguments
-from tests.statistics import statistics_for
+from tests.ops.test_in_place import prepared_loss
 
 T, H, V = 50, 16, 70
+CHOOSE = [name for name, row in LOSSES.items() if row.over_batch]
 
 
 def make(dtype, seed=0):
@@ -42,24 +43,58 @@ def assert_close(actual, expected, dtype):
         assert error <= TOLERANCE[dtype], float(error)
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 7, 64])
+@pytest.mark.parametrize(("chunk_tokens", "softcap"), [(None, 0), (1, 4.0), (7, 0), (7, 4.0)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens):
+def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens, softcap, monkeypatch):
+    """Also where half of the logits are near the cap, and where functions of rows are computed for few rows at a time."""
+    if chunk_tokens:
+        monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda hidden, vocab_size: 8 * chunk_tokens)
     hidden, weight, batch = make(dtype)
+    if (
+        dtype == torch.bfloat16 and loss in CHOOSE
+    ):  # of nearly equal tokens another may be chosen where logits round differently
+        batch["advantages"] = torch.tensor([1.0, 0.0, 2.0, 0.5])
+    logits = hidden @ weight.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
     ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
-    rel = 2e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
-    for kl_coef in (0.0, 0.1):  # with and without rows of zero gradient
-        options = batch | {"loss": loss, "ref_logprobs": ref, "kl_coef": kl_coef} | statistics_for(loss, T)
-        options["aggregation"] = LOSSES[loss].aggregation or "seq_mean_token_mean"
-        expected, metrics = policy_gradient_loss(hidden @ weight.T, **options)
-        actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **options, chunk_tokens=chunk_tokens)
+    rel = 4e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
+    for terms in ({}, {"kl_coef": 0.1, "entropy_coef": 0.1}):  # with and without rows of zero gradient
+        options = batch | {"loss": loss, "ref_logprobs": ref, "aggregation": LOSSES[loss].aggregation or "seq_mean_token_mean"}
+        torch.manual_seed(0)
+        expected, metrics = policy_gradient_loss(logits, **options, **terms)
+        torch.manual_seed(0)
+        actual, linear_metrics = linear_policy_gradient_loss(
+            hidden, weight, **options, **terms, chunk_tokens=chunk_tokens, softcap=softcap
+        )
         assert actual.item() == pytest.approx(expected.item(), rel=rel)
-        assert set(metrics) == set(linear_metrics)
-        for name, value in metrics.items():
-            assert linear_metrics[name].item() == pytest.approx(value.item(), rel=rel), name
-        gradients = [torch.autograd.grad(3 * value, (hidden, weight)) for value in (actual, expected)]
+        assert {name: x.item() for name, x in linear_metrics.items()} == pytest.approx(
+            {name: x.item() for name, x in metrics.items()}, rel=rel
+        )
+        gradients = [torch.autograd.grad(3 * value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
         assert_close(*gradients, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_functions_of_rows_equal_the_plain_computation(size, monkeypatch):
+    monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda hidden, vocab_size: 4 * size)
+    hidden, weight, batch = make(torch.bfloat16)
+
+    def function(log_p, targets):
+        assert log_p.dtype == torch.float32
+        assert len(log_p) <= size
+        return torch.stack([log_p.logsumexp(-1) + log_p.square().sum(-1), log_p.gather(1, targets[:, None])[:, 0]], -1)
+
+    for temperature, softcap in ((0.7, 0.0), (batch["temperature"], 4.0)):
+        actual = linear_rows(hidden, weight, batch["targets"], function, temperature=temperature, softcap=softcap)
+        logits = (softcap * torch.tanh(hidden @ weight.T / softcap) if softcap else hidden @ weight.T).float()
+        tau = temperature[:, None] if softcap else temperature
+        log_p = torch.log_softmax(logits / tau, -1)
+        expected = torch.cat([function(log_p[t : t + 1], batch["targets"][t : t + 1]) for t in range(T)])
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+        slopes = torch.randn(T, 2, generator=torch.Generator().manual_seed(2))
+        assert_close(*[torch.autograd.grad(x, (hidden, weight), slopes) for x in (actual, expected)], torch.bfloat16)
+    assert linear_rows(hidden[:0], weight, batch["targets"][:0], function).shape == (0, 2)
 
 
 def test_gspo_ratio_includes_tokens_without_a_gradient():
@@ -135,24 +170,18 @@ def test_a_master_weight_gets_its_gradient_in_float32():
     assert_close([gradient], torch.autograd.grad(expected, [wide_weight]), torch.bfloat16)
 
 
-def test_logits_exist_for_one_chunk_at_a_time():
-    hidden, weight, _ = make(torch.float32)
-    chunks = Chunks(hidden.detach(), weight.detach(), 8, True, True)
-    addresses = {logits.data_ptr() for _, _, logits in chunks}
-    assert len(addresses) == 1
-    assert chunks.buffer.shape == (8, V)
-
-
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_logprobs_equal_logprobs_from_logits(dtype):
+def test_logprobs_equal_logprobs_from_logits(dtype, softcap):
     hidden, weight, batch = make(dtype)
-    for temperature in (0.7, batch["temperature"]):
-        expected = token_logprobs(hidden @ weight.T, batch["targets"], temperature=temperature)
-        actual = linear_token_logprobs(hidden, weight, batch["targets"], temperature=temperature, chunk_tokens=7)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    logits = softcap * torch.tanh(hidden @ weight.T / softcap) if softcap else hidden @ weight.T
+    for scale in ({"temperature": 0.7}, {"temperature": batch["temperature"]}):
+        expected = token_logprobs(logits, batch["targets"], **scale)
+        actual = linear_token_logprobs(hidden, weight, batch["targets"], **scale, softcap=softcap, chunk_tokens=7)
+        assert_close(actual, expected, dtype)
         generator = torch.Generator().manual_seed(2)
         slopes = [torch.randn(T, generator=generator).to(actual[0].dtype) for _ in range(2)]
-        gradients = [torch.autograd.grad(values, (hidden, weight), slopes) for values in (actual, expected)]
+        gradients = [torch.autograd.grad(values, (hidden, weight), slopes, retain_graph=True) for values in (actual, expected)]
         assert_close(*gradients, dtype)
     with torch.no_grad():
         assert not linear_token_logprobs(hidden, weight, batch["targets"])[0].requires_grad
@@ -229,7 +258,7 @@ def test_bad_input(change, message):
         linear_policy_gradient_loss(**({"hidden": hidden, "weight": weight} | batch | {"mask": None} | change))
 
 
-@pytest.mark.parametrize("options", [{"loss": "ppo"}, {"loss": "gspo", "aggregation": "seq_mean_token_mean"}])
+@pytest.mark.parametrize("options", [{"loss": "gspo", "aggregation": "seq_mean_token_mean"}, {"loss": "ppo"}])
 def test_the_loss_compiles_as_one_graph(options):
     """Also for another number of tokens, and with rows that are left out, whose number the compiler cannot know."""
 
@@ -266,49 +295,16 @@ def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
 
 def test_operators_pass_opcheck():
     hidden, weight, batch = make(torch.float32)
-    absent = ("advantages_per_token", "importance_weights", "importance_weights_per_token", "ref_logprobs", "dual_clip")
-    given = (
-        dict.fromkeys((*absent, "denominator", "loss_options", "token_statistics", "top_tokens"))
-        | {"loss": "ppo", "clip_low": 0.2, "clip_high": 0.2, "kl": "k3"}
-        | batch
-    )
-    given |= {"kl_coef": 0.0, "entropy_coef": 0.0, "aggregation": "token_mean"}
-    prepared = prepare(torch.float32, hidden.device, (T, V), **given)
-    arguments, operators = loss_arguments(*prepared), torch.ops.maxrl_fast
+    given = {name: x for name, x in batch.items() if name not in ("targets", "advantages", "cu_seqlens")}
+    prepared, terms = prepared_loss((T, V), batch["targets"], batch["advantages"], batch["cu_seqlens"], **given)
+    arguments, operators = loss_arguments(prepared, terms), torch.ops.maxrl_fast
     for needed in ((True, True), (True, False), (False, True)):
         matrices = (x.detach().requires_grad_(is_needed) for x, is_needed in zip((hidden, weight), needed, strict=True))
         torch.library.opcheck(operators.linear_loss.default, (*matrices, *arguments, 7, 4.0, *needed))
-    targets = prepared[0].targets
-    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, targets, None, 0.7, 7, 4.0))
-    detached = (hidden.detach(), weight.detach(), targets, None, 0.7, torch.rand(T), torch.rand(T), 7, 4.0)
+    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, prepared.targets, None, 0.7, 7, 4.0))
+    detached = (hidden.detach(), weight.detach(), prepared.targets, None, 0.7, torch.rand(T), torch.rand(T), 7, 4.0)
     for needed in ((True, True), (False, True), (True, False)):
         torch.library.opcheck(operators.linear_logprobs_backward.default, (*detached, *needed))
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 7])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("loss", ["ppo", "gspo"])
-def test_a_soft_cap_on_the_logits(loss, dtype, chunk_tokens):
-    """Against the loss from logits that are capped in PyTorch, where half of them are near the cap."""
-    hidden, weight, batch = make(dtype)
-    cap = 4.0
-    logits = cap * torch.tanh(hidden @ weight.T / cap)
-    assert (logits.abs() > 0.7 * cap).float().mean() > 0.3
-    rel = 4e-3 if dtype == torch.bfloat16 else 2e-5
-    options = batch | {"loss": loss, "entropy_coef": 0.1}
-    expected = policy_gradient_loss(logits, **options)[0]
-    actual = linear_policy_gradient_loss(hidden, weight, **options, softcap=cap, chunk_tokens=chunk_tokens)[0]
-    assert actual.item() == pytest.approx(expected.item(), rel=rel)
-    gradients = [torch.autograd.grad(value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
-    assert_close(*gradients, dtype)
-    of_logits = token_logprobs(logits, batch["targets"], temperature=batch["temperature"])
-    of_hidden = linear_token_logprobs(
-        hidden, weight, batch["targets"], temperature=batch["temperature"], softcap=cap, chunk_tokens=chunk_tokens
-    )
-    for ours, theirs in zip(of_hidden, of_logits, strict=True):
-        assert_close([ours], [theirs], dtype)
-    totals = [(p.sum() + 0.3 * entropy.sum()) for p, entropy in (of_hidden, of_logits)]
-    assert_close(*[torch.autograd.grad(total, (hidden, weight)) for total in totals], dtype)
 
 
 @pytest.mark.parametrize("softcap", [-1.0, float("inf"), "30"])

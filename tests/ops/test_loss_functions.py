@@ -419,7 +419,7 @@ def test_the_term_of_siren():
         anchor = torch.tensor([anchor], dtype=torch.float64)
         t = tokens(torch.zeros(T), torch.zeros(T), mask, CU_SEQLENS)
         value = siren(t, nucleus_entropy(torch.log_softmax(z, -1)), 0.7, anchor)
-        return value, t.metrics["siren_entropy"].item(), anchor.item()
+        return value, t.metrics["siren_entropy"].item(), t.metrics["siren_anchor"].item()
 
     entropies = [nucleus(row) for row in logits.softmax(-1).tolist()]
     torch.testing.assert_close(nucleus_entropy(torch.log_softmax(logits, -1)), torch.tensor(entropies).double())

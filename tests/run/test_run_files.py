@@ -18,7 +18,7 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings, UpdatePlan
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
@@ -161,7 +161,7 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
         packer = learner.packer(samples, own)
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
-            learner.loss(batch, learner.settings.denominator(rollouts.lengths))[0].backward()
+            learner.loss(batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths)))[0].backward()
         parts.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
     assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
     assert norms[1] == 0

@@ -126,7 +126,6 @@ def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
     return _row_of(function, source=str(getattr(function, "__module__", "")), weight="")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
     """Return whether the loss has a gradient for tokens with advantage 0, which are not computed otherwise.
 
@@ -139,6 +138,10 @@ def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], 
         return False
     with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():  # the call may be in vmap
         return _learns_without_advantage(loss, options)
+
+
+# What torch.compiler.assume_constant_result does; that would import the compiler, and sympy, with this module.
+learns_without_advantage._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
@@ -154,8 +157,6 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
             raise ValueError(f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}") from error
         if not values.requires_grad:
             raise ValueError(f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none")
-        if scale and not values.isfinite().all():
-            raise ValueError(f"loss {loss.name} must be finite, got {values.tolist()} for seven tokens")
         inputs = [x for x in (tokens.logprobs, tokens.entropy, tokens.rows) if x is not None and x.requires_grad]
         gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
         has_gradient = any(x is not None and bool(x.any()) for x in gradients)

@@ -96,8 +96,8 @@ def lp_reg(t: Tokens, *, share: Share = 0.01, min_p: Share = 0.02, low: NotNegat
 
 
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
-    """Return the log-probs of the k most probable tokens (of all in a smaller vocabulary), and whether the target is the first of
-    them: [C, k + 1]."""
+    """Return the log-probs of the k most probable tokens, of all in a smaller vocabulary, and whether the target is the first
+    of them: [C, k + 1]."""
     top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)
     return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
 

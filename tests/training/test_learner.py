@@ -89,6 +89,24 @@ def test_micro_batches_add_up_to_the_whole_batch(aggregation):
         assert worst_difference(gradients(model, rollouts, advantages, settings=settings, budget=budget), whole) < 1e-4
 
 
+def test_seq_sum_constant_divides_by_the_longest_possible_responses():
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    advantages = torch.randn(12, generator=torch.Generator().manual_seed(2))
+    settings = LossSettings("reinforce", "seq_sum_constant", max_new_tokens=9)
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
+    wanted, _ = ops.policy_gradient_loss(
+        logits,
+        rollouts.tokens,
+        advantages,
+        rollouts.cu_seqlens,
+        loss="reinforce",
+        aggregation="seq_sum_constant",
+        denominator=12 * 9,
+    )
+    assert update(model, rollouts, advantages, settings=settings).loss == pytest.approx(wanted.item(), rel=1e-5)
+
+
 def test_the_shared_prompt_equals_the_repeated_prompt():
     """Four rollouts of one prompt have the same gradients as four equal prompts with one rollout each."""
     model = tiny_decoder()

@@ -28,10 +28,10 @@ from maxrl_fast import _C
 
 assert Path(_C.__file__).parent == Path.cwd() / "maxrl_fast", _C.__file__
 logprobs, proxies, cu_seqlens = torch.zeros(3), torch.zeros(1), torch.tensor([0, 4])
-sequences = _C.LogRatio(num_tokens=4, num_sequences=1, cu_seqlens=cu_seqlens.data_ptr(), mask=0, beta=1.0)
+sequences = {"num_tokens": 4, "num_sequences": 1, "cu_seqlens": cu_seqlens.data_ptr(), "mask": 0, "beta": 1.0}
 where = {"logprobs": logprobs.data_ptr(), "ref_logprobs": logprobs.data_ptr(), "proxies": proxies.data_ptr()}
 print("loaded", _C.__file__, flush=True)
-_C.log_ratio_reward_cpu(dtype="float32", sequences=sequences, **where, num_threads=1)
+_C.log_ratio_reward_cpu(dtype="float32", **sequences, **where, num_threads=1)
 PY
 if [ $status -eq 0 ] || ! grep -q "^loaded $tree" "$build/proof" || ! grep -q "heap-buffer-overflow" "$build/proof"; then
   cat "$build/proof"

@@ -1,4 +1,4 @@
-"""A token loss of your own: `python -m maxrl_fast.train --objective grpo --loss examples/custom_loss.py:soft_gate`."""
+"""A custom token loss: `python -m maxrl_fast.train --objective grpo --loss examples/custom_loss.py:soft_gate`."""
 
 import torch
 from torch import Tensor

@@ -52,23 +52,20 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
         length = responses.shape[1]
-        finish = partial(
-            loss_of,
+        positions = torch.arange(width, device=device).repeat(len(part))
+        asked = (predicting + torch.arange(len(part), device=device)[:, None] * width).flatten()
+        loss, _ = linear_policy_gradient_loss(
+            model(part.flatten(), positions, attention, asked, dtype),
+            model.output_matrix,
             targets=part[:, prompt_length:].flatten(),
             advantages=advantages[start : start + rows],
             cu_seqlens=torch.arange(len(part) + 1, device=device) * length,
+            advantages_per_token=False,
             mask=(torch.arange(length, device=device) < lengths[:, None]).flatten(),
             loss="reinforce",
             denominator=denominator,
         )
-        positions = torch.arange(width, device=device).repeat(len(part))
-        asked = (predicting + torch.arange(len(part), device=device)[:, None] * width).flatten()
-        model(part.flatten(), positions, attention, asked, dtype, finish).backward()
-
-
-def loss_of(hidden: Tensor, weight: Tensor, **arguments: Any) -> Tensor:
-    """Return the loss from hidden states and the output matrix, without its metrics."""
-    return linear_policy_gradient_loss(hidden, weight, advantages_per_token=False, **arguments)[0]
+        loss.backward()
 
 
 def update_flops(config: PolicySizes, batch: MicroBatch) -> int:

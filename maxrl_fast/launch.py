@@ -182,7 +182,8 @@ class Job:
                 config.evaluation.eval_every,
                 config.evaluation.diagnose_every,
             )
-            ending = supervise(loop.run, checkpoints, progress, files, screen, is_alone=watch is None)
+            with supervise(checkpoints, progress, files, screen, is_alone=watch is None) as ending:
+                loop.run()
         return close(files, progress, clock, screen, ending)
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -277,8 +276,7 @@ class Decoder(PolicyModel):
         attention: Attention,
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
-        finish: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """Return the final hidden states of the chosen rows of a packed stream.
 
         Args:
@@ -286,11 +284,9 @@ class Decoder(PolicyModel):
             attention: called once per layer.
             rows: int64 [R]; after the last layer's attention only these rows are computed.
             dtype: the compute dtype.
-            finish: called with the hidden states and the output matrix [V, H]. Code that reads the matrix must run here: if
-                it is sharded over ranks, it is whole only during the forward pass.
 
         Returns:
-            hidden states [R, H] after the last norm, in `dtype`, or the result of `finish`.
+            hidden states [R, H] after the last norm, in `dtype`.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         parts = self._parts(dtype, x.device)
@@ -303,8 +299,8 @@ class Decoder(PolicyModel):
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        hidden = self.model.norm(x, parts)
-        return hidden if finish is None else finish(hidden, self.lm_head.weight)
+        hidden: Tensor = self.model.norm(x, parts)
+        return hidden
 
     def _parts(self, dtype: torch.dtype, device: torch.device) -> LayerParts:
         """Return which implementation of the elementwise parts of layers runs."""

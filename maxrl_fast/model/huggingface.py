@@ -111,8 +111,7 @@ class HuggingFacePolicy(PolicyModel):
         attention: Callable[..., Tensor],
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
-        finish: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
         for module in self.body.modules():
             if isinstance(module, _Embedding):
@@ -122,19 +121,18 @@ class HuggingFacePolicy(PolicyModel):
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
             output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        hidden, weight = choose_rows(output[0][0], rows), self._output_matrix()
-        if weight.shape[-1] > hidden.shape[1]:
-            hidden = F.pad(hidden, (0, 1), value=1.0)
-        return hidden if finish is None else finish(hidden, weight)
+        hidden = choose_rows(output[0][0], rows)
+        return hidden if getattr(self.lm_head, "bias", None) is None else F.pad(hidden, (0, 1), value=1.0)
 
-    def _output_matrix(self) -> Tensor:
-        """Return the output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last column."""
+    @property
+    def output_matrix(self) -> Tensor:
+        """The output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last column."""
         weight, bias = self.lm_head.weight, getattr(self.lm_head, "bias", None)
         return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output layer has a bias."""
-        logits = self.logit_scale * F.linear(hidden, self._output_matrix().to(hidden.dtype)).float()
+        logits = self.logit_scale * F.linear(hidden, self.output_matrix.to(hidden.dtype)).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()

@@ -58,6 +58,16 @@ class PolicyModel(nn.Module):
         return self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
 
     @property
+    def output_matrix(self) -> Tensor:
+        """The output matrix [V, H]. Sharded weights are gathered by a forward pass, and stay so until its backward pass."""
+        weight: Tensor = self.lm_head.weight
+        return weight
+
+    def scaling(self, temperature: float = 1.0) -> dict[str, Any]:
+        """Return temperature and softcap for logits hidden @ output_matrix.T, which lack `logit_scale`."""
+        return {"temperature": temperature / self.logit_scale, "softcap": self.softcap / self.logit_scale}
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """The decoder layers, whose weights are gathered one layer at a time where they are sharded."""
         raise NotImplementedError
@@ -73,8 +83,7 @@ class PolicyModel(nn.Module):
         attention: Callable[..., Tensor],
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
-        finish: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
 
         `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an AttentionForm

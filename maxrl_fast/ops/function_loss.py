@@ -43,10 +43,8 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor
     )
 
 
-def function_loss(
-    loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens
-) -> tuple[Tensor, Tensor]:
-    """Return the LossSums, float64 [10], of which the loss has a gradient, and which tokens [T] bool are in its metrics.
+def function_loss(loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
+    """Return the LossSums, float64 [10], of which the loss has a gradient.
 
     Raises:
         ValueError: if the function does not return a loss of each token.
@@ -88,7 +86,7 @@ def function_loss(
         entropy=total(tokens.entropy.detach()),
         logprob_diff=total(difference.abs()),
     )
-    return torch.stack(sums), is_read
+    return torch.stack(sums)
 
 
 def kl_estimates(d: Tensor, kind: str) -> Tensor:

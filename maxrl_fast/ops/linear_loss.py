@@ -115,7 +115,7 @@ def linear_policy_gradient_loss(
         values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
         reads = None if row.rows is None else partial(call_rows, row, options)
         rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
-        return loss_and_metrics(function_loss(row, options, terms, batch, tokens_of(batch, *values, rows))[0], hidden)
+        return loss_and_metrics(function_loss(row, options, terms, batch, tokens_of(batch, *values, rows)), hidden)
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
@@ -173,13 +173,11 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     chunks = Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     for start, stop, logits in chunks:
-        part = loss_arguments(batch.rows(start, stop), terms)
-        if needs_hidden or needs_weight:
-            sums += kernels.token_loss_(logits, *part)
-            chunks.backward(start, stop, logits)
-        else:
-            sums += kernels.token_loss(logits, *part, False)[0]
-    chunks.buffer = logits = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
+        gradient = logits if needs_hidden or needs_weight else None  # in the memory of the logits
+        sums += kernels.launch_token_loss(logits, gradient, batch.rows(start, stop), terms)
+        if gradient is not None:
+            chunks.backward(start, stop, gradient)
+    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
     grad_hidden, grad_weight = chunks.gradients()
     if needs_hidden and index is not None:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)

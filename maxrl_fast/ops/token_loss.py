@@ -176,7 +176,7 @@ def policy_gradient_loss(
             raise ValueError(f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient")
 
         def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
-            return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))[0]
+            return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))
 
         targets = batch.targets.where(batch.counted(), 0)
         if in_place and has_kernels(logits.device):

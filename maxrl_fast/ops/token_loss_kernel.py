@@ -105,14 +105,11 @@ class LogitsCall(Call):
         """Return the address of a tensor of this shape, [T] unless given; 0 for None."""
         return self.address(name, tensor, dtype, shape or self.shape[:1])
 
-    def run(self, name: str, **arguments: Any) -> Any:
-        """Run the kernel of this device."""
-        return self.launch(name, **self.arguments, **arguments)
-
     def run_logprobs_backward(self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor) -> None:
         """Write `gradient`, which may be the logits."""
-        self.run(
+        self.launch(
             "token_logprobs_backward",
+            **self.arguments,
             grad_logprobs=self.vector("grad_logprobs", grad_logprobs, self.real),
             grad_entropy=self.vector("grad_entropy", grad_entropy, self.real),
             gradient=self.matrix("gradient", gradient),
@@ -143,9 +140,9 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *of_loss, needs_gradient = arguments
     batch, terms = batch_and_terms(of_loss)
     if not needs_gradient:
-        return _run_token_loss(logits, None, batch, terms), logits.new_empty(0, 0)
+        return launch_token_loss(logits, None, batch, terms), logits.new_empty(0, 0)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return _run_token_loss(logits, gradient, batch, terms), gradient
+    return launch_token_loss(logits, gradient, batch, terms), gradient
 
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -171,10 +168,10 @@ register_backward(token_loss, "policy_gradient_loss", _token_loss_backward, save
 @operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
 def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
     """Return the LossSums [10], and write the gradient of the loss in the logits over the logits."""
-    return _run_token_loss(logits, logits, *batch_and_terms(arguments))
+    return launch_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
-def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
+def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
     call = LogitsCall(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
@@ -184,8 +181,9 @@ def _run_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, 
 
     size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    row = call.run(
+    row = call.launch(
         "token_loss",
+        **call.arguments,
         num_sequences=num_sequences,
         cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
         advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
@@ -211,7 +209,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None,
     """Return the log-probabilities of the targets [T], and the entropies [T]."""
     call = LogitsCall(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
-    call.refuse(call.run("token_logprobs", logprobs=call.keep(logprobs), entropy=call.keep(entropy)), targets)
+    results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
+    call.refuse(call.launch("token_logprobs", **call.arguments, **results), targets)
     return logprobs, entropy
 
 

@@ -1,6 +1,7 @@
 """A run under the watchdog: how it ended, by a signal, or by an error that has a sentence."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from maxrl_fast.errors import NonFiniteError, RewardError, ServerError, StorageError
@@ -12,7 +13,7 @@ from maxrl_fast.run.screen import Screen
 from maxrl_fast.training.stopwatch import Stopwatch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ending:
     """How a run ended."""
 
@@ -20,34 +21,35 @@ class Ending:
     error: RuntimeError | None = None  # non-finite values, failing rewards, a full disk or a failing server; nobody has said it
 
 
+@contextmanager
 def supervise(
-    run: Callable[[], None], checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
-) -> Ending:
-    """Run to the end, and return how it ended.
+    checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
+) -> Iterator[Ending]:
+    """Run the body to its end, and set how it ended.
 
     Args:
         is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
             hear of it.
     """
+    ending = Ending()
     try:
-        run()
+        yield ending
     except Interrupted as error:
         screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
-        return Ending(128 + error.signal)
+        ending.code = 128 + error.signal
     except (NonFiniteError, RewardError, StorageError, ServerError) as error:
         _finish_saving(checkpoints, screen)
         kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
         sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError | ServerError) and not is_alone:
             raise type(error)(sentence) from error
-        return Ending(1, type(error)(sentence))
+        ending.code, ending.error = 1, type(error)(sentence)
     except (KeyboardInterrupt, SystemExit):  # the second signal
         screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
         raise
     except BaseException:
         _finish_saving(checkpoints, screen)
         raise
-    return Ending()
 
 
 def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:

@@ -133,13 +133,8 @@ def _logprobs(policy: PolicyModel, prompts: list[list[int]], responses: list[lis
     packed = Prompts(tokens, cu_seqlens, torch.arange(len(prompts))).to(device)
     rollouts = Rollouts.given(responses).to(device)
     batch = Packer(packed, rollouts, torch.ones(len(responses), device=device)).pack(torch.arange(len(responses)))
-
-    def finish(hidden: Tensor, weight: Tensor) -> Tensor:
-        temperature, softcap = 1 / policy.logit_scale, policy.softcap / policy.logit_scale
-        return linear_token_logprobs(hidden, weight, batch.targets, temperature=temperature, softcap=softcap)[0]
-
-    values: Tensor = run_batch(policy, batch, torch.float32, finish)
-    return values
+    hidden = run_batch(policy, batch, torch.float32)
+    return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling())[0]
 
 
 def _of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from maxrl_fast.records import Samples, gather_sequences
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
-from maxrl_fast.training.sharding import gradients_stay
+from maxrl_fast.training.sharding import gradients_stay, reshard
 from maxrl_fast.transfers import to_device, to_host
 
 
@@ -127,23 +127,16 @@ class UpdatePlan:
     own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, []
 
 
-TokenValues = Callable[[PolicyModel, MicroBatch, Tensor, Tensor], Tensor]  # of hidden [T, H] and weight [V, H]: [T, n]
+TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # of hidden [T, H]: [T, n]
 
 
-def run_batch(
-    module: nn.Module, batch: MicroBatch, dtype: torch.dtype, finish: Callable[[Tensor, Tensor], Any] | None = None
-) -> Any:
-    """Return the hidden states [T, H] that predict the batch's targets, in `dtype`, or what `finish` makes of them and the
-    output matrix [V, H]."""
+def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+    """Return the hidden states [T, H] that predict the batch's targets, in `dtype`."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         return formed_attention(q, k, v, batch.layout, form)
 
-    def of_targets(hidden: Tensor, weight: Tensor) -> Any:
-        hidden = choose_rows(hidden, batch.target_rows)
-        return hidden if finish is None else finish(hidden, weight)
-
-    return module(batch.tokens, batch.positions, attention, batch.rows, dtype, of_targets)
+    return choose_rows(module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows)
 
 
 @dataclass
@@ -303,7 +296,7 @@ class Learner:
         tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
         if settings.top_entropy < 1:
             tokens.advantages = tokens.advantages * highest_entropies(tokens, settings.top_entropy)
-        sums, _ = function_loss(row, options, terms, batch, tokens)
+        sums = function_loss(row, options, terms, batch, tokens)
         total = sums[0]
         if settings.siren:
             total = total + siren(tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"])
@@ -314,13 +307,14 @@ class Learner:
         before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
         return UpdatePlan(sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics)
 
-    def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
+    def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Return the log-prob, the entropy and the R numbers of each token's row that the loss reads, [T, 2 + R]."""
-        scale, settings = self._scale(model), self.settings
-        values = [*linear_token_logprobs(hidden, weight, batch.targets, **scale)]
-        if self.settings.row.rows is not None or settings.siren:
-            values += linear_rows(hidden, weight, batch.targets, self._rows, **scale).unbind(1)
-        return torch.stack([value.float() for value in values], 1)
+        values = self._logprobs_and_entropies(model, batch, hidden)
+        if self.settings.row.rows is None and not self.settings.siren:
+            return values
+        scaling = model.scaling(self.settings.temperature)
+        rows = linear_rows(hidden, model.output_matrix, batch.targets, self._rows, **scaling)
+        return torch.cat([values, rows.float()], 1)
 
     def _rows(self, log_p: Tensor, targets: Tensor) -> Tensor:
         """Return what the loss and SIREN's term read of rows log_p [C, V]: [C, R]."""
@@ -351,51 +345,43 @@ class Learner:
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, times the number of ranks, since gradients become means over them, and
         its metrics, which are means over its tokens."""
-        ref_logprobs, advantages, scale = None, batch.advantages, self._scale(self.model)
+        ref_logprobs, advantages = None, batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
         if self.settings.kl_coef and plan.gradients is None:
             assert self.reference is not None
             ref_logprobs = self._compute(self._logprobs_and_entropies, self.reference, batch)[:, 0]
+        hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
+        if plan.gradients is not None:
+            loss = self._injected(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
+            none = loss.detach().new_zeros((), dtype=torch.float64)
+            return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
+        return linear_policy_gradient_loss(
+            hidden,
+            self.model.output_matrix,
+            batch.targets,
+            advantages,
+            batch.cu_seqlens,
+            advantages_per_token=batch.importance_weights is not None,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=ref_logprobs,
+            **self.settings.keywords,
+            **self.model.scaling(self.settings.temperature),
+            # A factor of the loss would be another pass over its gradients.
+            denominator=plan.denominator / self.ranks.size,
+        )
 
-        def finish(hidden: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            if plan.gradients is not None:
-                loss = self._injected(batch, plan.gradients[batch.target_index], hidden, weight) * self.ranks.size
-                none = loss.detach().new_zeros((), dtype=torch.float64)
-                return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
-            return linear_policy_gradient_loss(
-                hidden,
-                weight,
-                batch.targets,
-                advantages,
-                batch.cu_seqlens,
-                advantages_per_token=batch.importance_weights is not None,
-                old_logprobs=batch.old_logprobs,
-                ref_logprobs=ref_logprobs,
-                **self.settings.keywords,
-                **scale,
-                # A factor of the loss would be another pass over its gradients.
-                denominator=plan.denominator / self.ranks.size,
-            )
-
-        result: tuple[Tensor, dict[str, Tensor]] = run_batch(self._module, batch, self.dtype, finish)
-        return result
-
-    def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+    def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
         """Return the sum of gradients [T, 2 + R] times the micro-batch's token values, of the rows that have a gradient."""
-        scale, targets = self._scale(self.model), batch.targets
+        weight, targets, scaling = self.model.output_matrix, batch.targets, self.model.scaling(self.settings.temperature)
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
-        logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scale)
+        logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
         loss = (gradients[index, 0] * logprobs + gradients[index, 1] * entropy).sum()
         if gradients.shape[1] > 2:
             index = (gradients[:, 2:] != 0).any(1).nonzero()[:, 0]
-            rows = linear_rows(hidden[index], weight, targets[index], self._rows, **scale)
+            rows = linear_rows(hidden[index], weight, targets[index], self._rows, **scaling)
             loss = loss + (gradients[index, 2:] * rows).sum()
         return loss
-
-    def _scale(self, model: PolicyModel) -> dict[str, Any]:
-        """Return temperature and softcap for logits hidden @ weight.T, which lack the model's logit_scale."""
-        return {"temperature": self.settings.temperature / model.logit_scale, "softcap": model.softcap / model.logit_scale}
 
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
@@ -406,13 +392,15 @@ class Learner:
         """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
         return self.of_tokens(self._logprobs_and_entropies, model, samples, sequences)[:, 1]
 
-    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
-        values = linear_token_logprobs(hidden, weight, batch.targets, **self._scale(model))
+    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        scaling = model.scaling(self.settings.temperature)
+        values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
         return torch.stack([value.float() for value in values], 1)
 
     @torch.no_grad()
     def _compute(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        result: Tensor = run_batch(model, batch, self.dtype, lambda hidden, weight: values(model, batch, hidden, weight))
+        result = values(model, batch, run_batch(model, batch, self.dtype))
+        reshard(model)
         return result
 
     def of_tokens(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ def state_values(learner: Learner, samples: Samples) -> Tensor:
     """Return the critic's values of the states before each token of the samples, float32 [T], the same on all ranks."""
     assert learner.critic is not None
 
-    def compute(_: PolicyModel, batch: MicroBatch, hidden: Tensor, weight: Tensor) -> Tensor:
-        return values_of(hidden, weight)[:, None]
+    def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        return values_of(hidden, model.output_matrix)[:, None]
 
     return learner.of_tokens(compute, learner.critic.model, samples, samples.sequences)[:, 0]
 
@@ -146,7 +146,7 @@ def update_critic(
     total = torch.zeros((), dtype=torch.float64, device=returns.device)
     for batch, is_own, is_last in learner.passes(packer, sequences):
         with contextlib.nullcontext() if is_last else gradients_stay(critic.module):
-            values = run_batch(critic.module, batch, learner.dtype, values_of)
+            values = values_of(run_batch(critic.module, batch, learner.dtype), critic.model.output_matrix)
             of_tokens = value_loss(values, old_values[batch.target_index], returns[batch.target_index], critic.value_clip)
             part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
             (part if is_own else 0 * part).backward()  # a pass that only keeps step with the others adds nothing

@@ -1,6 +1,7 @@
 """The policy on several ranks: all weights on each (DDP), or a part of every weight on each (FSDP2)."""
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, 
         return model
     if not sharded:
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        _arrange_buckets(module, model.lm_head.weight.device, dtype)
+        _arrange_buckets(module, model, dtype)
         return module
     for policy in (model, reference):
         if policy is not None:
@@ -50,7 +51,7 @@ def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, 
     return model
 
 
-def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
     """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose gradients are thrown away.
 
     DDP arranges them anew after its first backward pass, and the order in which more than two ranks add up a number depends on
@@ -62,11 +63,9 @@ def _arrange_buckets(module: nn.Module, device: torch.device, dtype: torch.dtype
             q = q + form.sinks[:, None]
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
 
-    def total(hidden: Tensor, weight: Tensor) -> Tensor:
-        return (hidden @ weight.to(hidden.dtype).t()).sum()
-
-    tokens = torch.arange(2, device=device)
-    module(tokens, tokens, attention, tokens, dtype, total).backward()
+    tokens = torch.arange(2, device=model.lm_head.weight.device)
+    hidden = module(tokens, tokens, attention, tokens, dtype)
+    (hidden @ model.output_matrix.to(dtype).t()).sum().backward()
     module.zero_grad(set_to_none=False)
 
 
@@ -82,8 +81,14 @@ def shard(model: PolicyModel, dtype: torch.dtype) -> None:
     )
     for layer in model.blocks:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # By default the weights outside the layers would stay gathered after a forward pass without a backward pass.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # The loss reads the output matrix after the forward pass.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def reshard(model: Any) -> None:
+    """Free the weights outside the layers, which a forward pass without a backward pass leaves gathered."""
+    if hasattr(model, "reshard"):  # sharded
+        model.reshard()
 
 
 def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -158,7 +158,7 @@ def watched_gpu(names: list[str]) -> Iterator[None]:
 
 def trained(model, dtype):
     batch = one_batch(PROMPTS, ROLLOUTS)
-    logits = run_batch(model, batch, dtype, lambda hidden, weight: F.linear(hidden, weight.to(dtype)))
+    logits = F.linear(run_batch(model, batch, dtype), model.output_matrix.to(dtype))
     model.zero_grad()
     logits.log_softmax(-1)[:, 3].sum().backward()
     return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]

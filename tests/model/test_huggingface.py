@@ -37,8 +37,8 @@ def tiny_policy(family: str, **changes) -> HuggingFacePolicy:
 def packed_logprobs(policy, dtype=torch.float32, temperature=1.0):
     """As the learner computes them, with each prompt once."""
     batch = one_batch(PROMPTS, ROLLOUTS)
-    options = {"temperature": temperature / policy.logit_scale, "softcap": policy.softcap / policy.logit_scale}
-    return run_batch(policy, batch, dtype, lambda h, w: linear_token_logprobs(h, w, batch.targets, **options)[0])
+    hidden = run_batch(policy, batch, dtype)
+    return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature))[0]
 
 
 def padded_logprobs(policy, temperature=1.0):

@@ -115,7 +115,7 @@ def check_loss(result, logits, targets, advantages, cu_seqlens, *, values=None, 
     prepared = prepare(torch.float64, z.device, tuple(z.shape), *rows, **defaults | given | {"temperature": tau})
     batch, terms, row, numbers = prepared
     found = token_logprobs_reference(z, targets, tau)
-    sums, _ = function_loss(row, numbers, terms, batch, tokens_of(batch, *found, rows_of_loss(row, numbers, z, targets, tau)))
+    sums = function_loss(row, numbers, terms, batch, tokens_of(batch, *found, rows_of_loss(row, numbers, z, targets, tau)))
     actual, metrics = result
     tolerance = tolerance or max(TOLERANCE[real], 1e-7)
     assert actual.dtype == real

@@ -26,9 +26,9 @@ def generate(policy, num_samples=6, sampling=SAMPLING, dtype=torch.float32, **op
 
 def logprobs(policy, rollouts, dtype=torch.float32, temperature=1.3):
     batch = one_batch(PROMPTS, rollouts)
-    options = {"temperature": temperature / policy.logit_scale, "softcap": policy.softcap / policy.logit_scale}
     with torch.no_grad():
-        return run_batch(policy, batch, dtype, lambda h, w: linear_token_logprobs(h, w, batch.targets, **options)[0])
+        hidden = run_batch(policy, batch, dtype)
+        return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature))[0]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "gpt2", "mistral", "phi"])

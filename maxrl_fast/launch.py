@@ -181,6 +181,7 @@ class Job:
                 ranks,
                 config.evaluation.eval_every,
                 config.evaluation.diagnose_every,
+                config.evaluation.keep_rollouts,
             )
             with supervise(checkpoints, progress, files, screen, is_alone=watch is None) as ending:
                 loop.run()

@@ -3,7 +3,7 @@
 import torch
 
 from maxrl_fast.records import Prompts, Rollouts, Samples, pack
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.packing import MicroBatch, Packer
 
 
@@ -27,12 +27,12 @@ def collected(
     valid: torch.Tensor | None = None,
     greedy_rewards: torch.Tensor | None = None,
     step: int = 1,
-) -> Collected:
+) -> RolloutBatch:
     """Return samples with rewards [G, N], as a collector returns them."""
     unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
     num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
-    fields = (step, rewards, valid, greedy_rewards, unknown, num_tokens)
+    fields = (step, samples.rollouts, rewards, rewards, valid, greedy_rewards, unknown, num_tokens)
     parts = tuple({} for _ in range(rewards.numel()))
-    return Collected(
-        samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, numbers={}, complaint="", components=parts
+    return RolloutBatch(
+        samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, metrics={}, warning="", components=parts
     )

@@ -11,7 +11,7 @@ from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.correction import ImportanceWeights, SequenceMask
+from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, LossSettings, UpdateMetrics, frozen_copy
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
@@ -57,8 +57,12 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
     objective.begin(collected(samples, advantages.view(5, 4)), learner)  # advantages as rewards, one group alike
     off_policy = objective.advantages(torch.arange(20)).clone()
-    weighted, _ = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True).weigh(samples, learner)
-    masked = SequenceMask(1.0).mask(advantages, samples, torch.arange(20), learner)
+    rewards = advantages.view(5, 4)
+    correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
+    weighted = correction.apply(collected(samples, rewards), learner)
+    learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
+    kept = learner.plan(learner.packer(samples, advantages), samples, torch.arange(20)).sequences
+    learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
     rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise)
     samples = Samples(samples.prompts, rollouts)
@@ -75,7 +79,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
         "logprobs": logprobs,
         "off_policy": off_policy,
         "weights of tokens": weighted.rollouts.importance_weights,
-        "masked": masked,
+        "kept": kept,
         "nothing": flat(nothing),
         "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }

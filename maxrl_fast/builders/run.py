@@ -25,6 +25,7 @@ from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import OBJECT, is_plugin
 from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner, LossSettings, frozen_copy
 from maxrl_fast.training.objective import Objective
@@ -44,6 +45,7 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
         **vars(config.loss),
         "loss": loss_of(config.loss.loss).function,
         "loss_options": config.loss.own_numbers(),
+        "sequence_mask": correction_of(config)[1].get("delta"),
     }
     return LossSettings(**values, temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=config.run.seed)
 
@@ -135,6 +137,7 @@ def build_collector(
         needs_binary=needs.binary,
         needs_parts=needs.parts,
         policy_reward=policy_reward,
+        length_penalty=build_length_penalty(config),
         make_prompts=PromptsAhead(task).take if is_ahead else None,
         clock=clock or Stopwatch(),
         ranks=ranks or Ranks(),
@@ -171,10 +174,8 @@ def build_trainer(
         engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,
-        correction_of(config),
+        make_correction(*correction_of(config)),
         clock,
-        config.evaluation.keep_rollouts,
-        build_length_penalty(config),
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
 

@@ -16,7 +16,7 @@ from maxrl_fast.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
-from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, Correction, make_correction
+from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
 from maxrl_fast.training.policy_reward import LABELS
@@ -152,23 +152,22 @@ def importance_cap(config: Config, correction: CorrectionName) -> float | None:
     return None if not CORRECTIONS[correction].has_cap else DEFAULT_CAP if given is None else given
 
 
-def correction_of(config: Config) -> Correction:
-    """Return the correction that a configuration asks for.
+def correction_of(config: Config) -> tuple[str, dict[str, float]]:
+    """Return the name and the numbers of the correction that a configuration asks for.
 
     Raises:
         InputError: where its options do not fit it.
     """
     name = correction_name(config)
     try:
-        return make_correction(name, importance_cap(config, name), config.rollout.correction_numbers())
+        return name, correction_numbers(name, importance_cap(config, name), config.rollout.correction_numbers())
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 def _check_correction(config: Config) -> None:
     options, objective = config.rollout, objective_of(config)
-    name, whose = correction_name(config), config.objective.objective
-    correction_of(config)
+    name, whose = correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
         raise InputError(f"{whose} takes no correction: its loss has no place for weights of tokens, got {name}")
     if name == "sequence_mask" and objective.needs.token_weights:

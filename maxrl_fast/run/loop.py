@@ -16,7 +16,10 @@ from maxrl_fast.run.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.training.collect import RolloutBatch
+from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary
+from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import StepRecord, Trainer
 from maxrl_fast.training.warm_start import WarmStart
@@ -28,7 +31,8 @@ class RunLoop:
 
     Args:
         eval_every: steps between evaluations; 0: only before the first step and after the last.
-        diagnose_every: steps between lines of diagnostics.jsonl; 0: none.
+        diagnose_every: steps between lines of diagnostics.jsonl, each of which costs a second backward pass; 0: none.
+        keep_rollouts: rollouts of each step that rollouts.jsonl keeps.
     """
 
     trainer: Trainer
@@ -42,6 +46,7 @@ class RunLoop:
     ranks: Ranks
     eval_every: int = 0
     diagnose_every: int = 0
+    keep_rollouts: int = 0
     health: Health = field(default_factory=Health)
 
     @property
@@ -69,9 +74,9 @@ class RunLoop:
         slow_rewards = SlowRewards(self.evaluator.scorer.faster)
         with self.screen.stage("train", self.num_steps, done=progress.step) as stage, checkpoints.kept(progress, learner):
             for n in range(progress.step + 1, self.num_steps + 1):
-                diagnose = self.diagnose_every > 0 and n % self.diagnose_every == 0
+                is_diagnosed = self.diagnose_every > 0 and n % self.diagnose_every == 0
                 before = dict(self.clock.seconds)
-                record = self.trainer.step(n, progress.next_prompt, diagnose)
+                record = self.trainer.step(n, progress.next_prompt, self._diagnose if is_diagnosed else None)
                 stage.advance(n, summary(record.metrics))
                 self._keep(n, record)
                 if warning := slow_rewards.observe(before, self.clock.seconds):
@@ -93,21 +98,28 @@ class RunLoop:
 
     def _keep(self, n: int, record: StepRecord) -> None:
         """Log what a step did, and count it as done."""
-        if record.diagnostics is not None:
-            self.files.write("diagnostics", record.diagnostics)
-        self.files.write_rollouts(record.rollouts)
+        if self.keep_rollouts:
+            task, advantages = self.trainer.collector.task, record.advantages
+            self.files.write_rollouts(rollout_records(task, record.batch, advantages, self.keep_rollouts, self.ranks))
         self.files.write("metrics", record.metrics)
-        if record.complaint:
-            self.screen.warn(record.complaint)
+        if record.batch.warning:
+            self.screen.warn(record.batch.warning)
         for warning in self.health.observe(record.metrics):
             self._warn(n, warning)
         for stream, error in take_errors():
             message = f"{stream} cannot be written to ({error.strerror}); the run continues, and what it prints there is lost"
             self.files.write("warnings", {"step": n, "kind": "output", "value": error.errno, "message": message})
             (self.screen.warn if stream == "standard output" else self.screen.say)(message)
-        self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.num_prompts
+        self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.batch.num_sampled
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
+
+    def _diagnose(self, batch: RolloutBatch) -> None:
+        with self.clock("diagnosis"):
+            self.files.write(
+                "diagnostics",
+                diagnostics_record(batch, self.trainer.objective, self.trainer.learner, self.clock.beat),
+            )
 
     def _warn(self, n: int, warning: HealthWarning) -> None:
         self.files.write("warnings", {"step": n, **vars(warning)})

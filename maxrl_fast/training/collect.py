@@ -14,6 +14,7 @@ from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import Means, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.policy_reward import PolicyReward
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -21,22 +22,23 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Collected(Samples):
+class RolloutBatch(Samples):
     """What a step learns from, the same on all ranks."""
 
     step: int
-    rewards: Tensor  # [G, N] float32, 0 where the reward is not known
+    sampled: Rollouts  # S, as the engine returned them; `rollouts` may have other log-probs, weights or reference answers
+    scores: Tensor  # [G, N] float32, the task's rewards, 0 where not known
+    rewards: Tensor  # [G, N] float32, what the objective sees: with a length penalty
     valid: Tensor | None  # [G, N] bool, whose rewards are known; None: all are
     greedy_rewards: Tensor | None  # [G], of the greedy response to each prompt
     sampled_rewards: Tensor  # [any number, N], of all sampled groups, those replaced included; NaN where not known
     num_tokens: int  # of all sampled responses, without the greedy ones
     rollout_seconds: float
-    numbers: dict[str, float]  # metrics of sampling and scoring
-    complaint: str  # about failed rewards; empty where none failed
+    metrics: dict[str, float]  # of sampling, scoring and the correction
+    warning: str  # about failed rewards; empty where none failed
     components: tuple[dict[str, float], ...]  # [S], of the rewards that this rank gave; {} for those of others, or without any
     parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN where it does not apply or is not known
     part_weights: tuple[float, ...] = ()  # [R]
-    answered: Rollouts | None = None  # [S] with the reference answers, where the objective needs them
     answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each; 0 where it has none
 
     @property
@@ -50,19 +52,12 @@ class Collected(Samples):
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.valid is None else self.valid
 
     @property
-    def with_reward(self) -> Tensor:
+    def scored_indices(self) -> Tensor:
         """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
-    def with_answers(self) -> "Collected":
-        """Return the samples with the reference answers in place of the sampled ones."""
-        assert self.answered is not None, "the collector scores by the policy"
-        return replace(self, rollouts=self.answered)
-
-    def weighted(self, weights: Tensor | None) -> "Collected":
-        """Return the samples with these factors [T] of the loss of their tokens, times importance weights; None: all are 1."""
-        if weights is None:
-            return self
+    def weighted(self, weights: Tensor) -> "RolloutBatch":
+        """Return the batch with these factors [T] of the loss of its tokens, times importance weights."""
         if self.rollouts.importance_weights is not None:
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
@@ -85,6 +80,7 @@ class RolloutCollector:
         needs_binary: whether rewards must be 0 or 1.
         needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
         policy_reward: scores the responses in place of the scorer; not with needs_greedy or needs_parts. None: the scorer does.
+        length_penalty: added to the rewards that the objective sees; None: nothing is.
         make_prompts: returns training prompts, given the first and how many, such as PromptsAhead.take; None: the task makes
             them.
     """
@@ -102,11 +98,12 @@ class RolloutCollector:
     needs_binary: bool = False
     needs_parts: bool = False
     policy_reward: PolicyReward | None = None
+    length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
 
-    def collect(self, step: int, first_prompt: int) -> Collected:
+    def collect(self, step: int, first_prompt: int) -> RolloutBatch:
         """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards.
 
         With dynamic sampling (DAPO, Yu et al. 2025), groups whose known rewards are all equal are replaced by others, up to
@@ -116,27 +113,37 @@ class RolloutCollector:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: where rewards must be 0 or 1, and one is not.
         """
-        batches: list[Collected] = []
+        batches: list[RolloutBatch] = []
         errors, answers, components, num_mixed = Counter[str](), Counter[str](), Means(), 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
             batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers, components)
             batches.append(batch)
-            errors.update(batch.numbers)
+            errors.update(batch.metrics)
             if self.max_batches > 1:
                 num_mixed += int(is_mixed(batch.sampled_rewards).sum())
-        numbers = dict(errors) | self.scorer.answer_rates(answers, self.ranks) | components.over(self.ranks)
+        metrics = dict(errors) | self.scorer.answer_rates(answers, self.ranks) | components.over(self.ranks)
         if self.max_batches == 1:
-            return replace(batches[0], numbers=numbers)
-        complaints = [batch.complaint for batch in batches if batch.complaint]
-        complaint = "; ".join([*complaints[:1], *(text.removeprefix(f"step {step}: ") for text in complaints[1:])])
+            return self._shaped(replace(batches[0], metrics=metrics))
+        warnings = [batch.warning for batch in batches if batch.warning]
+        warning = "; ".join([*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])])
         whole = _joined(batches)
         mixed = is_mixed(whole.sampled_rewards)
         # Mixed groups first, each part in the order in which it was sampled: where there are enough, the earliest.
         chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
-        numbers |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
-        return replace(_chosen(whole, chosen, self.num_rollouts), numbers=numbers, complaint=complaint)
+        metrics |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
+        return self._shaped(replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning))
 
-    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: Means) -> Collected:
+    def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the batch with the length penalty in the rewards that the objective sees. Metrics, kept rollouts and dynamic
+        sampling see the rewards without it: a group that failed altogether stays a group of equal rewards, as in verl, which
+        filters by the accuracy."""
+        if self.length_penalty is None:
+            return batch
+        penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
+        rewards = (batch.rewards + penalties).masked_fill(~batch.known, 0.0)
+        return replace(batch, rewards=rewards, metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())})
+
+    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: Means) -> RolloutBatch:
         """Return one batch of prompts; how its responses answered and what their rewards consist of is added to the others."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
@@ -177,7 +184,7 @@ class RolloutCollector:
         rollouts: Rollouts,
         rollout_seconds: float,
         components: Means,
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Return the batch with the rewards of the policy, which all ranks compute together."""
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
@@ -189,7 +196,8 @@ class RolloutCollector:
         rewards = scores.rewards.view(len(prompts), self.num_rollouts)
         batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
         parts_of_all = tuple(parts if start <= s < stop else {} for s, parts in enumerate(scores.components))
-        return replace(batch, components=parts_of_all, answered=scores.answered, answer_lengths=scores.answer_lengths)
+        learned = rollouts if scores.answered is None else scores.answered
+        return replace(batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths)
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
         """Return the values [R, G, N] of several rewards whose sums were scored last; NaN where one has none."""
@@ -199,26 +207,28 @@ class RolloutCollector:
 
     def _checked(
         self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
-    ) -> Collected:
+    ) -> RolloutBatch:
         """Return the batch once its rewards [G, N], NaN where they failed, have been checked."""
-        failed, complaint = self.scorer.failures(self.ranks, f"step {step}")
-        valid = ~rewards.isnan() if complaint else None  # samples without a reward belong to no group
-        known = rewards.nan_to_num() if complaint else rewards
+        failed, warning = self.scorer.failures(self.ranks, f"step {step}")
+        valid = ~rewards.isnan() if warning else None  # samples without a reward belong to no group
+        known = rewards.nan_to_num() if warning else rewards
         check_rewards(known, prompts, step)
         if self.needs_binary:
             check_binary(known, prompts, f"step {step}")
-        return Collected(
+        return RolloutBatch(
             prompts=prompts,
             rollouts=rollouts,
             step=step,
+            sampled=rollouts,
+            scores=known,
             rewards=known,
             valid=valid,
             greedy_rewards=greedy_rewards,
             sampled_rewards=rewards,
             num_tokens=len(rollouts.tokens),
             rollout_seconds=seconds,
-            numbers={f"reward_{kind}": count for kind, count in failed.items()},
-            complaint=complaint,
+            metrics={f"reward_{kind}": count for kind, count in failed.items()},
+            warning=warning,
             components=(),
         )
 
@@ -241,34 +251,40 @@ def is_mixed(rewards: Tensor) -> Tensor:
     return known.any(1) & (largest.amax(1) > smallest.amin(1))
 
 
-def _joined(batches: list[Collected]) -> Collected:
+def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
     """Return all groups of several batches as one."""
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
-    return Collected(
+    rollouts, known = Rollouts.concatenate([batch.rollouts for batch in batches]), rewards.nan_to_num()
+    return RolloutBatch(
         prompts=Prompts.concatenate([batch.prompts for batch in batches]),
-        rollouts=Rollouts.concatenate([batch.rollouts for batch in batches]),
+        rollouts=rollouts,
         step=batches[0].step,
-        rewards=rewards.nan_to_num(),
+        sampled=rollouts,
+        scores=known,
+        rewards=known,
         valid=~rewards.isnan() if rewards.isnan().any() else None,
         greedy_rewards=torch.cat(greedy) if greedy else None,
         sampled_rewards=rewards,
         num_tokens=sum(batch.num_tokens for batch in batches),
         rollout_seconds=sum(batch.rollout_seconds for batch in batches),
-        numbers={},
-        complaint="",
+        metrics={},
+        warning="",
         components=tuple(parts for batch in batches for parts in batch.components),
     )
 
 
-def _chosen(whole: Collected, groups: Tensor, num_rollouts: int) -> Collected:
+def _chosen(whole: RolloutBatch, groups: Tensor, num_rollouts: int) -> RolloutBatch:
     """Return some of the groups; `sampled_rewards` keep all groups."""
     sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)).flatten()
+    rollouts, rewards = whole.rollouts.select(sequences), whole.rewards[groups]
     return replace(
         whole,
         prompts=whole.prompts.select(groups),
-        rollouts=whole.rollouts.select(sequences),
-        rewards=whole.rewards[groups],
+        rollouts=rollouts,
+        sampled=rollouts,
+        scores=rewards,
+        rewards=rewards,
         valid=None if whole.valid is None else whole.valid[groups],
         greedy_rewards=None if whole.greedy_rewards is None else whole.greedy_rewards[groups],
         components=tuple(whole.components[s] for s in sequences.tolist()),

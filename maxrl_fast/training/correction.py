@@ -1,4 +1,6 @@
-"""Corrections for a rollout engine whose probabilities are not the trainer's: weights of tokens, or a mask of responses.
+"""Corrections for a rollout engine whose probabilities are not the trainer's: weights of tokens, before the first update.
+
+sequence_mask is a part of the loss (algorithms/losses/sequence_ratios.py), because it depends on the policy of each update.
 
 The ratio w_t of a sampled token is its probability under the policy before the step's first update over its probability in the
 rollout engine. Both are of the whole distribution at the sampling temperature, so that every ratio is 1 where engine and policy
@@ -9,17 +11,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_number
-from maxrl_fast.records import Samples, gather_sequences, sequence_sums
+from maxrl_fast.records import sequence_sums
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.transfers import to_device, to_host
-
-AnySamples = TypeVar("AnySamples", bound=Samples)
+from maxrl_fast.transfers import to_host
 
 
 @dataclass(frozen=True)
@@ -66,44 +66,15 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
     ),
     "sequence_mask": CorrectionSpec(
         "0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update, pi_old: the engine",
-        "one of the responses with A < 0, before each update",
+        "one, before each update",
         "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
         {"delta": 0.5},
     ),
 }
 
 
-class Correction(Protocol):
-    """What the trainer asks of a correction, in this order in every step."""
-
-    def weigh(self, samples: AnySamples, learner: Learner) -> tuple[AnySamples, dict[str, float]]:
-        """Return the samples with weights of their tokens, before the first update, and metrics of them."""
-
-    def mask(self, advantages: Tensor, samples: Samples, sequences: Tensor, learner: Learner) -> Tensor:
-        """Return the advantages [S] for an update on `sequences`, with 0 for responses that it must not learn from."""
-
-    def end(self) -> dict[str, float]:
-        """Return metrics of the masks since the last call."""
-
-
-class NoCorrection:
-    """The engine's log-probs are taken for the policy's."""
-
-    def weigh(self, samples: AnySamples, learner: Learner) -> tuple[AnySamples, dict[str, float]]:
-        return samples, {}
-
-    def mask(self, advantages: Tensor, samples: Samples, sequences: Tensor, learner: Learner) -> Tensor:
-        return advantages
-
-    def end(self) -> dict[str, float]:
-        return {}
-
-
-NO_CORRECTION = NoCorrection()
-
-
 @dataclass(frozen=True)
-class ImportanceWeights(NoCorrection):
+class ImportanceWeights:
     """tis, tis_sequence, icepop and mis: a weight for every token, from the ratios w_t.
 
     The policy's own log-probs before the first update also become the old log-probs of the loss: its ratio is then the policy's
@@ -120,14 +91,14 @@ class ImportanceWeights(NoCorrection):
     of_sequence: bool
     masks: bool
 
-    def weigh(self, samples: AnySamples, learner: Learner) -> tuple[AnySamples, dict[str, float]]:
-        """Return the samples with weights, and the policy's log-probs as the old ones.
+    def apply(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        """Return the batch with weights, the policy's log-probs as the old ones, and metrics of both.
 
         The metrics are means over all sampled tokens: `logprob_diff`, `importance_weight`, `importance_bounded` (fraction of
         weights that were capped or became 0) and `importance_sample_size` ((sum of weights)^2 / sum of squares, over the
         number of tokens; 0 where all weights are).
         """
-        logprobs, rollouts = learner.logprobs(learner.model, samples, samples.sequences), samples.rollouts
+        logprobs, rollouts = learner.logprobs(learner.model, batch, batch.sequences), batch.rollouts
         log_ratios = logprobs - rollouts.logprobs
         ratios = self._ratios(log_ratios, rollouts.lengths)
         is_beyond = (ratios > self.high) | (ratios < self.low)
@@ -137,7 +108,7 @@ class ImportanceWeights(NoCorrection):
         names = ("logprob_diff", "importance_weight", "importance_bounded", "importance_sample_size")
         weighted = dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights)
         metrics = {name: float(number) for name, number in zip(names, numbers, strict=True)}
-        return dataclasses.replace(samples, rollouts=weighted), metrics
+        return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
         """Return w_t or W for each token [T]."""
@@ -147,47 +118,8 @@ class ImportanceWeights(NoCorrection):
         return sums.exp().to(log_ratios.dtype).repeat_interleave(lengths, output_size=len(log_ratios))
 
 
-@dataclass
-class SequenceMask(NoCorrection):
-    """DeepSeek-V3.2's off-policy sequence masking: responses that the policy has moved away from do not push it further.
-
-    A response has the advantage 0 where A < 0 and the mean over its tokens of log(pi_old / pi) is above delta. pi is the policy
-    that the update begins with, so that with several updates in a step the mask of each is its own; pi_old is the rollout
-    engine. The loss's denominator still counts the response, and its divergence and entropy terms stay.
-
-    Args:
-        delta: in nats per token.
-    """
-
-    delta: float
-    _masked: list[Tensor] = field(default_factory=list, repr=False, compare=False)
-    _num_sequences: int = field(default=0, repr=False, compare=False)
-
-    def mask(self, advantages: Tensor, samples: Samples, sequences: Tensor, learner: Learner) -> Tensor:
-        self._num_sequences += len(sequences)
-        advantages = learner.ranks.from_first(advantages.clone())  # all ranks must compute the same responses
-        (on_host,), sequences, rollouts = to_host(advantages), sequences.cpu(), samples.rollouts
-        negative = sequences[on_host[sequences] < 0]
-        if not len(negative):
-            return advantages
-        logprobs = learner.logprobs(learner.model, samples, negative)
-        index, cu_seqlens, chosen = to_device(
-            advantages.device, *gather_sequences(rollouts.cu_seqlens.cpu(), negative), negative
-        )
-        lengths = cu_seqlens.diff()
-        is_far = sequence_sums((rollouts.logprobs[index] - logprobs).double(), lengths) > self.delta * lengths.double()
-        self._masked.append(is_far.sum())
-        return advantages.index_put((chosen,), torch.where(is_far, 0.0, advantages[chosen]))
-
-    def end(self) -> dict[str, float]:
-        """Return `frac_sequences_masked`, of the responses in all updates of the step."""
-        masked, number = self._masked, self._num_sequences
-        self._masked, self._num_sequences = [], 0
-        return {"frac_sequences_masked": sum(int(x) for x in to_host(*masked)) / max(number, 1)}
-
-
-def make_correction(name: str, cap: float | None, given: Mapping[str, float]) -> Correction:
-    """Return the correction of this name.
+def correction_numbers(name: str, cap: float | None, given: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of the correction of this name: low and high of its weights, or delta of sequence_mask.
 
     Args:
         cap: the upper bound of tis and tis_sequence, None for the others.
@@ -200,18 +132,21 @@ def make_correction(name: str, cap: float | None, given: Mapping[str, float]) ->
     if unknown := [option for option in given if option not in spec.options]:
         wanted = f"must be among {', '.join(spec.options)}" if spec.options else "are not taken"
         raise ValueError(f"correction_options of {name} {wanted}, got {unknown[0]!r:.80}")
-    if name == "none":
-        return NO_CORRECTION
     if spec.has_cap:
         high = check_number(f"importance_cap of {name}", cap, "finite and above 0", lambda x: 0 < x < math.inf)
-        return ImportanceWeights(0.0, high, of_sequence=name == "tis_sequence", masks=False)
+        return {"low": 0.0, "high": high}
     numbers = {}
     for option, default in spec.options.items():
         value = given.get(option, default)
         numbers[option] = check_number(f"{option} of {name}", value, "finite and at least 0", lambda x: 0 <= x < math.inf)
-    if name == "sequence_mask":
-        return SequenceMask(numbers["delta"])
-    low, high = numbers["low"], numbers["high"]
-    if low >= high:
-        raise ValueError(f"low of {name} must be below high, got {low:g} and {high:g}")
-    return ImportanceWeights(low, high, of_sequence=name == "mis", masks=True)
+    if "low" in numbers and numbers["low"] >= numbers["high"]:
+        raise ValueError(f"low of {name} must be below high, got {numbers['low']:g} and {numbers['high']:g}")
+    return numbers
+
+
+def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
+    """Return what weights the tokens of a step; None where nothing does before its first update."""
+    if "low" not in numbers:
+        return None
+    of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap
+    return ImportanceWeights(numbers["low"], numbers["high"], of_sequence, masks)

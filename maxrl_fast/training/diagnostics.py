@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Samples
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.objective import Objective
 
 
 def prompt_gradient_norms(
@@ -47,15 +47,19 @@ def prompt_gradient_norms(
     return norms
 
 
-def diagnostics_record(collected: Collected, gradient_norms: list[float]) -> dict[str, Any]:
+def diagnostics_record(
+    batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Return a line of diagnostics.jsonl: for each prompt its index, the mean of its known rewards (0 where none is known), and
-    the norm of its part of the gradient [G]."""
-    rewards, valid = collected.rewards, collected.valid
-    known = torch.ones_like(rewards) if valid is None else valid.float()
-    rates = (rewards * known).sum(1) / known.sum(1).clamp_min(1)
+    the norm of its part of the gradient. The objective has to begin the step's batch again."""
+    learned, sequences = objective.begin(batch, learner), batch.scored_indices
+    advantages = objective.advantages(sequences)
+    norms = prompt_gradient_norms(learner, learned, advantages, sequences, beat, draw=(batch.step, 0))
+    known = batch.known.float()
+    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)
     return {
-        "step": collected.step,
-        "ids": collected.prompts.ids.tolist(),
+        "step": batch.step,
+        "ids": batch.prompts.ids.tolist(),
         "pass_rate": [round(rate, 6) for rate in rates.tolist()],
-        "grad_norm": gradient_norms,
+        "grad_norm": norms,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.estimators import Estimator
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 
@@ -47,10 +47,6 @@ class GroupObjective:
         return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
 
     @property
-    def token_weights(self) -> None:
-        return None
-
-    @property
     def state(self) -> dict[str, Tensor]:
         return {}
 
@@ -69,31 +65,32 @@ class GroupObjective:
         inputs: dict[str, Any] = {name: known[name] for name in self.row.inputs}
         return bool(group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any())
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        rewards, rollouts, greedy = collected.rewards, collected.rollouts, collected.greedy_rewards
-        valid = collected.valid if self.row.takes_valid else None  # a user's function may take the rewards that failed as 0
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rewards, rollouts, greedy = batch.rewards, batch.rollouts, batch.greedy_rewards
+        valid = batch.valid if self.row.takes_valid else None  # a user's function may take the rewards that failed as 0
         # Functions, because an estimator takes few of these, and the prompts' indices are read from the device.
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
             "greedy_rewards": lambda: greedy,  # [G]
-            "reward_parts": lambda: collected.parts,  # [R, G, N]
-            "prompts": collected.prompts.ids.tolist,
+            "reward_parts": lambda: batch.parts,  # [R, G, N]
+            "prompts": batch.prompts.ids.tolist,
         }
         inputs = {name: known[name]() for name in self.row.inputs}
         try:
-            values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **self.options_for(collected))
+            values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **self.options_for(batch))
         except ValueError as error:
-            raise InputError(f"step {collected.step}: {error}") from error
-        self._values = values if collected.valid is None else values.masked_fill(~collected.valid, 0.0)
+            raise InputError(f"step {batch.step}: {error}") from error
+        self._values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)
+        return batch
 
-    def options_for(self, collected: Collected) -> dict[str, Any]:
+    def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
         """Return the keywords of ops.group_advantage for a step's samples."""
         options = dict(self.options)
-        if collected.parts is not None:
-            options["reward_weights"] = collected.part_weights
-        if collected.valid is not None and options.get("order") == collected.num_rollouts - 1:
+        if batch.parts is not None:
+            options["reward_weights"] = batch.part_weights
+        if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # the full order of every group, by the samples that have a reward
         return options
 

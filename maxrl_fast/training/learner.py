@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
 from maxrl_fast.algorithms.losses.registry import TokenLoss, call_rows, find_loss, learns_without_advantage
+from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
@@ -39,6 +40,7 @@ class LossSettings:
     Args:
         top_entropy: share of an update's tokens, those with the highest entropies, that have a policy gradient; 1: all.
         siren: coefficient of SIREN's term; 0: none.
+        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: all have.
         seed: of the losses that draw tokens.
     """
 
@@ -54,6 +56,7 @@ class LossSettings:
     loss_options: Mapping[str, float] = field(default_factory=dict)
     top_entropy: float = 1.0
     siren: float = 0.0
+    sequence_mask: float | None = None
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
@@ -75,7 +78,7 @@ class LossSettings:
     @property
     def over_batch(self) -> bool:
         """Return whether the loss of a token depends on other responses of the update."""
-        return self.row.over_batch or self.top_entropy < 1 or self.siren != 0
+        return self.row.over_batch or self.top_entropy < 1 or self.siren != 0 or self.sequence_mask is not None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -256,6 +259,8 @@ class Learner:
             if self.settings.siren:  # an update without tokens sets no anchor
                 anchor = self.objective_state["siren_anchor"][0].to(packer.advantages.device)
                 own = {"siren_entropy": torch.zeros_like(anchor), "siren_anchor": anchor}
+            if self.settings.sequence_mask is not None:
+                own["frac_sequences_masked"] = torch.zeros((), device=packer.advantages.device)
             return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator, own=own)
         return self._plan_over_batch(packer, samples, sequences, denominator, draw)
 
@@ -294,6 +299,8 @@ class Learner:
         num_own = values.shape[1] - 2 - (settings.siren != 0)
         tokens = tokens_of(batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None)
         tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
+        if settings.sequence_mask is not None:
+            tokens.advantages = tokens.advantages * ~far_responses(tokens, settings.sequence_mask)
         if settings.top_entropy < 1:
             tokens.advantages = tokens.advantages * highest_entropies(tokens, settings.top_entropy)
         sums = function_loss(row, options, terms, batch, tokens)

@@ -1,10 +1,8 @@
 """DAPO's soft overlong punishment: responses that come close to the length limit lose reward, in training alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
-
-from maxrl_fast.training.collect import Collected
 
 
 @dataclass(frozen=True)
@@ -14,9 +12,6 @@ class LengthPenalty:
         min(0, factor (limit - buffer - length) / buffer)
 
     0 up to limit - buffer tokens, then falling linearly to -factor at the limit, which no response exceeds.
-
-    It is added to the rewards that the objective sees. Metrics, kept rollouts and dynamic sampling see the rewards without it:
-    a group that failed altogether stays a group of equal rewards, as in verl, which filters by the accuracy.
 
     Args:
         limit: the longest response, in tokens.
@@ -31,11 +26,3 @@ class LengthPenalty:
     def __call__(self, lengths: Tensor) -> Tensor:
         """Return the penalties of responses of these lengths, float32 of any shape, none above 0."""
         return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(0.0)
-
-    def add(self, collected: Collected) -> tuple[Collected, dict[str, float]]:
-        """Return the samples with the penalties in their rewards, and the metric `overlong_penalty`, the mean over all."""
-        penalties = self(collected.rollouts.lengths).view(collected.rewards.shape)
-        rewards = collected.rewards + penalties
-        if collected.valid is not None:
-            rewards = rewards.masked_fill(~collected.valid, 0.0)
-        return replace(collected, rewards=rewards), {"overlong_penalty": float(penalties.mean())}

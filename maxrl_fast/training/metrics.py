@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import UpdateMetrics
 from maxrl_fast.transfers import to_host
 
 
 def step_metrics(
-    collected: Collected, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
+    batch: RolloutBatch, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
 ) -> dict[str, float]:
     """Return the metrics of a step.
 
@@ -20,23 +20,23 @@ def step_metrics(
     updates, others means.
 
     Args:
-        advantages: [G, N].
+        advantages: [S].
         train_seconds: of advantages and updates.
     """
-    rewards, rollouts = collected.sampled_rewards, collected.rollouts
+    rewards, rollouts = batch.sampled_rewards, batch.sampled
     solved = rewards > 0.5  # an unknown reward, NaN, is not
-    known = rewards if collected.valid is None else rewards[~rewards.isnan()]
+    known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     means = {
         "reward_mean": known.mean(),
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
-        "frac_groups_zero_variance": (advantages == 0).all(1).float().mean(),
+        "frac_groups_zero_variance": (advantages.view(batch.rewards.shape) == 0).all(1).float().mean(),
         # Minus the mean log-prob of what was sampled estimates the entropy without bias, but with top-p from below.
         "entropy": -rollouts.logprobs.mean(),
         "response_length_mean": rollouts.lengths.float().mean(),
         "truncated": rollouts.truncated.float().mean(),
     }
-    seconds = {"rollout_seconds": collected.rollout_seconds, "train_seconds": train_seconds}
+    seconds = {"rollout_seconds": batch.rollout_seconds, "train_seconds": train_seconds}
 
     def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
@@ -52,7 +52,7 @@ def step_metrics(
         return sum(values) if isinstance(values[0], int) else sum(values) / len(values)
 
     return {
-        "step": collected.step,
+        "step": batch.step,
         **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
@@ -61,8 +61,8 @@ def step_metrics(
         "logprob_diff": over_targets("logprob_diff", updates[:1]),
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
-        "num_tokens": collected.num_tokens,
-        "tokens_per_second": collected.num_tokens / sum(seconds.values()),
+        "num_tokens": batch.num_tokens,
+        "tokens_per_second": batch.num_tokens / sum(seconds.values()),
         **seconds,
         **{name: together(values) for name, values in own.items()},
     }

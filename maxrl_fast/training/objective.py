@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 
 
@@ -47,21 +47,18 @@ class Objective(Protocol):
         have nothing to correct."""
 
     @property
-    def token_weights(self) -> Tensor | None:
-        """Factors [T] of the advantages of the step's tokens, of either sign, once it has begun; None: all are 1.
-
-        An objective with an advantage for every token gives it here, and the advantage 1 for every response.
-        """
-
-    @property
     def state(self) -> dict[str, Tensor]:
         """What the next step needs of this one, by name: tensors on the host that checkpoints keep and load in place."""
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group that failed altogether, or succeeded altogether, has advantages other than zero."""
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        """Take a step's samples and rewards, before the first update on them."""
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        """Take a step's samples and rewards, before the first update on them, and return what is learned from.
+
+        An objective with an advantage for every token, of either sign, returns batch.weighted(advantages [T]), and has the
+        advantage 1 for every response.
+        """
 
     def advantages(self, sequences: Tensor) -> Tensor:
         """Return the advantages [S] of all samples, for an update on `sequences`: samples of whole groups, with a reward,

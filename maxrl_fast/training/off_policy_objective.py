@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
 from maxrl_fast.records import gather_sequences
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
@@ -26,7 +26,7 @@ from maxrl_fast.transfers import to_device, to_host
 class _Step:
     """What the updates of a step share."""
 
-    collected: Collected
+    batch: RolloutBatch
     learner: Learner
     options: dict[str, Any]
     cu_seqlens: Tensor  # [S+1] of the responses, on the host
@@ -51,45 +51,44 @@ class OffPolicyObjective(GroupObjective):
     def needs(self) -> Needs:
         return Needs(logprob_passes=1)
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        rewards, options = collected.rewards, self.options_for(collected)
-        at_one = self._estimate(collected, rewards, collected.valid, torch.zeros_like(rewards), options)
-        cu_seqlens, learns = to_host(collected.rollouts.cu_seqlens, at_one.any(1))
-        self._step = _Step(collected, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten()))
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rewards, options = batch.rewards, self.options_for(batch)
+        at_one = self._estimate(batch, rewards, batch.valid, torch.zeros_like(rewards), options)
+        cu_seqlens, learns = to_host(batch.rollouts.cu_seqlens, at_one.any(1))
+        self._step = _Step(batch, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten()))
+        return batch
 
     def advantages(self, sequences: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin comes first"
-        collected, shape = step.collected, step.collected.rewards.shape
+        batch, shape = step.batch, step.batch.rewards.shape
         sequences = sequences.cpu()
-        sequences = sequences[step.learns[sequences // collected.num_rollouts]]
+        sequences = sequences[step.learns[sequences // batch.num_rollouts]]
         if not len(sequences):
             return step.values
-        groups = (sequences // collected.num_rollouts).unique()
-        logprobs = step.learner.logprobs(step.learner.model, collected, sequences)
+        groups = (sequences // batch.num_rollouts).unique()
+        logprobs = step.learner.logprobs(step.learner.model, batch, sequences)
         index, cu_seqlens, chosen, groups = to_device(
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )
-        own_ratios = log_ratio_reward(logprobs, collected.rollouts.logprobs[index], cu_seqlens)
+        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
         if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
             step.values[chosen] = torch.nan  # as on a GPU; the update then finds what is not finite
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
-        valid = None if collected.valid is None else collected.valid[groups]
-        step.values.view(shape)[groups] = self._estimate(
-            collected, collected.rewards[groups], valid, log_ratios[groups], step.options
-        )
+        valid = None if batch.valid is None else batch.valid[groups]
+        step.values.view(shape)[groups] = self._estimate(batch, batch.rewards[groups], valid, log_ratios[groups], step.options)
         step.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         return step.values
 
     def _estimate(
-        self, collected: Collected, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
+        self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
     ) -> Tensor:
         """Return the advantages of some groups; raise InputError, naming the step, where the rewards are too large."""
         try:
             return group_advantage(rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options)
         except ValueError as error:
-            raise InputError(f"step {collected.step}: {error}") from error
+            raise InputError(f"step {batch.step}: {error}") from error
 
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None

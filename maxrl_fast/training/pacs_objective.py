@@ -1,8 +1,8 @@
 """PACS in the trainer: advantages that make the learner's REINFORCE loss the loss of PACS.
 
 The loss of PACS is a function of the groups' reward proxies r_i = beta sum_t (logp_t - ref_t), so it has the same gradient as
--(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, and are computed anew for every
-update, from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
+-(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, and each update computes them
+from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.transfers import to_device, to_host
@@ -22,7 +22,7 @@ from maxrl_fast.transfers import to_device, to_host
 class _Step:
     """What the updates of a step share."""
 
-    collected: Collected
+    batch: RolloutBatch
     learner: Learner
     ref_logprobs: Tensor | None  # [T]; None where the policy is its own reference throughout
     cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] where it is not needed
@@ -60,39 +60,36 @@ class PacsObjective:
         return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
     @property
-    def token_weights(self) -> None:
-        return None
-
-    @property
     def state(self) -> dict[str, Tensor]:
         return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return False
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         reference = learner.reference if self.has_actor else learner.model if self.updates_per_step > 1 else None
         # Computed by the learner, not taken from the rollout engine: rounding differences would add up over a response.
-        ref_logprobs = None if reference is None else learner.logprobs(reference, collected, collected.sequences)
-        cu_seqlens = torch.zeros(0) if ref_logprobs is None else collected.rollouts.cu_seqlens.cpu()
-        self._step = _Step(collected, learner, ref_logprobs, cu_seqlens, torch.zeros_like(collected.rewards.flatten()))
+        ref_logprobs = None if reference is None else learner.logprobs(reference, batch, batch.sequences)
+        cu_seqlens = torch.zeros(0) if ref_logprobs is None else batch.rollouts.cu_seqlens.cpu()
+        self._step = _Step(batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten()))
+        return batch
 
     def advantages(self, sequences: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin comes first"
         device, sequences = step.values.device, sequences.cpu()
-        group_sizes = (sequences // step.collected.num_rollouts).unique_consecutive(return_counts=True)[1]
+        group_sizes = (sequences // step.batch.num_rollouts).unique_consecutive(return_counts=True)[1]
         offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
         if step.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=device)
         else:
             index, cu_seqlens = to_device(device, *gather_sequences(step.cu_seqlens, sequences))
-            logprobs = step.learner.logprobs(step.learner.model, step.collected, sequences)
+            logprobs = step.learner.logprobs(step.learner.model, step.batch, sequences)
             proxies = log_ratio_reward(logprobs, step.ref_logprobs[index], cu_seqlens, self.beta)
         proxies.requires_grad_()
         loss, metrics = pacs_loss(
             proxies,
-            step.collected.rewards.flatten()[chosen],
+            step.batch.rewards.flatten()[chosen],
             offsets,
             score=self.score,
             weight=self.class_weight,
@@ -111,7 +108,7 @@ class PacsObjective:
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None
         assert step is not None, "begin comes first"
-        if self.has_actor and self.ref_reset_interval and step.collected.step % self.ref_reset_interval == 0:
+        if self.has_actor and self.ref_reset_interval and step.batch.step % self.ref_reset_interval == 0:
             step.learner.restart_from_reference()
         metrics = step.metrics
         means = {name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics) for name in metrics[0]}

@@ -12,7 +12,7 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import whole
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Samples
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
 from maxrl_fast.training.learner import Learner, run_batch
@@ -33,7 +33,7 @@ class CriticError(NonFiniteError):
 class _Step:
     """What a step's updates of the critic need."""
 
-    collected: Collected
+    batch: RolloutBatch
     learner: Learner
     values: Tensor  # [T] before the step
     returns: Tensor  # [T]
@@ -60,15 +60,10 @@ class PpoObjective:
     aggregation: str = "token_mean"
     owns_loss: bool = False
     _step: _Step | None = field(default=None, repr=False, compare=False)
-    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
 
     @property
     def needs(self) -> Needs:
         return Needs(token_weights=True, critic=True)
-
-    @property
-    def token_weights(self) -> Tensor | None:
-        return self._token_weights
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -77,26 +72,26 @@ class PpoObjective:
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        rollouts = collected.rollouts
-        values = state_values(learner, collected)
-        _check_finite(values, collected)
-        counts = collected.known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
-        advantages = gae_advantages(values, collected.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda)
-        self._token_weights = whitened(advantages, counts).float()
-        self._step = _Step(collected, learner, values, (advantages + values).float(), counts)
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rollouts = batch.rollouts
+        values = state_values(learner, batch)
+        _check_finite(values, batch)
+        counts = batch.known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
+        advantages = gae_advantages(values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda)
+        self._step = _Step(batch, learner, values, (advantages + values).float(), counts)
+        return batch.weighted(whitened(advantages, counts).float())
 
     def advantages(self, sequences: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin comes first"
         step.minibatches.append(sequences.cpu())
-        return torch.ones_like(step.collected.rewards.flatten())
+        return torch.ones_like(step.batch.rewards.flatten())
 
     def end(self) -> dict[str, float]:
-        step, self._step, self._token_weights = self._step, None, None
+        step, self._step = self._step, None
         assert step is not None, "begin comes first"
-        learner, when = step.learner, f"step {step.collected.step}"
-        update = partial(update_critic, learner, step.collected, step.values, step.returns, when=when)
+        learner, when = step.learner, f"step {step.batch.step}"
+        update = partial(update_critic, learner, step.batch, step.values, step.returns, when=when)
         done = [update(sequences) for sequences in step.minibatches]
         mean = torch.where(step.counts, step.values, 0.0).sum() / step.counts.sum().clamp_min(1)
         value_mean, explained = to_host(mean, explained_variance(step.values, step.returns, step.counts))
@@ -162,11 +157,11 @@ def update_critic(
     return loss, norm
 
 
-def _check_finite(values: Tensor, collected: Collected) -> None:
+def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
     """Raise NonFiniteError naming the first prompt with a state whose value is not finite."""
     broken = (~values.isfinite()).nonzero()
     if len(broken):
         token = int(broken[0])
-        sequence = int(torch.searchsorted(collected.rollouts.cu_seqlens, token, right=True)) - 1
-        prompt = int(collected.prompts.ids[sequence // collected.num_rollouts])
-        raise CriticError(f"step {collected.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}")
+        sequence = int(torch.searchsorted(batch.rollouts.cu_seqlens, token, right=True)) - 1
+        prompt = int(batch.prompts.ids[sequence // batch.num_rollouts])
+        raise CriticError(f"step {batch.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}")

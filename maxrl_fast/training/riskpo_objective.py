@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 
@@ -47,19 +47,15 @@ class RiskpoObjective:
         return Needs()
 
     @property
-    def token_weights(self) -> None:
-        return None
-
-    @property
     def state(self) -> dict[str, Tensor]:
         return {"quantiles": self.quantiles}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 
-    def begin(self, collected: Collected, learner: Learner | None) -> None:
-        rewards = collected.rewards.double().cpu()  # small, and the quantiles are on the host
-        known = collected.known.cpu()
+    def begin(self, batch: RolloutBatch, learner: Learner | None) -> RolloutBatch:
+        rewards = batch.rewards.double().cpu()  # small, and the quantiles are on the host
+        known = batch.known.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
         scores = bundles.sum(1)
@@ -71,7 +67,8 @@ class RiskpoObjective:
         mixed = (_MIX * below + within) / (_MIX + 1) / (_spread(scores, has_score) + _EPS)
         spreads = _spread(rewards, known).view(*bundles.shape[:2], 1)  # [G/B, B, 1]
         values = (mixed[:, None] / (spreads + _EPS)).masked_fill(~has_score[:, None], 0.0)
-        self._values = values.view(rewards.shape).to(collected.rewards)
+        self._values = values.view(rewards.shape).to(batch.rewards)
+        return batch
 
     def _start(self) -> None:
         if bool(self.quantiles.isnan().any()) and len(self._scores):

@@ -11,29 +11,29 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.kept_samples import finite, sample_records
 from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.transfers import to_device, to_host
 
 
-def rollout_records(task: Task, collected: Collected, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
+def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
     """Return `count` rollouts of a step as JSON objects, all of one group before the next; all ranks must call this.
 
     Args:
         count: at least 1.
-        advantages: [S], with which the rollouts have been learned from, before the mask of a correction.
+        advantages: [S], with which the rollouts have been learned from.
 
     Returns:
         The records on the first rank, none on the others.
     """
-    prompts, rollouts, num_rollouts = collected.prompts, collected.rollouts, collected.num_rollouts
+    prompts, rollouts, num_rollouts = batch.prompts, batch.sampled, batch.num_rollouts
     tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
         *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
-        *(collected.rewards.flatten(), collected.known.flatten(), advantages.detach()),
+        *(batch.scores.flatten(), batch.known.flatten(), advantages.detach()),
     )
     prompts, per_prompt = Prompts(tokens, prompt_cu, ids, prompts.columns), min(count, num_rollouts)
     groups = first_groups(prompts, -(-count // per_prompt))
     sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
-    own = {s: parts for s in sequences.tolist() if (parts := collected.components[s])}
+    own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
     components = {s: parts for line in ranks.texts(json.dumps([*own.items()])) for s, parts in json.loads(line)}
     if not ranks.is_first:
         return []
@@ -43,7 +43,7 @@ def rollout_records(task: Task, collected: Collected, advantages: Tensor, count:
     values = rewards.masked_fill(~valid, torch.nan)[sequences]
     records = sample_records(task, samples, values, [components.get(s, {}) for s in sequences.tolist()])
     return [
-        {"step": collected.step, **record, "advantage": None if record["reward"] is None else finite(advantage)}
+        {"step": batch.step, **record, "advantage": None if record["reward"] is None else finite(advantage)}
         for record, advantage in zip(records, advantages[sequences].tolist(), strict=True)
     ][:count]
 

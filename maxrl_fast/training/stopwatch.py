@@ -41,6 +41,10 @@ class Stopwatch:
             self._now = (outer if is_inside else f"what follows {stage}", time.monotonic())
             self._inside, self._depth = before + lap.seconds, self._depth - 1
 
+    def total(self, *stages: str) -> float:
+        """Return the seconds of some stages together, so far."""
+        return sum(self.seconds.get(stage, 0.0) for stage in stages)
+
     def beat(self) -> None:
         """Note that the current stage has made progress."""
         self._now = (self._now[0], time.monotonic())

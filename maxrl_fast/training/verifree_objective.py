@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.ops import group_advantage
-from maxrl_fast.training.collect import Collected
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 
@@ -28,15 +28,10 @@ class VerifreeObjective:
     aggregation: str = "seq_mean_token_sum"
     owns_loss: bool = False
     _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [S]
-    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
 
     @property
     def needs(self) -> Needs:
         return Needs(answers=True, token_weights=True, logprob_passes=1)
-
-    @property
-    def token_weights(self) -> Tensor | None:
-        return self._token_weights
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -45,15 +40,15 @@ class VerifreeObjective:
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        rollouts, answer_lengths = collected.rollouts, collected.answer_lengths
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rollouts, answer_lengths = batch.rollouts, batch.answer_lengths
         assert answer_lengths is not None, "the collector scores by the policy"
-        rewards = collected.rewards.flatten()  # [S]
-        advantages = group_advantage(collected.rewards, "rloo").flatten()
+        rewards = batch.rewards.flatten()  # [S]
+        advantages = group_advantage(batch.rewards, "rloo").flatten()
         factors = torch.stack([advantages, rewards], 1).flatten()  # of z and of y*, in turn
         parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
-        self._token_weights = factors.repeat_interleave(parts, output_size=len(rollouts.tokens))
         self._values = ((parts > 0) & (factors != 0)).view(-1, 2).any(1).float()
+        return batch.weighted(factors.repeat_interleave(parts, output_size=len(rollouts.tokens)))
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values

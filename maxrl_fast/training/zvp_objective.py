@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import gather_sequences
-from maxrl_fast.training.collect import Collected, is_mixed
+from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.transfers import to_device
@@ -35,15 +35,10 @@ class ZvpObjective:
     aggregation: str = "token_mean"
     owns_loss: bool = False
     _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
-    _token_weights: Tensor | None = field(default=None, repr=False, compare=False)  # [T]
 
     @property
     def needs(self) -> Needs:
         return Needs(binary=True, token_weights=True, logprob_passes=1)  # at most: only groups with equal rewards
-
-    @property
-    def token_weights(self) -> Tensor | None:
-        return self._token_weights
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -52,24 +47,23 @@ class ZvpObjective:
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 
-    def begin(self, collected: Collected, learner: Learner) -> None:
-        rewards, valid = collected.rewards, collected.valid
+    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rewards, valid = batch.rewards, batch.valid
         values = group_advantage(rewards, "grpo", valid=valid, eps=self.eps, ddof=self.ddof)
-        known = collected.known
+        known = batch.known
         is_alike = known & ~is_mixed(rewards.masked_fill(~known, torch.nan))[:, None]
         self._values = torch.where(is_alike, 2 * rewards - 1, values)
-        self._token_weights = self._by_entropy(collected, learner, is_alike.flatten().nonzero()[:, 0])
+        chosen = is_alike.flatten().nonzero()[:, 0]
+        return batch.weighted(self._by_entropy(batch, learner, chosen)) if len(chosen) else batch
 
-    def _by_entropy(self, collected: Collected, learner: Learner, sequences: Tensor) -> Tensor | None:
-        """Return the factor of each token [T], 1 but in the chosen sequences; None where there are none."""
-        if not len(sequences):
-            return None
-        rollouts, chosen = collected.rollouts, sequences.cpu()
-        entropies = learner.entropies(learner.model, collected, chosen)  # [tokens of the sequences]
+    def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
+        """Return the factor of each token [T], 1 but in the chosen sequences."""
+        rollouts, chosen = batch.rollouts, sequences.cpu()
+        entropies = learner.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
         index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
         lengths = cu_seqlens.diff()
         largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)
-        is_correct = (collected.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
+        is_correct = (batch.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
         below = largest.repeat_interleave(lengths, output_size=len(index)) - entropies
         factors = self.alpha * torch.where(is_correct, entropies, below)
         return torch.ones(len(rollouts.tokens), device=entropies.device).index_copy(0, index, factors)

@@ -19,12 +19,13 @@ from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.correction import make_correction
+from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
@@ -45,7 +46,7 @@ KEEPING = 16  # of the rollouts that a step keeps
 WAITS = 3
 WAITS_OF_STEP = 2  # for the metrics of the step, and for those of the objective if it has any
 
-CORRECTION = make_correction("tis", 2.0, {})
+CORRECTION = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
 MAZE = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, 512)
 FAMILIES = {
     "qwen2": DecoderConfig(151936, 896, 4864, 2, 14, 2, 64, 4096),
@@ -288,11 +289,11 @@ def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu
         batch = collected(samples(gpu), rewards(gpu))
     counts = []
     for number in (0, 0, 8):  # the first step allocates gradients and moments
-        trainer = Trainer(
-            Collector(batch), OBJECTIVES["maxrl"], learning, engine, LearningRate(1e-3, 10, 0), keep_rollouts=number
-        )
+        trainer = Trainer(Collector(batch), OBJECTIVES["maxrl"], learning, engine, LearningRate(1e-3, 10, 0))
         with gpu.watch():
-            assert len(trainer.step(1, 0).rollouts) == number
+            done = trainer.step(1, 0)
+            if number:
+                assert len(rollout_records(Collector.task, done.batch, done.advantages, number, Ranks())) == number
         counts.append((len(gpu.waits), gpu.num_launches))
     assert counts[2][0] == counts[1][0] + 2, str(gpu)
     assert counts[2][1] <= counts[1][1] + KEEPING, f"{counts}: {gpu}"

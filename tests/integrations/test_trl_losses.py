@@ -95,23 +95,22 @@ def test_loss_and_gradient_are_trls(name, aggregation, level, options):
 def test_the_sequence_mask_is_trls_off_policy_mask():
     from trl import GRPOTrainer
 
-    from maxrl_fast.distributed.ranks import Ranks
-    from maxrl_fast.records import Rollouts, Samples, gather_sequences
-    from maxrl_fast.training.correction import SequenceMask
+    from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
+    from maxrl_fast.ops import Tokens
 
     logits, targets, engine = rollouts()
     logp = logits.detach().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
-    sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
-    own = SimpleNamespace(
-        model=None, ranks=Ranks(), logprobs=lambda _, __, chosen: logp[gather_sequences(cu_seqlens, chosen)[0]]
-    )
+    lengths, none = torch.tensor(LENGTHS), torch.zeros_like(logp)
     own_log_probs, theirs = (torch.zeros(MASK.shape, dtype=torch.float64).masked_scatter(MASK, x) for x in (logp, engine))
     kept = set()
     for delta in (-1.0, 0.0, 0.05, 0.2, 1.0):
         for advantages in (ADVANTAGES, -ADVANTAGES):
             mask = GRPOTrainer.get_off_policy_mask(advantages[:, None], own_log_probs, theirs, MASK.double(), delta)[:, 0]
-            assert torch.equal(SequenceMask(delta).mask(advantages, sampled, torch.arange(S), own), advantages * mask)
+            of_tokens = advantages.repeat_interleave(lengths)
+            tokens = Tokens(logp, none, engine, engine, of_tokens, none + 1, none == 0, cu_seqlens)
+            assert torch.equal(~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths))
+            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(1 - float(mask.mean()))
             kept.add(int(mask.sum()))
     assert len(kept) > 2
 

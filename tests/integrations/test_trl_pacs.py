@@ -5,10 +5,9 @@ import torch
 
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.collect import Collected
 from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.pacs_objective import PacsObjective
-from tests.batches import make_prompts
+from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job
 
 pytestmark = pytest.mark.integrations
@@ -43,26 +42,13 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     rows = sorted(rows)  # groups are adjacent: no two prompts are equal
     known = torch.tensor([rewards[tuple(ids)] for _, ids, _ in rows])
     samples = Samples(make_prompts([prompt for prompt, *_ in rows[::4]]), Rollouts.given([ids for _, ids, _ in rows]))
-    collected = Collected(
-        prompts=samples.prompts,
-        rollouts=samples.rollouts,
-        step=1,
-        rewards=known.nan_to_num().view(-1, 4),
-        valid=~known.isnan().view(-1, 4),
-        greedy_rewards=None,
-        sampled_rewards=known.view(-1, 4),
-        num_tokens=0,
-        rollout_seconds=0.0,
-        numbers={},
-        complaint="",
-        components=(),
-    )
+    batch = collected(samples, known.nan_to_num().view(-1, 4), ~known.isnan().view(-1, 4))
     objective = PacsObjective(updates_per_step=2, **options)
     settings = LossSettings(objective.loss, objective.aggregation)
     learner = Learner(model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32)
-    objective.begin(collected, learner)
+    objective.begin(batch, learner)
     model.load_state_dict(weights)
-    sequences = collected.with_reward
+    sequences = batch.scored_indices
     advantages = objective.advantages(sequences)
     learner.update(samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])

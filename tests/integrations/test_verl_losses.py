@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from tests.batches import collected
 
 pytestmark = pytest.mark.integrations
 
@@ -98,7 +99,7 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     from maxrl_fast.records import Rollouts, Samples
-    from maxrl_fast.training.correction import make_correction
+    from maxrl_fast.training.correction import correction_numbers, make_correction
 
     logits, targets, engine, _, mask = rollouts()
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -107,9 +108,11 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     expected, metrics = compute_rollout_correction_weights(log_ratio, mask.double(), level, threshold)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
-    correction = make_correction(name, high if low is None else None, {} if low is None else {"low": low, "high": high})
+    given = {} if low is None else {"low": low, "high": high}
+    correction = make_correction(name, correction_numbers(name, high if low is None else None, given))
     learner = SimpleNamespace(model=None, logprobs=lambda *_: logp)
-    weighted, own = correction.weigh(sampled, learner)
+    weighted = correction.apply(collected(sampled, torch.zeros(1, S)), learner)
+    own = weighted.metrics
     torch.testing.assert_close(weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9)
     assert len(expected[mask].unique()) > 2
     assert (expected[mask] == (high if low is None else 0)).any()

@@ -89,9 +89,9 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     assert step.num_tokens == sum(2 * (i + 1) for i in range(num_sampled))
     if num_batches > 1:
         num_mixed = sum(row == MIXED for row in table[:num_sampled])
-        assert step.numbers == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": num_mixed / num_sampled}
+        assert step.metrics == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": num_mixed / num_sampled}
     else:
-        assert step.numbers == {}
+        assert step.metrics == {}
 
 
 @pytest.mark.parametrize("group", [[0.0, 0.95], [1.0, 0.0], [0.35, 0.4]])

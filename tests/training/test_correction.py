@@ -15,7 +15,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.correction import CORRECTIONS, NO_CORRECTION, ImportanceWeights, SequenceMask, make_correction
+from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights, correction_numbers, make_correction
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import LossSettings
 from maxrl_fast.training.optimizer import LearningRate
@@ -59,13 +59,17 @@ def by_definition(name, off, lengths, low=0.0, high=CAP):
     return torch.tensor(weights, dtype=torch.float64)
 
 
+def made(name, cap, given):
+    return make_correction(name, correction_numbers(name, cap, given))
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
-    correction = make_correction(name, None if given else CAP, given)
-    weighted, metrics = correction.weigh(Samples(PROMPTS, rollouts), learner(model))
+    weighted = made(name, None if given else CAP, given).apply(collected(Samples(PROMPTS, rollouts), REWARDS), learner(model))
+    metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, **given)
     weights = weighted.rollouts.importance_weights
     torch.testing.assert_close(weights.double(), expected, rtol=2e-4, atol=1e-6)
@@ -84,17 +88,19 @@ def test_weights_follow_their_definitions(name):
 def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
     model = tiny_decoder()
     samples, learning = Samples(PROMPTS, sampled(model)), learner(model)
-    correction = make_correction(name, 2.0, {})
-    weights = correction.weigh(samples, learning)[0].rollouts.importance_weights
-    if weights is not None:
+    if name == "sequence_mask":
+        learning.settings = LossSettings("ppo", "token_mean", sequence_mask=correction_numbers(name, None, {})["delta"])
+        plan = learning.plan(learning.packer(samples, -torch.ones(12)), samples, samples.sequences)
+        assert plan.sequences.tolist() == list(range(12))
+    else:
+        weights = made(name, 2.0, {}).apply(collected(samples, REWARDS), learning).rollouts.importance_weights
         torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-4)
-    advantages = torch.linspace(-1, 1, 12)
-    assert torch.equal(correction.mask(advantages, samples, samples.sequences, learning), advantages)
 
 
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
-    metrics = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True).weigh(Samples(PROMPTS, rollouts), learner(model))[1]
+    correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
+    metrics = correction.apply(collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)).metrics
     assert (metrics["importance_weight"], metrics["importance_bounded"], metrics["importance_sample_size"]) == (0.0, 1.0, 0.0)
 
 
@@ -134,7 +140,7 @@ def test_the_gradient_of_a_step_has_the_weights(name):
     weights = by_definition(name, off, rollouts.lengths, **given).float()
     advantages = ops.grpo_advantage(REWARDS).flatten().repeat_interleave(rollouts.lengths)
     expected = torch.autograd.grad(-(weights * advantages * logprobs_of(model, rollouts)).mean(), [*model.parameters()])
-    metrics = step(model, rollouts, make_correction(name, None if given else CAP, given))
+    metrics = step(model, rollouts, made(name, None if given else CAP, given))
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["importance_weight"] == pytest.approx(float(weights.mean()), rel=1e-3)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -143,7 +149,7 @@ def test_the_gradient_of_a_step_has_the_weights(name):
 
 def test_without_a_correction_the_ratio_is_to_the_engine():
     rollouts, off = disturbed(model := tiny_decoder())
-    metrics = step(model, rollouts, NO_CORRECTION)
+    metrics = step(model, rollouts, None)
     assert metrics["ratio"] == pytest.approx(float(off.exp().mean()), rel=1e-3)
     assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
     assert not {"importance_weight", "frac_sequences_masked"} & metrics.keys()
@@ -170,14 +176,13 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     is_masked = masked_by_definition(model, rollouts, advantages, delta)
     assert 1 < int(is_masked.sum()) < int((advantages < 0).sum())
     assert (distances[advantages > 0] > delta).any()  # which its sign keeps
-    correction, samples = SequenceMask(delta), Samples(PROMPTS, rollouts)
-    kept = correction.mask(advantages, samples, samples.sequences, learner(model))
-    assert torch.equal(kept, advantages.masked_fill(is_masked, 0.0))
-    assert correction.end() == {"frac_sequences_masked": int(is_masked.sum()) / 12}
-    assert correction.end() == {"frac_sequences_masked": 0.0}
-    some = torch.tensor([2, 3, 4, 5])  # those of another update stay as they are
-    expected = torch.where(torch.isin(torch.arange(12), some) & is_masked, 0.0, advantages)
-    assert torch.equal(correction.mask(advantages, samples, some, learner(model)), expected)
+    samples = Samples(PROMPTS, rollouts)
+    learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
+    for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
+        plan = learning.plan(learning.packer(samples, advantages), samples, chosen)
+        assert plan.sequences.tolist() == [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
+        assert float(plan.own["frac_sequences_masked"]) == int(is_masked[chosen].sum()) / len(chosen)
+        assert plan.denominator == float(rollouts.lengths[chosen].sum())  # of all responses
 
 
 def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch):
@@ -189,21 +194,22 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
 
     def spied(self, samples, advantages, sequences, **options):
         assert options["draw"] == (1, len(taken))  # the step and the update, for losses that draw tokens
-        taken.append((copy.deepcopy(self.model), advantages.clone(), sequences))
+        plan = self.plan(self.packer(samples, advantages), samples, sequences)
+        taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
         return update(self, samples, advantages, sequences, **options)
 
     monkeypatch.setattr(type(learner(model)), "update", spied)
-    metrics = step(model, rollouts, SequenceMask(delta), updates=3, lr=0.05)
+    metrics = step(model, rollouts, None, updates=3, lr=0.05, sequence_mask=delta)
     masked = []
     for policy, kept, sequences in taken:
-        is_masked = masked_by_definition(policy, rollouts, advantages, delta)[sequences]
-        assert torch.equal(kept[sequences], advantages[sequences].masked_fill(is_masked, 0.0))
-        masked.append(int(is_masked.sum()))
+        is_masked = masked_by_definition(policy, rollouts, advantages, delta)
+        assert kept == [s for s in sequences.tolist() if advantages[s] != 0 and not is_masked[s]]
+        masked.append(int(is_masked[sequences].sum()))
     assert masked[0] == 0 < sum(masked) < sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
     assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)
 
 
-@pytest.mark.parametrize("correction", [NO_CORRECTION, make_correction("tis", 2.0, {}), make_correction("icepop", None, {})])
+@pytest.mark.parametrize("correction", [None, made("tis", 2.0, {}), made("icepop", None, {})])
 def test_under_top_p_every_ratio_is_1(correction):
     """With log-probs of the renormalised distribution they would be the kept mass, which top-p 0.6 makes much less than 1."""
     model = tiny_decoder()
@@ -239,13 +245,14 @@ def test_options_choose_the_correction():
     def chosen(flags):
         config = parse(flags.split())
         check(config)
-        return correction_of(config)
+        correction = make_correction(*correction_of(config))
+        return correction_of(config)[1].get("delta") if correction is None else correction
 
     tis = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
-    assert chosen("") is chosen("--top-p 0.9") is chosen("--rollout vllm --objective pacs") is NO_CORRECTION
-    assert chosen("--rollout vllm --correction none") is chosen("--rollout vllm --importance-cap 0") is NO_CORRECTION
+    assert chosen("") is chosen("--top-p 0.9") is chosen("--rollout vllm --objective pacs") is None
+    assert chosen("--rollout vllm --correction none") is chosen("--rollout vllm --importance-cap 0") is None
     assert chosen("--rollout vllm") == chosen("--importance-cap 2") == chosen("--correction tis") == tis
     assert chosen("--correction tis_sequence --importance-cap 3") == ImportanceWeights(0.0, 3.0, of_sequence=True, masks=False)
     assert chosen("--correction icepop") == ImportanceWeights(0.5, 5.0, of_sequence=False, masks=True)
     assert chosen("--correction mis --correction-options high=4") == ImportanceWeights(0.0, 4.0, of_sequence=True, masks=True)
-    assert chosen("--correction sequence_mask --correction-options delta=0.1") == SequenceMask(0.1)
+    assert chosen("--correction sequence_mask --correction-options delta=0.1") == 0.1

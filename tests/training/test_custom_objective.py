@@ -92,7 +92,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
     rewards, valid = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, True]])
     samples = collected(Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6)), rewards * valid, valid)
     objective.begin(samples, None)
-    assert objective.advantages(samples.with_reward).tolist() == [1, 1, 0, 1, 0, 1]
+    assert objective.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

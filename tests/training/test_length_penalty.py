@@ -10,6 +10,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.length_penalty import LengthPenalty
 from tests.batches import collected, make_prompts
 
@@ -39,11 +40,12 @@ def samples(*lengths):
 def test_only_the_rewards_of_the_objective_change():
     rewards, valid = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, True]])
     before = collected(samples(2, 8, 10, 9), rewards, valid)
-    after, metrics = LengthPenalty(10, 4).add(before)
-    assert after.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]  # where the reward is not known it stays 0
-    assert metrics == {"overlong_penalty": pytest.approx(-(0.5 + 1 + 0.75) / 4)}
-    assert after.sampled_rewards is before.sampled_rewards  # metrics and dynamic sampling
-    assert before.rewards is rewards
+    collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
+    batch = collector._shaped(before)
+    assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]  # where the reward is not known it stays 0
+    assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
+    assert torch.equal(batch.scores, rewards)  # kept rollouts
+    assert batch.sampled_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
 
 
 def test_options():

@@ -74,12 +74,12 @@ def test_groups_without_advantages_need_no_forward_pass(monkeypatch):
     for k, expected in ((1, [[0, 1, 2, 3, 8, 9, 10, 11]]), (2, [[0, 1, 2, 3]])):  # one wrong of four: any two solve it
         objective = OffPolicyObjective("maxpo_off_policy", {"k": k})
         objective.begin(samples, make_learner(model))
-        objective.advantages(samples.with_reward)
+        objective.advantages(samples.scored_indices)
         objective.end()
         assert seen == expected
         seen.clear()
     objective.begin(collected(samples, 0 * REWARDS), make_learner(model))
-    assert not objective.advantages(samples.with_reward).any()
+    assert not objective.advantages(samples.scored_indices).any()
     assert objective.end() == {}
     assert not seen
 
@@ -96,7 +96,7 @@ def test_rollouts_without_a_reward_are_left_out(name):
     options = {"order": N - 1} if name == "maxrl_off_policy" else {"k": 2}
     objective = OffPolicyObjective(name, options)
     objective.begin(samples, make_learner(model))
-    advantages = objective.advantages(samples.with_reward).view(3, N)
+    advantages = objective.advantages(samples.scored_indices).view(3, N)
     log_ratios = (sums(logprobs(model, rollouts).detach(), rollouts) - sums(rollouts.logprobs, rollouts)).view(3, N)
     assert log_ratios.abs().max() > 0.05
     for g in range(3):
@@ -116,9 +116,9 @@ def test_a_policy_that_is_not_finite_ends_the_update_with_its_name():
     objective.begin(samples, learner)
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
-    advantages = objective.advantages(samples.with_reward)
+    advantages = objective.advantages(samples.scored_indices)
     with pytest.raises(NonFiniteError, match=r"step 1: the weight model.norm.weight is not finite"):
-        learner.update(samples, advantages, samples.with_reward, when="step 1", lr=1e-3)
+        learner.update(samples, advantages, samples.scored_indices, when="step 1", lr=1e-3)
 
 
 def test_advantages_that_are_too_large_name_the_step():
@@ -130,7 +130,7 @@ def test_advantages_that_are_too_large_name_the_step():
     samples = collected(Samples(PROMPTS, far), 3e37 * REWARDS, step=4)
     objective.begin(samples, learner)
     with pytest.raises(InputError, match="step 4: the advantages of maxpo_off_policy must be finite"):
-        objective.advantages(samples.with_reward)
+        objective.advantages(samples.scored_indices)
 
 
 def test_the_options_choose_the_objective():

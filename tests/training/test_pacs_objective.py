@@ -106,7 +106,7 @@ def test_baselines_leave_out_rollouts_without_a_reward():
     pacs = make_pacs()
     samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
     pacs.begin(samples, make_learner(model))
-    advantages = pacs.advantages(samples.with_reward).view(3, N)
+    advantages = pacs.advantages(samples.scored_indices).view(3, N)
     pacs.end()
     for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
         outcome = labels[known]

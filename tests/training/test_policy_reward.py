@@ -150,7 +150,7 @@ def scored(model, task=None, cases=CASES, prompts=PROMPTS):
     prompts, rollouts = make_prompts(prompts), rollouts_of(cases)
     scores = reward_of(model, PROBABILITY, task).score(prompts, rollouts)
     samples = collected(Samples(prompts, rollouts), scores.rewards.view(len(prompts), -1))
-    return replace(samples, answered=scores.answered, answer_lengths=scores.answer_lengths).with_answers()
+    return replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
@@ -178,9 +178,8 @@ def test_an_update_has_the_gradient_of_verifree(loss):
             count += 1
     expected = torch.autograd.grad(total / count, [*model.parameters()])
     objective, trained = VerifreeObjective(), learner(model, LossSettings(loss=loss, aggregation="seq_mean_token_sum"))
-    objective.begin(samples, trained)
+    learned = objective.begin(samples, trained)
     assert objective.advantages(samples.sequences).tolist() == [1.0] * 10
-    learned = samples.weighted(objective.token_weights)
     trained.update(learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0)
     assert max(float(gradient.abs().max()) for gradient in expected) > 1e-4
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -225,11 +224,10 @@ def test_verifree_is_unbiased():
     task = MarkedTask([[2]] * len(pairs), marker, stop)
     scores = reward_of(model, PROBABILITY, task, limit=limit, budget=100_000).score(prompts, rollouts)
     samples = collected(Samples(prompts, rollouts), scores.rewards.view(-1, 2))
-    samples = replace(samples, answered=scores.answered, answer_lengths=scores.answer_lengths).with_answers()
-    objective = VerifreeObjective()
-    objective.begin(samples, None)
+    samples = replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
+    factors = VerifreeObjective().begin(samples, None).rollouts.importance_weights
     weight = torch.stack([probs[i] * probs[j] for i, j in pairs]).detach().repeat_interleave(2)
-    weighted = objective.token_weights * log_probs(prompts, samples.rollouts)
+    weighted = factors * log_probs(prompts, samples.rollouts)
     total = (weighted * weight.repeat_interleave(samples.rollouts.lengths)).sum() / 2
     actual = torch.autograd.grad(total, parameters)
     assert max(float(gradient.abs().max()) for gradient in expected) > 1e-2
@@ -244,19 +242,18 @@ def test_groups_with_equal_rewards_learn_the_answer_alone():
     rollouts = Rollouts.given([[4, 4, 4], [5, 2], [5, 5, 5], [5, 4, 2]])
     scores = reward_of(model, PROBABILITY, task, limit=3).score(prompts, rollouts)
     samples = collected(Samples(prompts, rollouts), scores.rewards.view(2, 2))
-    samples = replace(samples, answered=scores.answered, answer_lengths=scores.answer_lengths).with_answers()
+    samples = replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
     assert samples.rollouts.tokens.tolist() == task.actions.tolist() * 4
     assert float(task.score(prompts, samples.rollouts).min()) == 1
     objective = VerifreeObjective()
-    objective.begin(samples, None)
+    learned = objective.begin(samples, None)
     reward = own_logprobs(model, samples).view(4, 3).sum(1).exp()
     assert float(reward.min()) > 0
-    torch.testing.assert_close(objective.token_weights, reward.repeat_interleave(3))
+    torch.testing.assert_close(learned.rollouts.importance_weights, reward.repeat_interleave(3))
     # Without an answer and with equal rewards nothing is learned.
     nothing = MarkedTask([[1], [1]], marker=7, stop=2)
     samples = scored(model, nothing, [[([4, 2], [], False), ([5, 5], [], False)]] * 2, [[1], [1]])
-    objective.begin(samples, None)
-    assert objective.token_weights.tolist() == [0] * 8
+    assert objective.begin(samples, None).rollouts.importance_weights.tolist() == [0] * 8
     assert objective.advantages(samples.sequences).tolist() == [0] * 4
 
 

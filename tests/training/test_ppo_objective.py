@@ -169,10 +169,11 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
     whitened = (raw - raw[counts].mean()) / (raw[counts].var() + 1e-8).sqrt() * counts
 
     objective = PpoObjective(0.99, 0.9)
-    objective.begin(samples, one)
-    assert objective.token_weights.abs().max() > 1
-    torch.testing.assert_close(objective.token_weights.double(), whitened, rtol=1e-3, atol=1e-3)
-    advantages = objective.advantages(samples.with_reward)
+    learned = objective.begin(samples, one)
+    factors = learned.rollouts.importance_weights
+    assert factors.abs().max() > 1
+    torch.testing.assert_close(factors.double(), whitened, rtol=1e-3, atol=1e-3)
+    advantages = objective.advantages(samples.scored_indices)
     assert torch.equal(advantages, torch.ones(12))
 
     batch = one_batch(PROMPTS, rollouts)
@@ -188,8 +189,7 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
         denominator=float(counts.sum()),
     )
     gradients = torch.autograd.grad(expected, [*model.parameters()])
-    learned = samples.weighted(objective.token_weights)
-    one.update(learned, advantages, samples.with_reward, when="step 1", lr=0.0)
+    one.update(learned, advantages, samples.scored_indices, when="step 1", lr=0.0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7)
 

@@ -14,7 +14,8 @@ from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.training.learner import Learner, LossSettings, UpdatePlan
+from maxrl_fast.training.learner import Learner, UpdatePlan
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.packing import MicroBatch, Packer
 

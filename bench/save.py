@@ -31,7 +31,8 @@ from maxrl_fast.run.control import StopSignal
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import host_copy, learner_tensors
-from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.stopwatch import Stopwatch
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.training.learner import run_batch
 from maxrl_fast.training.packing import MicroBatch
+from maxrl_fast.training.passes import run_batch
 
 TINY = DecoderConfig(
     vocab_size=32,

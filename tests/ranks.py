@@ -13,7 +13,8 @@ from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings, UpdateMetrics, frozen_copy
+from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
@@ -61,7 +62,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
     correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
     weighted = correction.apply(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
-    kept = learner.plan(learner.packer(samples, advantages), samples, torch.arange(20)).sequences
+    kept = learner.plan(learner.passes.packer(samples, advantages), samples, torch.arange(20)).sequences
     learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
     rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise)
@@ -70,7 +71,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
     chosen = torch.tensor([1, 4, 5, 6, 16])
-    logprobs = learner.logprobs(model, samples, chosen)
+    logprobs = learner.passes.logprobs(model, samples, chosen)
     nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
     return {
         "metrics": flat(metrics),

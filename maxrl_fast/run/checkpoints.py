@@ -141,7 +141,7 @@ class Checkpoints:
             self._background.wait()
             self._begun = directory
             record = self._record(directory, progress, learner.model.config)
-            if learner.shares_weights:
+            if learner.passes.shares_weights:
                 with self._stored(f"the checkpoint {directory}"):
                     self._write_together(directory, record, learner)
                 self._finish(directory)

@@ -180,7 +180,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
         raise InputError(
             f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with another model or optimizer"
         )
-    if learner.shares_weights:
+    if learner.passes.shares_weights:
         _load_parts(folder, tensors, no_dist=False)
         _share_frozen(learner)
         _start_critic(learner, names)

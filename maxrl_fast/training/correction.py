@@ -98,7 +98,7 @@ class ImportanceWeights:
         weights that were capped or became 0) and `importance_sample_size` ((sum of weights)^2 / sum of squares, over the
         number of tokens; 0 where all weights are).
         """
-        logprobs, rollouts = learner.logprobs(learner.model, batch, batch.sequences), batch.rollouts
+        logprobs, rollouts = learner.passes.logprobs(learner.model, batch, batch.sequences), batch.rollouts
         log_ratios = logprobs - rollouts.logprobs
         ratios = self._ratios(log_ratios, rollouts.lengths)
         is_beyond = (ratios > self.high) | (ratios < self.low)

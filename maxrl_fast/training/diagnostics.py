@@ -32,7 +32,7 @@ def prompt_gradient_norms(
         draw: as in Learner.update.
     """
     # As in Learner.update: bitwise identical on all ranks, which must make the same passes.
-    packer = learner.packer(samples, learner.ranks.from_first(advantages.clone()))
+    packer = learner.passes.packer(samples, learner.ranks.from_first(advantages.clone()))
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():

@@ -10,8 +10,8 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.training.learner import run_batch
 from maxrl_fast.training.packing import Packer
+from maxrl_fast.training.passes import run_batch
 
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
 ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this

@@ -3,23 +3,18 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
-from maxrl_fast.algorithms.losses.registry import TokenLoss, call_rows, find_loss, learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
 from maxrl_fast.model.linear import own_part, whole
-from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
@@ -27,71 +22,12 @@ from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.records import Samples, gather_sequences
 from maxrl_fast.training.critic import Critic
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
-from maxrl_fast.training.sharding import gradients_stay, reshard
+from maxrl_fast.training.passes import Passes, run_batch
+from maxrl_fast.training.sharding import gradients_stay
 from maxrl_fast.transfers import to_device, to_host
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """The arguments of ops.policy_gradient_loss that stay the same over a run, and what they are combined with.
-
-    Args:
-        top_entropy: share of an update's tokens, those with the highest entropies, that have a policy gradient; 1: all.
-        siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: all have.
-        seed: of the losses that draw tokens.
-    """
-
-    loss: str | Callable[..., Tensor]
-    aggregation: str
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl: str = "k3"
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    temperature: float = 1.0
-    max_new_tokens: int = 1  # the constant of seq_sum_constant
-    loss_options: Mapping[str, float] = field(default_factory=dict)
-    top_entropy: float = 1.0
-    siren: float = 0.0
-    sequence_mask: float | None = None
-    seed: int = 0
-
-    def denominator(self, lengths: Tensor) -> float:
-        """Return what the summed loss of responses of these lengths [S] is divided by, however they are split into
-        micro-batches."""
-        if self.aggregation == "token_mean":
-            return float(lengths.sum())
-        return float(len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1))
-
-    @cached_property
-    def row(self) -> TokenLoss:
-        return find_loss(self.loss)
-
-    @cached_property
-    def options(self) -> dict[str, float]:
-        """Return the loss's own numbers by name."""
-        return self.row.resolve(self.loss_options)
-
-    @property
-    def over_batch(self) -> bool:
-        """Return whether the loss of a token depends on other responses of the update."""
-        return self.row.over_batch or self.top_entropy < 1 or self.siren != 0 or self.sequence_mask is not None
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Return the arguments of ops.policy_gradient_loss for every micro-batch."""
-        names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high", "kl", "kl_coef", "entropy_coef")
-        return {name: getattr(self, name) for name in names}
-
-    def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient at all, given their advantages [S], where the loss is not over_batch."""
-        if self.kl_coef or self.entropy_coef or learns_without_advantage(self.row, tuple(self.options.items())):
-            return torch.ones_like(advantages, dtype=torch.bool)
-        return advantages != 0
-
 
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
@@ -130,18 +66,6 @@ class UpdatePlan:
     own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, []
 
 
-TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # of hidden [T, H]: [T, n]
-
-
-def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
-    """Return the hidden states [T, H] that predict the batch's targets, in `dtype`."""
-
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        return formed_attention(q, k, v, batch.layout, form)
-
-    return choose_rows(module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows)
-
-
 @dataclass
 class Learner:
     """A policy, its optimizer and its loss.
@@ -171,9 +95,15 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
-        # Whether each rank holds only its part of every weight (FSDP2).
-        self.shares_weights = own_part(self.model.lm_head.weight) is not self.model.lm_head.weight
-        self._merge_cost = merge_cost(self.model.config, own_part(self.model.lm_head.weight).device)
+        weight = self.model.lm_head.weight
+        self.passes = Passes(
+            self.ranks,
+            self.token_budget,
+            self.dtype,
+            self.settings.temperature,
+            merge_cost(self.model.config, own_part(weight).device),
+            shares_weights=own_part(weight) is not weight,
+        )
 
     def update(
         self,
@@ -205,15 +135,15 @@ class Learner:
             # Zeros, not None: where no sample has a gradient, the optimizer still takes a step with a zero gradient.
             parameter.grad = torch.zeros_like(parameter)
         # Bitwise identical on all ranks, which must agree on the samples that have a gradient.
-        packer = self.packer(samples, self.ranks.from_first(advantages.clone()))
+        packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
         plan = self.plan(packer, samples, sequences, draw)
         # In float64, so that sums of integers stay exact: tokens computed, loss, then sums over the trained tokens.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
-        for batch, is_own, is_last in self.passes(packer, plan.sequences):
+        for batch, is_padding, is_last in self.passes.micro_batches(packer, plan.sequences):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
                 part, metrics = self.loss(batch, plan)
-                (part if is_own else 0 * part).backward()  # a dummy pass keeps collectives in step, with zero gradient
-            if is_own:
+                (0 * part if is_padding else part).backward()
+            if not is_padding:
                 num_read = metrics["tokens"] - metrics["dropped_tokens"]
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
                 computed = num_read.new_full((), len(batch.tokens))
@@ -234,7 +164,7 @@ class Learner:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
-        if self.shares_weights:
+        if self.passes.shares_weights:
             variance = float(self.ranks.sum(torch.full((), variance, dtype=torch.float64, device=advantages.device)))
         return UpdateMetrics(
             loss=loss,
@@ -272,10 +202,10 @@ class Learner:
         # The tokens of the update: T' at `index` among the T of the rollouts.
         index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
         index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
-        values = self.of_tokens(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
+        values = self.passes.compute(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
         per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))
         importance = rollouts.importance_weights
-        keywords = settings.keywords
+        keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
             torch.float32,
             device,
@@ -288,7 +218,7 @@ class Learner:
             importance_weights=None,
             importance_weights_per_token=None,
             old_logprobs=rollouts.logprobs[index],
-            ref_logprobs=self.logprobs(self.reference, samples, sequences) if settings.kl_coef and self.reference else None,
+            ref_logprobs=None if reference is None else self.passes.logprobs(reference, samples, sequences),
             dual_clip=None,
             temperature=1.0,
             mask=None,
@@ -316,7 +246,7 @@ class Learner:
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Return the log-prob, the entropy and the R numbers of each token's row that the loss reads, [T, 2 + R]."""
-        values = self._logprobs_and_entropies(model, batch, hidden)
+        values = self.passes.logprobs_and_entropies(model, batch, hidden)
         if self.settings.row.rows is None and not self.settings.siren:
             return values
         scaling = model.scaling(self.settings.temperature)
@@ -332,23 +262,6 @@ class Learner:
             parts.append(nucleus_entropy(log_p)[:, None])
         return torch.cat(parts, 1)
 
-    def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
-        """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
-        none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
-        return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self._merge_cost)
-
-    def passes(self, packer: Packer, sequences: Tensor) -> Iterator[tuple[MicroBatch, bool, bool]]:
-        """Give this rank's micro-batches of the chosen sequences: (batch, whether it is its own, whether it is the last).
-
-        All ranks make the same number of passes, since they exchange gradients, and sharded weights, in them; a rank with
-        less to do repeats the shortest response.
-        """
-        parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
-        own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
-        for i in range(num_passes):
-            is_own = i < len(own)
-            yield packer.pack(own[i] if is_own else packer.shortest(sequences)), is_own, i == num_passes - 1
-
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, times the number of ranks, since gradients become means over them, and
         its metrics, which are means over its tokens."""
@@ -357,7 +270,7 @@ class Learner:
             advantages = batch.by_token(advantages) * batch.importance_weights
         if self.settings.kl_coef and plan.gradients is None:
             assert self.reference is not None
-            ref_logprobs = self._compute(self._logprobs_and_entropies, self.reference, batch)[:, 0]
+            ref_logprobs = self.passes.of_batch(self.passes.logprobs_and_entropies, self.reference, batch)[:, 0]
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
             loss = self._injected(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
@@ -389,40 +302,6 @@ class Learner:
             rows = linear_rows(hidden[index], weight, targets[index], self._rows, **scaling)
             loss = loss + (gradients[index, 2:] * rows).sum()
         return loss
-
-    def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model` at the loss's
-        temperature."""
-        return self.of_tokens(self._logprobs_and_entropies, model, samples, sequences)[:, 0]
-
-    def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
-        return self.of_tokens(self._logprobs_and_entropies, model, samples, sequences)[:, 1]
-
-    def _logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        scaling = model.scaling(self.settings.temperature)
-        values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
-        return torch.stack([value.float() for value in values], 1)
-
-    @torch.no_grad()
-    def _compute(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        result = values(model, batch, run_batch(model, batch, self.dtype))
-        reshard(model)
-        return result
-
-    def of_tokens(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return numbers [T, n] float32 of the tokens of the chosen samples, ascending, packed; all ranks must call this."""
-        packer, sequences, device = self.packer(samples), sequences.cpu(), samples.rollouts.tokens.device
-        results = torch.zeros(0, device=device)
-        for batch, is_own, _ in self.passes(packer, sequences):
-            if is_own or self.shares_weights or not results.numel():
-                computed = self._compute(values, model, batch)
-                if not results.numel():
-                    results = torch.zeros(len(samples.rollouts.tokens), computed.shape[1], device=device)
-            if is_own:
-                results[batch.target_index] = computed
-        results = self.ranks.sum(results)
-        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]
 
     def copy_policy(self) -> None:
         """Copy the policy as it is now into the reference policy and the critic, where there are any."""

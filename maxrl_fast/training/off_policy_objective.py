@@ -67,7 +67,7 @@ class OffPolicyObjective(GroupObjective):
         if not len(sequences):
             return step.values
         groups = (sequences // batch.num_rollouts).unique()
-        logprobs = step.learner.logprobs(step.learner.model, batch, sequences)
+        logprobs = step.learner.passes.logprobs(step.learner.model, batch, sequences)
         index, cu_seqlens, chosen, groups = to_device(
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )

@@ -107,7 +107,18 @@ class Packer:
         return torch.cat([self.prompts.tokens, self.rollouts.tokens])
 
     def pack(self, sequences: Tensor) -> MicroBatch:
-        """Return the micro-batch of the chosen rollouts, `sequences` [S] in ascending order, on the host."""
+        """Return the micro-batch of the chosen rollouts, `sequences` [S] in ascending order, on the host.
+
+        Prompts abc and de; the responses uvw and x to the first, yz to the second, which it does not share with others:
+
+            index         0  1  2 | 3  4  5 | 6  7
+            tokens        a  b  c | d  e  y | u  v     w, x and z predict nothing
+            positions     0  1  2 | 0  1  2 | 3  4     v attends to a, b, c and u
+            targets       u  v  w  x  y  z             packed by response, cu_seqlens 0 3 4 6
+            read at       2  6  7  2  4  5             the index that predicts each target
+            rows          2  4  5  6  7                those positions, each once
+            target_rows   0  3  4  0  1  2             rows[target_rows] is "read at"
+        """
         prompt_cu, response_cu = self._cu_seqlens
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
         prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]

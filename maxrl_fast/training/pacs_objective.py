@@ -69,7 +69,7 @@ class PacsObjective:
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         reference = learner.reference if self.has_actor else learner.model if self.updates_per_step > 1 else None
         # Computed by the learner, not taken from the rollout engine: rounding differences would add up over a response.
-        ref_logprobs = None if reference is None else learner.logprobs(reference, batch, batch.sequences)
+        ref_logprobs = None if reference is None else learner.passes.logprobs(reference, batch, batch.sequences)
         cu_seqlens = torch.zeros(0) if ref_logprobs is None else batch.rollouts.cu_seqlens.cpu()
         self._step = _Step(batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten()))
         return batch
@@ -84,7 +84,7 @@ class PacsObjective:
             proxies = torch.zeros(len(sequences), device=device)
         else:
             index, cu_seqlens = to_device(device, *gather_sequences(step.cu_seqlens, sequences))
-            logprobs = step.learner.logprobs(step.learner.model, step.batch, sequences)
+            logprobs = step.learner.passes.logprobs(step.learner.model, step.batch, sequences)
             proxies = log_ratio_reward(logprobs, step.ref_logprobs[index], cu_seqlens, self.beta)
         proxies.requires_grad_()
         loss, metrics = pacs_loss(

@@ -128,7 +128,7 @@ class PolicyReward:
         sequences = Rollouts.given([a.tokens for a in answered]).to(device)
         (lengths,) = to_device(device, torch.tensor([a.num_answer for a in answered]))
         samples = Samples(prompts, sequences)
-        logprobs = self.learner.logprobs(self.learner.model, samples, samples.sequences)
+        logprobs = self.learner.passes.logprobs(self.learner.model, samples, samples.sequences)
         return logprobs[_answer_positions(sequences, lengths)], lengths, sequences
 
 

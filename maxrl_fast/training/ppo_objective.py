@@ -15,10 +15,11 @@ from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
-from maxrl_fast.training.learner import Learner, run_batch
+from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
+from maxrl_fast.training.passes import run_batch
 from maxrl_fast.training.sharding import gradients_stay
 from maxrl_fast.transfers import to_host
 
@@ -110,7 +111,7 @@ def state_values(learner: Learner, samples: Samples) -> Tensor:
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return values_of(hidden, model.output_matrix)[:, None]
 
-    return learner.of_tokens(compute, learner.critic.model, samples, samples.sequences)[:, 0]
+    return learner.passes.compute(compute, learner.critic.model, samples, samples.sequences)[:, 0]
 
 
 def update_critic(
@@ -132,20 +133,20 @@ def update_critic(
     """
     critic = learner.critic
     assert critic is not None
-    packer, size = learner.packer(samples), learner.ranks.size
+    packer, size = learner.passes.packer(samples), learner.ranks.size
     sequences = sequences[packer.lengths[sequences] > 0]
     num_tokens = int(packer.lengths[sequences].sum())
     if not num_tokens:
         return 0.0, 0.0
     zero_gradients(critic.model)
     total = torch.zeros((), dtype=torch.float64, device=returns.device)
-    for batch, is_own, is_last in learner.passes(packer, sequences):
+    for batch, is_padding, is_last in learner.passes.micro_batches(packer, sequences):
         with contextlib.nullcontext() if is_last else gradients_stay(critic.module):
             values = values_of(run_batch(critic.module, batch, learner.dtype), critic.model.output_matrix)
             of_tokens = value_loss(values, old_values[batch.target_index], returns[batch.target_index], critic.value_clip)
             part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-            (part if is_own else 0 * part).backward()  # a pass that only keeps step with the others adds nothing
-        if is_own:
+            (0 * part if is_padding else part).backward()
+        if not is_padding:
             total += part.detach() / size
     before_clipping = whole(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
     loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))

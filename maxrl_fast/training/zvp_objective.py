@@ -59,7 +59,7 @@ class ZvpObjective:
     def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
         """Return the factor of each token [T], 1 but in the chosen sequences."""
         rollouts, chosen = batch.rollouts, sequences.cpu()
-        entropies = learner.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
+        entropies = learner.passes.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
         index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
         lengths = cu_seqlens.diff()
         largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)

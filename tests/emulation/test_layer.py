@@ -16,7 +16,7 @@ from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.ops import _gate
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.training.learner import run_batch
+from maxrl_fast.training.passes import run_batch
 from maxrl_fast.training.sharding import shard
 from tests.batches import make_prompts, one_batch
 from tests.emulation.test_kernels import CPU, emulated_gpu

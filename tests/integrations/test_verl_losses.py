@@ -110,7 +110,7 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
     given = {} if low is None else {"low": low, "high": high}
     correction = make_correction(name, correction_numbers(name, high if low is None else None, given))
-    learner = SimpleNamespace(model=None, logprobs=lambda *_: logp)
+    learner = SimpleNamespace(model=None, passes=SimpleNamespace(logprobs=lambda *_: logp))
     weighted = correction.apply(collected(sampled, torch.zeros(1, S)), learner)
     own = weighted.metrics
     torch.testing.assert_close(weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9)

@@ -11,7 +11,7 @@ from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
-from maxrl_fast.training.learner import run_batch
+from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.model.test_huggingface import tiny_policy

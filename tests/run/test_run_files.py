@@ -18,7 +18,8 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings, UpdatePlan
+from maxrl_fast.training.learner import Learner, UpdatePlan
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
@@ -158,7 +159,7 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
         own = advantages.clone()
         own[: 4 * g], own[4 * (g + 1) :] = 0, 0
         model.zero_grad()
-        packer = learner.packer(samples, own)
+        packer = learner.passes.packer(samples, own)
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
             learner.loss(batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths)))[0].backward()

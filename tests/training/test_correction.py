@@ -17,7 +17,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights, correction_numbers, make_correction
 from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
@@ -90,7 +90,7 @@ def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
     samples, learning = Samples(PROMPTS, sampled(model)), learner(model)
     if name == "sequence_mask":
         learning.settings = LossSettings("ppo", "token_mean", sequence_mask=correction_numbers(name, None, {})["delta"])
-        plan = learning.plan(learning.packer(samples, -torch.ones(12)), samples, samples.sequences)
+        plan = learning.plan(learning.passes.packer(samples, -torch.ones(12)), samples, samples.sequences)
         assert plan.sequences.tolist() == list(range(12))
     else:
         weights = made(name, 2.0, {}).apply(collected(samples, REWARDS), learning).rollouts.importance_weights
@@ -179,7 +179,7 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(learning.packer(samples, advantages), samples, chosen)
+        plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
         assert plan.sequences.tolist() == [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert float(plan.own["frac_sequences_masked"]) == int(is_masked[chosen].sum()) / len(chosen)
         assert plan.denominator == float(rollouts.lengths[chosen].sum())  # of all responses

@@ -10,7 +10,8 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder

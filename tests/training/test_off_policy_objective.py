@@ -12,9 +12,9 @@ from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective
+from maxrl_fast.training.passes import Passes
 from tests.batches import collected
 from tests.models import tiny_decoder
 from tests.ops.definitions import OFF_POLICY
@@ -61,13 +61,13 @@ def test_each_update_has_the_gradient_of_the_definition(name):
 
 
 def test_groups_without_advantages_need_no_forward_pass(monkeypatch):
-    seen, plain = [], Learner.logprobs
+    seen, plain = [], Passes.logprobs
 
     def spy(self, model, samples, sequences):
         seen.append(sequences.tolist())
         return plain(self, model, samples, sequences)
 
-    monkeypatch.setattr(Learner, "logprobs", spy)
+    monkeypatch.setattr(Passes, "logprobs", spy)
     model = tiny_decoder()
     rewards = torch.tensor([[1.0, 0, 0.5, 0.5], [0, 0, 0, 0], [0, 1, 1, 1]])
     samples = collected(Samples(PROMPTS, sampled(model)), rewards)

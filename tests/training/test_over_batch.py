@@ -11,7 +11,8 @@ from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, LossSettings, _seed
+from maxrl_fast.training.learner import Learner, _seed
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.metrics import step_metrics
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -190,7 +191,7 @@ def test_a_draw_depends_on_seed_step_and_update_alone():
         for budget in (1, 10_000):
             torch.manual_seed(budget)  # the global generator plays no part
             trained = learner(tiny_decoder(), settings, budget)
-            packer = trained.packer(samples, ADVANTAGES)
+            packer = trained.passes.packer(samples, ADVANTAGES)
             drawn = trained.plan(packer, samples, torch.arange(12), (step, number)).gradients[:, 0] == 0
             assert torch.equal(draws.setdefault((seed, step, number), drawn), drawn)
     assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == len(draws)

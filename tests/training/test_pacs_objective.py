@@ -9,8 +9,10 @@ from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.learner import Learner, LossSettings
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.passes import Passes
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
@@ -85,7 +87,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
 def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     model = tiny_decoder()
     rollouts = sampled(model)
-    monkeypatch.setattr(Learner, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
+    monkeypatch.setattr(Passes, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
     pacs = make_pacs()
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
     pacs.begin(samples, make_learner(model))
@@ -150,4 +152,6 @@ def test_logprobs_of_chosen_rollouts_equal_the_full_pass():
     expected = logprobs(model, rollouts)
     starts = rollouts.cu_seqlens.tolist()
     expected = torch.cat([expected[starts[s] : starts[s + 1]] for s in chosen.tolist()])
-    torch.testing.assert_close(learner.logprobs(model, Samples(PROMPTS, rollouts), chosen), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        learner.passes.logprobs(model, Samples(PROMPTS, rollouts), chosen), expected, rtol=1e-4, atol=1e-5
+    )

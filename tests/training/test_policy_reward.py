@@ -17,7 +17,7 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.maze import DONE, MazeTask
-from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
 from maxrl_fast.training.verifree_objective import VerifreeObjective
@@ -189,7 +189,7 @@ def test_an_update_has_the_gradient_of_verifree(loss):
 
 def own_logprobs(model, samples):
     trained = learner(model, LossSettings(loss="reinforce", aggregation="seq_mean_token_sum"))
-    return trained.logprobs(model, samples, samples.sequences)
+    return trained.passes.logprobs(model, samples, samples.sequences)
 
 
 def test_verifree_is_unbiased():

@@ -20,7 +20,7 @@ from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
-from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.ppo_objective import PpoObjective, state_values, update_critic

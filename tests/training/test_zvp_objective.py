@@ -8,7 +8,7 @@ from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.zvp_objective import ZvpObjective
 from tests.batches import collected, one_batch

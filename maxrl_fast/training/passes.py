@@ -1,0 +1,108 @@
+"""The passes over samples that all ranks make together, and numbers of each token under a model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
+from maxrl_fast.model.packed_kernels import choose_rows
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.ops import linear_token_logprobs
+from maxrl_fast.records import Samples
+from maxrl_fast.training.packing import MicroBatch, Packer
+from maxrl_fast.training.sharding import reshard
+
+TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # of hidden [T, H]: [T, n]
+
+
+def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+    """Return the hidden states [T, H] that predict the batch's targets, in `dtype`."""
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        return formed_attention(q, k, v, batch.layout, form)
+
+    return choose_rows(module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows)
+
+
+class Pass(NamedTuple):
+    """A pass of this rank."""
+
+    batch: MicroBatch
+    is_padding: bool  # a dummy pass: keeps collectives in step, with zero gradient
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Cuts samples into micro-batches for all ranks, and computes numbers of each token under a model.
+
+    Args:
+        token_budget: largest number of tokens in one pass.
+        dtype: of the computation.
+        temperature: of the log-probs.
+        merge_cost: from packing.merge_cost.
+        shares_weights: whether each rank holds only its part of every weight (FSDP2).
+    """
+
+    ranks: Ranks
+    token_budget: int
+    dtype: torch.dtype
+    temperature: float
+    merge_cost: float
+    shares_weights: bool
+
+    def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
+        """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
+        none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
+        return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self.merge_cost)
+
+    def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
+        """Give this rank's passes over the chosen sequences.
+
+        All ranks make the same number of passes, since they exchange gradients, and sharded weights, in them; a rank with
+        less to do repeats the shortest response.
+        """
+        parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
+        own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
+        for i in range(num_passes):
+            is_padding = i >= len(own)
+            yield Pass(packer.pack(packer.shortest(sequences) if is_padding else own[i]), is_padding, i == num_passes - 1)
+
+    def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model`."""
+        return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
+
+    def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
+        return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
+
+    def logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Return both of a micro-batch's tokens, [T, 2] float32, from the hidden states that predict them."""
+        scaling = model.scaling(self.temperature)
+        values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
+        return torch.stack([value.float() for value in values], 1)
+
+    @torch.no_grad()
+    def of_batch(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
+        """Return numbers [T, n] of a micro-batch's tokens."""
+        result = values(model, batch, run_batch(model, batch, self.dtype))
+        reshard(model)
+        return result
+
+    def compute(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+        """Return numbers [T, n] float32 of the tokens of the chosen samples, ascending, packed; all ranks must call this."""
+        packer, sequences, device = self.packer(samples), sequences.cpu(), samples.rollouts.tokens.device
+        results = torch.zeros(0, device=device)
+        for batch, is_padding, _ in self.micro_batches(packer, sequences):
+            if not is_padding or self.shares_weights or not results.numel():
+                computed = self.of_batch(values, model, batch)
+                if not results.numel():
+                    results = torch.zeros(len(samples.rollouts.tokens), computed.shape[1], device=device)
+            if not is_padding:
+                results[batch.target_index] = computed
+        results = self.ranks.sum(results)
+        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]

@@ -35,13 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
     129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     protect_output()
-    ranks = Ranks.of_environment()
-    code = run_command(sys.argv[1:] if arguments is None else arguments, ranks)
-    return code if ranks.size == 1 else leave(code)
-
-
-def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
-    """Parse, build and run. Return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     if FLAG in arguments:
         screen.say(version_text())
@@ -61,22 +56,23 @@ def run_command(arguments: Sequence[str], ranks: Ranks) -> int:
             ending, _ = Job(resolve(config, task, ranks, warn=screen.warn), task, ranks, screen, device, watch).run()
         if ending.error:
             screen.complain(str(ending.error))
-        return ending.code
+        code = ending.code
     except KeyboardInterrupt:
-        return 130
+        code = 130
     except (StorageError, ServerError) as error:
         Screen().complain(str(error))
-        return 1
+        code = 1
     except torch.OutOfMemoryError as error:
         needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
         Screen().complain(f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last checkpoint")
-        return 1
+        code = 1
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
         time.sleep(0 if ranks.is_first else LATECOMER)
         sentence = f"{error}{places(str(error), arguments)}"
         Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
-        return 2
+        code = 2
+    return code if ranks.size == 1 else leave(code)
 
 
 def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], None]) -> str:

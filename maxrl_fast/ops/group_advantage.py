@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
-from maxrl_fast.ops.groups import Rows, check_numbers
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
 _LARGEST = 1e150  # of the numbers that functions take: squares and differences in float64 stay finite
 # What tensors must be that have the shape of the rewards, and greedy_correct, which may have one value per group.
@@ -144,8 +144,8 @@ def group_advantage(
         if can_look_at(viewed) and (offsets is not None or valid is not None):
             call = _gate.Call(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
-        rows = Rows.of(viewed, offsets, places, valid, width)
-        advantages = _by_function(row, rows, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
+        padded = PaddedGroups.of(viewed, offsets, places, valid, width)
+        advantages = _by_function(row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
     if scale_by_k:
         advantages = advantages * size
     if advantages.dtype != dtype:
@@ -197,7 +197,7 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
 @torch.no_grad()
 def _by_function(
     row: Estimator,
-    rows: Rows,
+    padded: PaddedGroups,
     shape: torch.Size,
     given: dict[str, Any],
     dtype: torch.dtype,
@@ -205,27 +205,27 @@ def _by_function(
     options: dict[str, float],
 ) -> Tensor:
     """Return the advantages, like the viewed rewards, from the estimator's function."""
-    if not row.takes_valid and rows.index is not None and not bool(rows.exists.all()):
-        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {rows.present.sum(1)[:8].tolist()}")
+    if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
+        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}")
     values = {}
     for name, x in given.items():
         if isinstance(x, Tensor):
             x = x.double() if name == "rewards" or x.is_floating_point() else x if x.dtype == torch.bool else x.long()
-            if name.startswith("greedy") and x.numel() == rows.num_groups:  # one for each group
-                x = x.reshape(-1, 1)[: len(rows.exists)]
+            if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
+                x = x.reshape(-1, 1)[: len(padded.exists)]
             elif name.startswith("greedy") and x.shape != shape:
                 raise ValueError(
                     f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(x.shape)}"
                 )
             else:
-                if x.shape != rows.shape:
-                    x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *rows.shape)
-                x = x if rows.index is None else x[..., rows.index]
-            x = x.masked_fill(~rows.exists, 0)
+                if x.shape != padded.shape:
+                    x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *padded.shape)
+                x = x if padded.index is None else x[..., padded.index]
+            x = x.masked_fill(~padded.exists, 0)
         values[name] = x
-    unusable = check_numbers(row, values, rows, _LARGEST)
+    unusable = check_numbers(row, values, padded, _LARGEST)
     rewards = values.pop("rewards")
-    group = Group(rewards if unusable is None else rewards.masked_fill(unusable, 0.0), rows.exists, dtype)
+    group = Group(rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype)
     if row.size is not None and size:
         values[row.size.name] = size
     advantages = row.compute(group, **values, **options)
@@ -241,12 +241,12 @@ def _by_function(
         advantages = advantages.masked_fill(group.n < size + row.size.below_n, 0.0)
     if unusable is not None:
         advantages = advantages.masked_fill(unusable, torch.nan)
-    advantages = torch.where(rows.exists, advantages, 0.0)
-    if rows.index is None:
+    advantages = torch.where(padded.exists, advantages, 0.0)
+    if padded.index is None:
         return advantages
-    total = rows.shape[0]
+    total = padded.shape[0]
     flat = advantages.new_full((total + 1,), torch.nan)  # NaN stays where a group is too long; absent ones go to the end
-    return flat.scatter(0, torch.where(rows.present, rows.index, total).flatten(), advantages.flatten())[:-1]
+    return flat.scatter(0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten())[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:

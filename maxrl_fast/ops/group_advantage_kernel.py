@@ -13,7 +13,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, operator, register_fake
-from maxrl_fast.ops.groups import Rows, check_numbers
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
 DTYPES = {getattr(torch, name): name for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")}
 _LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
@@ -69,9 +69,9 @@ def group_advantage(
         advantages=call.keep(advantages),
     )
     if unusable is not None and unusable >= 0:
-        rows = Rows.of(rewards, offsets, order, valid, 0)
-        values = (rewards if rows.index is None else rewards[rows.index]).double()
-        check_numbers(row, {"rewards": values}, rows, torch.finfo(torch.float64).max)
+        padded = PaddedGroups.of(rewards, offsets, order, valid, 0)
+        values = (rewards if padded.index is None else rewards[padded.index]).double()
+        check_numbers(row, {"rewards": values}, padded, torch.finfo(torch.float64).max)
     return advantages
 
 

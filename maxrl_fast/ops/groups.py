@@ -1,4 +1,4 @@
-"""Groups of rollouts as rows of one width, and the refusal of numbers that an estimator cannot take."""
+"""Groups of rollouts padded to one width, and the refusal of numbers that an estimator cannot take."""
 
 import math
 from collections.abc import Mapping
@@ -13,23 +13,25 @@ from maxrl_fast.algorithms.estimators import Estimator
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The groups as rows of one width W."""
+class PaddedGroups:
+    """Groups padded to one width W."""
 
     shape: tuple[int, ...]  # of the rewards: (G, W), or (S,) with offsets
-    num_groups: int | None  # with the empty ones, which may have no row; None: the rollouts of groups are not adjacent
+    num_groups: int | None  # with empty ones at the end, which may be cut; None: the rollouts of groups are not adjacent
     index: Tensor | None  # [G, W], of each rollout in the flat rewards; None where the rewards are [G, W]
     present: Tensor  # [G, W] bool, whether there is a rollout
     exists: Tensor  # [G, W] bool, whether there is a valid one
     too_long: Tensor | None  # [G, 1] bool, whether the group has rollouts that W leaves out
 
     @classmethod
-    def of(cls, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None, width: int) -> "Rows":
-        """Return the rows of the layout that the operator takes.
+    def of(
+        cls, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None, width: int
+    ) -> "PaddedGroups":
+        """Pad the layout that the operator takes.
 
         Args:
             width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
-                groups at the end have no row. Where tensors have no values, 0 is the number of rollouts.
+                groups at the end are cut. Where tensors have no values, 0 is the number of rollouts.
         """
         if offsets is None:
             exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid
@@ -51,10 +53,10 @@ class Rows:
         return cls((total,), num_groups if order is None else None, index, present, exists, too_long)
 
 
-def check_numbers(row: Estimator, values: Mapping[str, Any], rows: Rows, largest: float) -> Tensor | None:
+def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroups, largest: float) -> Tensor | None:
     """Raise ValueError for the first number [..., G, W] that the estimator cannot take. Where the check would wait, return
     which groups must become NaN, [G, 1] bool, or [1, 1] where the batch scales all groups."""
-    unusable = rows.too_long
+    unusable = padded.too_long
     for name, x in values.items():
         if not isinstance(x, Tensor) or x.dtype == torch.bool:
             continue
@@ -68,7 +70,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], rows: Rows, largest
             wanted, wrong = "finite", (x != 0) & (x != 1)
         else:
             wanted, wrong = "finite", ~(x.abs() <= largest)
-        wrong = wrong & rows.exists
+        wrong = wrong & padded.exists
         if not can_look_at(wrong):
             groups = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
             groups = groups.any(0, keepdim=True) if row.over_batch else groups
@@ -79,7 +81,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], rows: Rows, largest
             if wanted == "finite" and math.isfinite(number):
                 is_binary = name == "rewards" and row.binary
                 wanted = f"0 or 1 for {row.name}" if is_binary else f"at most {largest:g} in magnitude for {row.name}"
-            index = "" if rows.index is None else f" (index {int(rows.index[group, rollout])})"
+            index = "" if padded.index is None else f" (index {int(padded.index[group, rollout])})"
             got = repr(number).removesuffix(".0")
             raise ValueError(f"{name} must be {wanted}, got {got} in group {group}, rollout {rollout}{index}")
     return unusable

@@ -62,7 +62,7 @@ def objective_flags(objective: str, rollouts: int) -> dict[str, Any]:
         raise InputError(f"--objectives must be names of estimators, with a dash and a number or without, got {objective!r}")
     given = {row.size.name if row.size else "k": int(size)} if size else {}
     try:
-        row.resolve_size(name, rollouts, given.get("k"), given.get("order"))
+        row.resolve_size(rollouts, **given)
     except ValueError as error:
         raise InputError(f"--objectives {objective}: {error}") from None
     return {"objective": name, **given}

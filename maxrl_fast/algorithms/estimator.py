@@ -8,21 +8,19 @@ Positional parameters after the group are inputs, one number for each rollout (I
 `Size` in the annotation of one makes it the k of max@k. What else stands in the docstring after an empty line is a note.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, get_args, get_type_hints
+from inspect import Parameter
+from typing import Annotated, Any, get_args
 
-import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import Limit, Option, check_options, options_of
+from maxrl_fast.algorithms.options import Limit, Option, formula_of, options_of, parameters_of
 
 # What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G.
 INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts", "log_ratios")
 ENUMERATED = "no closed form: --weights"
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
 
@@ -67,17 +65,8 @@ class Kernel:
     centred: bool = False
     scale: str = "one"  # "leave_one_out", "std" or "mean"
 
-    def table_of(self, n: int, size: Size | None, k: int, options: tuple[float, ...]) -> Tensor:
-        """Return the table of groups of n for size k (0: the largest); zeros if n is too small."""
-        assert self.table is not None
-        if size is not None:
-            k = k or n - size.below_n
-            if not size.smallest <= k <= n - size.below_n:
-                return torch.zeros(2, n + self.binary, dtype=torch.float64)
-        return self.table(n, k, *options)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # rows are keys of caches
 class Estimator:
     """A group advantage. Functions are those of modules, not lambdas, so that Ray can pickle a row for its workers."""
 
@@ -85,77 +74,83 @@ class Estimator:
     function: Callable[..., Tensor]
     formula: str  # as people write it
     source: str
-    weight: str = ENUMERATED  # W_N(p), for people
+    weight: str = ENUMERATED  # W_N(p), as display text
     inputs: tuple[str, ...] = ()  # among INPUTS
     size: Size | None = None
-    options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Option] = field(default_factory=dict)
     kernel: Kernel | None = None  # where there is one, the function is its reference
     binary: bool = False  # whether rewards must be 0 or 1
     centred: bool = False  # whether the advantage in a group of one is 0 for any size
     scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     over_batch: bool = False  # whether the advantages of a group may depend on the other groups
+    of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
     takes_valid: bool = True  # whether rollouts may be left out, and groups uneven
     min_rollouts: int = 2  # the smallest group that training makes sense with
     alias_of: str | None = None  # the estimator with the same function, which may have other defaults
 
     @classmethod
     def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names (OfRewards).
+        """Return the row of a function of a Group, or of rewards [G, N] and what else it names: k, valid [G, N], INPUTS.
 
         Raises:
-            ValueError: if it is not callable, or has a parameter that nobody can give.
+            ValueError: if it is not callable, or has a parameter that nothing gives.
         """
         name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
         if not callable(function):
             raise ValueError(f"an estimator must be a function of rewards, got {type(function).__name__}")
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []
-        if not parameters or parameters[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, _POSITIONAL):
+        parameters = parameters_of(function)
+        if not parameters or parameters[0].kind not in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
             raise ValueError(f"{name} must take rewards [G, N] as its first parameter")
-        first, *others = parameters
-        try:
-            hints = get_type_hints(function, include_extras=True)
-        except Exception:  # of an object that is called, or of a name that is not there
-            hints = {}
-        of_group = hints.get(first.name) is Group
-        size, options = None, {}
+        of_group, others = parameters[0].annotation is Group, parameters[1:]
+        options = options_of(function) if of_group else {}
+        size, asked = None, [parameter.name for parameter in others]
         for parameter in others:
-            found = _size_in(hints.get(parameter.name))
-            if found is not None or parameter.name == "k":
-                found = found or Size(below_n=0)
-                size = replace(found, name=parameter.name, required=parameter.default is parameter.empty)
-        if of_group:
-            options = {key: option for key, option in options_of(function).items() if size is None or key != size.name}
-        names = ["k", "valid", *INPUTS]
-        known = {*names, *options, "reward_weights", "" if size is None else size.name}
-        for parameter in others:
-            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if parameter.name not in known and not is_variadic and parameter.default is parameter.empty:
-                raise ValueError(
-                    f"{name} may ask for {', '.join(names)} beside the rewards, got the parameter {parameter.name}"
+            hints = (parameter.annotation, *get_args(parameter.annotation))
+            marks = [mark for hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Size)]
+            if marks or parameter.name == "k":
+                size = replace(
+                    (marks or [Size(below_n=0)])[0], name=parameter.name, required=parameter.default is parameter.empty
                 )
-        asked = tuple(parameter.name for parameter in others)
+                options.pop(size.name, None)
+        known = ["k", "valid", *INPUTS]
+        for parameter in others:
+            is_given = parameter.name in (*known, "reward_weights", *options) or (size and parameter.name == size.name)
+            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if not is_given and not is_variadic and parameter.default is parameter.empty:
+                raise ValueError(
+                    f"{name} may ask for {', '.join(known)} beside the rewards, got the parameter {parameter.name}"
+                )
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
-        formula = " ".join((inspect.getdoc(function) or f"the function {name}").split("\n\n")[0].split()).rstrip(".")
+        source = str(getattr(function, "__module__", "a plug-in"))
         return cls(
-            **{"name": name, "formula": formula, "source": str(getattr(function, "__module__", "a plug-in"))} | row,
-            function=function if of_group else OfRewards(function, "valid" in asked),
+            **{"name": name, "formula": formula_of(function) or f"the function {name}", "source": source} | row,
+            function=function,
             inputs=tuple(key for key in asked if key in INPUTS),
             size=size,
             options=options,
+            of_group=of_group,
             takes_valid=of_group or "valid" in asked,
         )
+
+    def compute(self, group: Group, **given: Any) -> Tensor:
+        """Return what the function returns for a group, its inputs, size and options."""
+        if self.of_group:
+            return self.function(group, **given)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                given[name] = value.to(group.dtype)
+        if self.takes_valid:
+            given["valid"] = group.valid
+        return self.function(group.rewards.to(group.dtype, copy=True), **given)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what to pickle: the limits of options are lambdas, and stand in the signature."""
         return vars(self) | {"options": {name: option.default for name, option in self.options.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        known, defaults = options_of(state["function"]) if state["options"] else {}, state["options"]
-        options = {name: replace(known[name], default=default) for name, default in defaults.items()}
+        known = options_of(state["function"]) if state["options"] else {}
+        options = {name: replace(known[name], default=default) for name, default in state["options"].items()}
         vars(self).update(state | {"options": options})
 
     @property
@@ -165,47 +160,24 @@ class Estimator:
 
     @property
     def needs(self) -> str:
-        """Return what a group and a call must have, for people."""
+        """What a group and a call must have, as display text."""
         needs = [self.size.wanted() if self.size else f"N >= {self.min_rollouts}", *self.inputs]
         needs += [name for name, option in self.options.items() if option.default is None]
         return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
-    def resolve_size(self, name: str, n: int | None, k: int | None, order: int | None) -> int:
-        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit groups of n."""
-        given = {"k": k, "order": order}
+    def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
+        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit groups of n (None: uneven)."""
+        given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
         for option, value in given.items():
-            if value is not None and (self.size is None or option != self.size.name):
-                raise ValueError(f"{name} takes no {option}, got {option}={value!r:.80}")
-        if self.size is None:
+            if value is not None and option != taken:
+                raise ValueError(f"{self.name} takes no {option}, got {option}={value!r:.80}")
+        size = given.get(taken)
+        if self.size is None or (size is None and not self.size.required):
             return 0
-        size = given[self.size.name]
         if size is None:
-            if self.size.required:
-                raise ValueError(f"{name} needs {self.size.name}, {self.size.wanted()}")
-            return 0
-        self.size.check(name, size, n)
+            raise ValueError(f"{self.name} needs {taken}, {self.size.wanted()}")
+        self.size.check(self.name, size, n)
         return size
-
-    def resolve_options(self, name: str, given: Mapping[str, float]) -> dict[str, float]:
-        """Return all options; raise ValueError if one is unknown, missing or outside its range."""
-        return check_options(name, self.options, given)
-
-
-@dataclass(frozen=True)
-class OfRewards:
-    """A function of rewards [G, N], floating, as a function of a group. It names what else it takes: k, an integer; valid
-    [G, N] bool; and INPUTS."""
-
-    function: Callable[..., Tensor]
-    takes_valid: bool
-
-    def __call__(self, g: Group, **given: Any) -> Tensor:
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                given[name] = value.to(g.dtype)
-        if self.takes_valid:
-            given["valid"] = g.valid
-        return self.function(g.rewards.to(g.dtype, copy=True), **given)
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -229,11 +201,3 @@ def alias(name: str, of: str, source: str, **defaults: float) -> None:
     options = {key: replace(option, default=defaults.get(key, option.default)) for key, option in row.options.items()}
     formula = f"{of}{changed}: {row.formula.split(';')[0]}"
     ESTIMATORS[name] = replace(row, name=name, formula=formula, source=source, options=options, alias_of=of)
-
-
-def _size_in(hint: Any) -> Size | None:
-    for part in (hint, *get_args(hint)):  # in Python 3.10 a default of None makes the hint optional
-        for extra in getattr(part, "__metadata__", ()):
-            if isinstance(extra, Size):
-                return extra
-    return None

@@ -1,5 +1,6 @@
 """The options of a loss or an estimator: keyword-only parameters of its function, whose annotations say what they may be."""
 
+import contextlib
 import difflib
 import inspect
 import math
@@ -31,6 +32,20 @@ class Option:
 
     default: float | None
     limit: Limit
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function, with their annotations evaluated where that is possible; [] if Python cannot read
+    its signature."""
+    for evaluated in (True, False):
+        with contextlib.suppress(Exception):  # an annotation may be anything
+            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
+    return []
+
+
+def formula_of(function: Callable[..., Any]) -> str:
+    """Return the docstring up to an empty line, as one line without a full stop."""
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_integer, check_tensor, is_traced
-from maxrl_fast.ops.group_advantage import estimator_of, group_advantage
+from maxrl_fast.ops.group_advantage import find_estimator, group_advantage
 
 _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 8 n^2 bytes
 
@@ -33,11 +33,10 @@ def effective_weight(
         ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In torch.compile, where the check would
             break the graph, the weight of such a pass rate is NaN.
     """
-    row = estimator_of(estimator)
+    row = find_estimator(estimator)
     if not row.has_weight:
-        raise ValueError(f"the weight of {estimator} {row.weight}, so it must be another estimator")
-    wanted = f"an integer from 1 to {_LARGEST}"
-    check_integer("n", n, wanted, lambda x: 1 <= x <= _LARGEST)
+        raise ValueError(f"the weight of {row.name} {row.weight}, so it must be another estimator")
+    check_integer("n", n, f"an integer from 1 to {_LARGEST}", lambda x: 1 <= x <= _LARGEST)
     check_tensor("pass_rate", pass_rate)
     p = pass_rate.double().flatten()[:, None]
     is_rate = (p >= 0) & (p <= 1)

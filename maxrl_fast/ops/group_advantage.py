@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,12 +11,16 @@ from torch import Tensor
 from maxrl_fast.algorithms.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
+from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops.group_advantage_kernel import DTYPES, check_sizes, group_sizes
+from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
-from maxrl_fast.ops.groups import Groups, Rows
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
 _LARGEST = 1e150  # of the numbers that functions take: squares and differences in float64 stay finite
+# What tensors must be that have the shape of the rewards, and greedy_correct, which may have one value per group.
+_KINDS = {"group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating", "log_ratios": "floating"}
+_KINDS |= {"greedy_correct": "bool"}
 
 
 def group_advantage(
@@ -45,18 +48,17 @@ def group_advantage(
 
     Args:
         rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
-        estimator: a name in `ESTIMATORS`, or a row of one's own, an `Estimator`.
+        estimator: a name in `ESTIMATORS`, or an `Estimator`.
         k: size of the max@k objective, for estimators that have it.
         order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
         group_ids: [S], integers in any order; equal ids form a group.
         valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
-        lengths, logprobs: of the shape of `rewards`, the tokens of each response and the mean of their log-probabilities.
-        greedy_correct, greedy_rewards: whether the greedy response of the prompt is correct, and its reward: one per group, or
-            of the shape of `rewards`.
+        lengths, logprobs: of the shape of `rewards`, the tokens of each response and their mean log-prob.
+        greedy_correct, greedy_rewards: of the prompt's greedy response: one per group, or of the shape of `rewards`.
         reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is; NaN where one does not apply.
         reward_weights: R numbers, the weights of the parts, by default 1.
-        prompts: one per group, for a function of one's own that asks for them.
+        prompts: one per group, for a custom function that asks for them.
         log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses that the policy mu sampled, clamped
             to [-20, 20]; the gradient is that of pi.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
@@ -71,102 +73,88 @@ def group_advantage(
         of one, every centred estimator gives 0. If groups are uneven, groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown, k or order is outside its range (of the largest group), or anything given is
-            missing, not wanted, or does not fit; on the CPU also if a number of a rollout is not finite or, without a kernel,
-            beyond 1e150, or not what the estimator takes, or if an advantage is beyond its dtype. On a GPU, where the check
-            would wait for the device, the advantages of a group with such a number become NaN, for estimators that scale by
-            the whole batch all advantages, and an advantage beyond its dtype becomes infinite.
+        ValueError: if the estimator is unknown, k or order is outside its range (of the largest group), or an argument is
+            missing, not wanted, or does not fit; on the CPU also if a number of a rollout is not finite, not what the estimator
+            takes or, without a kernel, beyond 1e150, or if an advantage is beyond its dtype. On a GPU, where the check would
+            wait, all advantages of its group become NaN (of the batch, where that scales them), and an advantage beyond its
+            dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
-    shape, uneven = rewards.shape, offsets is not None or group_ids is not None
-    if not shape or (uneven and len(shape) != 1):
-        wanted = "flat [S] with offsets or group_ids" if uneven else "[..., N]"
+    shape, is_flat = rewards.shape, offsets is not None or group_ids is not None
+    if not shape or (is_flat and len(shape) != 1):
+        wanted = "flat [S] with offsets or group_ids" if is_flat else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
-    asked = (estimator, None if uneven else shape[-1], k, order, scale_by_k, tuple(options.items()))
+    row = find_estimator(estimator)
+    asked = (row, None if is_flat else shape[-1], k, order, scale_by_k, tuple(options.items()))
     try:
-        plan = _plan(*asked) if torch.compiler.is_compiling() else _cached_plan(*asked)  # a compiler traces no cache
+        size, numbers = _resolve(*asked) if torch.compiler.is_compiling() else _resolved(*asked)  # a compiler traces no cache
     except TypeError:  # an argument that cannot be hashed is refused by name
-        plan = _plan(*asked)
-    given: dict[str, Any] = {"lengths": lengths, "logprobs": logprobs, "greedy_correct": greedy_correct}
-    given |= {"greedy_rewards": greedy_rewards, "reward_parts": reward_parts, "prompts": prompts, "log_ratios": log_ratios}
-    if tuple(value is not None for value in given.values()) != plan.inputs:
-        _complain_of_inputs(plan, given)
-    _check_tensors(rewards, offsets, group_ids, valid, given)
+        size, numbers = _resolve(*asked)
+    inputs: dict[str, Any] = {}
+    for name, value in zip(
+        INPUTS, (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios), strict=True
+    ):
+        if (value is None) == (name in row.inputs):
+            raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")
+        if value is not None:
+            inputs[name] = value
+    _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
+    width = 0
     if max_group_size is not None:
-        check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
-        max_group_size = min(max_group_size, torch.iinfo(torch.int64).max)
+        width = check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
+        width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
         weights = [1.0] * len(reward_parts) if reward_weights is None else reward_weights
-        given["reward_weights"] = checked = tuple(check_finite("each of reward_weights", weight) for weight in weights)
+        inputs["reward_weights"] = checked = tuple(check_finite("each of reward_weights", weight) for weight in weights)
         if len(checked) != len(reward_parts):
             raise ValueError(f"reward_weights must be a number for each of the {len(reward_parts)} rewards, got {len(checked)}")
     elif reward_weights is not None:
-        raise ValueError(f"{plan.name} takes no reward_weights")
+        raise ValueError(f"{row.name} takes no reward_weights")
 
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
-    rewards = rewards.detach()
-    groups = Groups.of(rewards, offsets, group_ids, valid)
-    if plan.by_kernel and _gate.has_kernels(rewards.device):
-        if rewards.dtype not in DTYPES:  # large integers do not fit into float32
-            rewards = rewards.float() if rewards.element_size() <= 2 else rewards.double()
-        advantages: Tensor = _kernel(
-            *(groups.view(rewards), groups.offsets, groups.order, groups.valid),
-            *(plan.name, plan.size, list(plan.options.values()), max_group_size or 0),
-        )
+    places = None  # [S], in the order of the groups
+    if offsets is not None:
+        if group_ids is not None:
+            raise ValueError("give offsets or group_ids, not both")
+        if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
+        offsets = offsets.long().contiguous()
+    elif group_ids is not None:
+        # The number of groups is not read back from the device: there are S, and the last ones are empty.
+        ids, places = group_ids.long().sort(stable=True)
+        group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
+        offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
+    viewed = rewards.detach().contiguous()
+    valid = None if valid is None else valid.contiguous()
+    if not is_flat and len(shape) != 2:
+        viewed = viewed.view(-1, shape[-1])
+        valid = None if valid is None else valid.view(viewed.shape)
+    if row.kernel is not None and isinstance(estimator, str) and _gate.has_kernels(rewards.device):
+        if viewed.dtype not in DTYPES:  # large integers do not fit into float32
+            viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
+        advantages: Tensor = _kernel(viewed, offsets, places, valid, estimator, size, list(numbers.values()), width)
     else:
-        advantages = _by_function(plan, groups, rewards, dtype, given, max_group_size or 0)
+        if not row.takes_valid:
+            if valid is not None:
+                raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
+            width = 0  # wider rows would not be full
+        if can_look_at(viewed) and (offsets is not None or valid is not None):
+            call = _gate.Call(viewed.device)
+            read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
+        padded = PaddedGroups.of(viewed, offsets, places, valid, width)
+        advantages = _by_function(row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
     if scale_by_k:
-        advantages = advantages * plan.size
+        advantages = advantages * size
     if advantages.dtype != dtype:
         advantages = advantages.to(dtype)
-    _check_fit(plan.name, advantages)
+    _check_fit(row.name, advantages)
     return advantages if advantages.shape == shape else advantages.view(shape)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The checked numbers of a call."""
-
-    name: str
-    row: Estimator
-    by_kernel: bool
-    inputs: tuple[bool, ...]  # which of INPUTS it needs
-    options: dict[str, float]
-    size: int  # 0: the largest that fits
-
-
-def _plan(
-    estimator: str | Estimator,
-    n: int | None,
-    k: int | None,
-    order: int | None,
-    scale_by_k: bool,
-    given: tuple[tuple[str, float], ...],
-) -> _Plan:
-    row = estimator_of(estimator)
-    name = row.name
-    check_flag("scale_by_k", scale_by_k)
-    options = row.resolve_options(name, dict(given))
-    if scale_by_k and not row.scales_by_k:
-        raise ValueError(f"{name} takes no scale_by_k")
-    is_alone = n == 1 and row.centred  # its advantage is 0, whatever the size
-    size = row.resolve_size(name, None if is_alone else n, k, order)
-    by_kernel = row.kernel is not None and isinstance(estimator, str)
-    return _Plan(name, row, by_kernel, tuple(input_name in row.inputs for input_name in INPUTS), options, size)
-
-
-_cached_plan = lru_cache(maxsize=1024, typed=True)(_plan)  # typed: k = 2.0 is not k = 2
-
-
-def forget_plans() -> None:
-    """Forget what was computed from the rows of estimators, after one has changed."""
-    _cached_plan.cache_clear()
-
-
-def estimator_of(estimator: str | Estimator) -> Estimator:
+def find_estimator(estimator: str | Estimator) -> Estimator:
     """Return the row of an estimator; raise ValueError where there is none of this name."""
     row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else estimator
     if not isinstance(row, Estimator):
@@ -174,161 +162,112 @@ def estimator_of(estimator: str | Estimator) -> Estimator:
     return row
 
 
+def _resolve(
+    row: Estimator, n: int | None, k: int | None, order: int | None, scale_by_k: bool, options: tuple[tuple[str, float], ...]
+) -> tuple[int, dict[str, float]]:
+    """Return the size, 0 for the largest that fits, and all options."""
+    check_flag("scale_by_k", scale_by_k)
+    numbers = check_options(row.name, row.options, dict(options))
+    if scale_by_k and not row.scales_by_k:
+        raise ValueError(f"{row.name} takes no scale_by_k")
+    is_alone = n == 1 and row.centred  # its advantage is 0, whatever the size
+    return row.resolve_size(None if is_alone else n, k, order), numbers
+
+
+_resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is not k = 2
+
+
+def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError where a tensor has not the device, dtype or shape that goes with the rewards."""
+    for name, value in given.items():
+        if value is None or name == "prompts":
+            continue
+        check_tensor(name, value, rewards.device, "the rewards are")
+        kind = _KINDS.get(name)
+        is_kind = {"floating": value.is_floating_point(), "integers": is_integer(value), "bool": value.dtype == torch.bool}
+        if kind is not None and not is_kind[kind]:
+            raise ValueError(f"{name} must be {kind}, got {value.dtype}")
+        if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
+            raise ValueError(f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(value.shape)}")
+        if name == "reward_parts" and (value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)):
+            wanted = ", ".join(["R", *map(str, rewards.shape)])
+            raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(value.shape)}")
+
+
+@torch.no_grad()
 def _by_function(
-    plan: _Plan, groups: Groups, rewards: Tensor, dtype: torch.dtype, given: dict[str, Any], max_group_size: int
+    row: Estimator,
+    padded: PaddedGroups,
+    shape: torch.Size,
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    size: int,
+    options: dict[str, float],
 ) -> Tensor:
     """Return the advantages, like the viewed rewards, from the estimator's function."""
-    row, name, device = plan.row, plan.name, rewards.device
-    if not row.takes_valid:
-        if groups.valid is not None:
-            raise ValueError(f"{name} has no parameter valid, so all rewards must be there")
-        max_group_size = 0  # wider rows would not be full
-    if can_look_at(rewards) and (groups.offsets is not None or groups.valid is not None):
-        sizes = group_sizes(groups.view(rewards), groups.offsets, groups.order, groups.valid)
-        check_sizes(row, name, plan.size, sizes[-1], max_group_size)
-    rows = Rows.of(groups, device, max_group_size)
-    if not row.takes_valid and groups.offsets is not None and not bool(rows.exists.all()):
-        raise ValueError(f"{name} takes groups of equal size, got the sizes {rows.present.sum(1)[:8].tolist()}")
-    values = _padded(rows, rewards, given)
-    unusable = _unusable_groups(row, values, rows)
-    if unusable is not None:
-        values["rewards"] = values["rewards"].masked_fill(unusable, 0.0)
-    group = Group(values.pop("rewards"), rows.exists, dtype)
-    if row.size is not None and plan.size:
-        values[row.size.name] = plan.size
-    with torch.no_grad():
-        advantages = row.function(group, **values, **plan.options)
-    _check_result(name, advantages, group)
+    if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
+        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}")
+    values = {}
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            x = x.double() if name == "rewards" or x.is_floating_point() else x if x.dtype == torch.bool else x.long()
+            if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
+                x = x.reshape(-1, 1)[: len(padded.exists)]
+            elif name.startswith("greedy") and x.shape != shape:
+                raise ValueError(
+                    f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(x.shape)}"
+                )
+            else:
+                if x.shape != padded.shape:
+                    x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *padded.shape)
+                x = x if padded.index is None else x[..., padded.index]
+            x = x.masked_fill(~padded.exists, 0)
+        values[name] = x
+    unusable = check_numbers(row, values, padded, _LARGEST)
+    rewards = values.pop("rewards")
+    group = Group(rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype)
+    if row.size is not None and size:
+        values[row.size.name] = size
+    advantages = row.compute(group, **values, **options)
+    if not isinstance(advantages, Tensor):
+        raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
+    if advantages.shape != rewards.shape or not advantages.is_floating_point() or advantages.device != rewards.device:
+        raise ValueError(
+            f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on {rewards.device}, got "
+            f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
+        )
     advantages = advantages.double()
-    if plan.size and row.size is not None:
-        advantages = advantages.masked_fill(group.n < plan.size + row.size.below_n, 0.0)
+    if row.size is not None and size:
+        advantages = advantages.masked_fill(group.n < size + row.size.below_n, 0.0)
     if unusable is not None:
         advantages = advantages.masked_fill(unusable, torch.nan)
-    return rows.flatten(advantages)
+    advantages = torch.where(padded.exists, advantages, 0.0)
+    if padded.index is None:
+        return advantages
+    total = padded.shape[0]
+    flat = advantages.new_full((total + 1,), torch.nan)  # NaN stays where a group is too long; absent ones go to the end
+    return flat.scatter(0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten())[:-1]
 
 
-def _padded(rows: Rows, rewards: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """Return rewards and inputs by name, tensors as [..., G, W]: float64, int64 or bool."""
-    values: dict[str, Any] = {"rewards": rows.pad(rewards.double())}
-    for key, value in given.items():
-        if isinstance(value, Tensor):
-            value = value.detach().double() if value.is_floating_point() else value
-            value = value if value.dtype in (torch.float64, torch.bool) else value.long()
-            is_greedy, leading = key.startswith("greedy"), value.shape[: value.dim() - rewards.dim()]
-            values[key] = rows.spread(key, value, rewards.shape) if is_greedy else rows.pad(value, *leading)
-        elif value is not None:
-            values[key] = value
-    return values
-
-
-def _unusable_groups(row: Estimator, values: dict[str, Any], rows: Rows) -> Tensor | None:
-    """Raise ValueError for the first number that the function cannot take. Where the device would have to be waited for, return
-    which groups must become NaN, [G, 1] bool."""
-    unusable = rows.too_long
-    for key, value in values.items():
-        if isinstance(value, Tensor) and value.dtype != torch.bool:
-            wrong = _is_unusable(key, value, row.binary) & rows.exists
-            if not can_look_at(wrong):
-                unusable = _any(wrong, row.over_batch) | (False if unusable is None else unusable)
-            elif bool(wrong.any()):
-                _refuse(row, key, value, wrong, rows)
-    return unusable
-
-
-def _is_unusable(key: str, x: Tensor, binary: bool) -> Tensor:
-    if key == "lengths":
-        return x < 0
-    if key == "rewards" and binary:
-        return (x != 0) & (x != 1)
-    if key == "log_ratios":
-        return x.isnan()  # they are clamped
-    return x.abs() > _LARGEST if key == "reward_parts" else ~(x.abs() <= _LARGEST)  # NaN: a part that does not apply
-
-
-def _any(wrong: Tensor, over_batch: bool) -> Tensor:
-    """Return whether something is wrong in each group, [G, 1], or over the batch, [1, 1], of [..., G, W]."""
-    wrong = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
-    return wrong.any(0, keepdim=True) if over_batch else wrong
-
-
-def _refuse(row: Estimator, key: str, values: Tensor, wrong: Tensor, rows: Rows) -> None:
-    place = wrong.nonzero()[0].tolist()
-    number, (group, rollout) = float(values[tuple(place)]), place[-2:]
-    wanted = {"log_ratios": "numbers", "lengths": "at least 0"}.get(key, "finite")
-    if math.isfinite(number) and key != "lengths":
-        is_binary = key == "rewards" and row.binary
-        wanted = f"0 or 1 for {row.name}" if is_binary else f"at most {_LARGEST:g} in magnitude for {row.name}"
-    index = "" if rows.index is None else f" (index {int(rows.index[group, rollout])})"
-    raise ValueError(f"{key} must be {wanted}, got {number} in group {group}, rollout {rollout}{index}")
-
-
-def _check_result(name: str, advantages: Any, group: Group) -> None:
-    """Raise ValueError where a function has not returned advantages."""
-    if not isinstance(advantages, Tensor):
-        raise ValueError(f"{name} must return a tensor, got {type(advantages).__name__}")
-    shape, device = group.rewards.shape, group.rewards.device
-    if advantages.shape != shape or not advantages.is_floating_point() or advantages.device != device:
-        raise ValueError(
-            f"{name} must return a floating tensor of shape {tuple(shape)} on {device}, got {advantages.dtype} of shape "
-            f"{tuple(advantages.shape)} on {advantages.device}"
-        )
-
-
-def _check_fit(name: str, results: Tensor) -> None:
+def _check_fit(name: str, advantages: Tensor) -> None:
     """Raise ValueError where an advantage is NaN or beyond its dtype. On a GPU, where the check would wait, it stays."""
-    if not can_look_at(results):
+    if not can_look_at(advantages):
         return
-    values = results if results.element_size() > 1 else results.float()  # float8 has no sums
+    values = advantages if advantages.element_size() > 1 else advantages.float()  # float8 has no sums
     if math.isfinite(values.sum()):  # much faster than to look at every number
         return
-    beyond = ~values.isfinite()
-    if bool(beyond.any()):
-        index = int(beyond.flatten().nonzero()[0])
-        value = float(values.flatten()[index])
-        raise ValueError(f"the advantages of {name} must be finite in {results.dtype}, got {value} at index {index}")
-
-
-def _complain_of_inputs(plan: _Plan, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if (value is None) == (name in plan.row.inputs):
-            raise ValueError(f"{plan.name} {'needs' if value is None else 'takes no'} {name}")
-
-
-def _check_tensors(
-    rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None, inputs: dict[str, Any]
-) -> None:
-    layout = {"offsets": offsets, "group_ids": group_ids, "valid": valid}
-    for name, kind in _KINDS.items():
-        tensor = layout[name] if name in layout else inputs[name]
-        if tensor is not None:
-            check_tensor(name, tensor, rewards.device, "the rewards are")
-            if kind is not None:
-                _check_kind(name, tensor, kind)
-                if name != "greedy_correct" and tensor.shape != rewards.shape:  # it may have one value per group
-                    raise ValueError(
-                        f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(tensor.shape)}"
-                    )
-    parts = inputs["reward_parts"]
-    if parts is not None and (parts.dim() != rewards.dim() + 1 or parts.shape[1:] != rewards.shape or not len(parts)):
-        wanted = ", ".join(["R", *map(str, rewards.shape)])
-        raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(parts.shape)}")
-
-
-# None: any real dtype, and a shape that is checked elsewhere.
-_KINDS = {"offsets": None, "group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating"}
-_KINDS |= {"greedy_correct": "bool", "greedy_rewards": None, "reward_parts": None, "log_ratios": "floating"}
-
-
-def _check_kind(name: str, tensor: Tensor, kind: str) -> None:
-    is_kind = {"floating": tensor.is_floating_point(), "integers": is_integer(tensor), "bool": tensor.dtype == torch.bool}
-    if not is_kind[kind]:
-        raise ValueError(f"{name} must be {kind}, got {tensor.dtype}")
+    beyond = (~values.isfinite()).flatten().nonzero()
+    if len(beyond):
+        value = float(values.flatten()[beyond[0]])
+        raise ValueError(
+            f"the advantages of {name} must be finite in {advantages.dtype}, got {value} at index {int(beyond[0])}"
+        )
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
     """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
 
-    This function and the functions below also take offsets, group_ids and valid, as in `group_advantage`.
+    This function and the next ones also take offsets, group_ids and valid, as in `group_advantage`.
     """
     return group_advantage(rewards, "maxpo", k=k, **layout)
 

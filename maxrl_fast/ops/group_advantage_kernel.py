@@ -10,18 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Kernel
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-}
+DTYPES = {getattr(torch, name): name for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")}
 _LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
 
 
@@ -37,29 +31,27 @@ def group_advantage(
     max_group_size: int,  # 0 where it is not known
 ) -> Tensor:
     """Return the advantages, like the rewards."""
-    device = rewards.device
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
-    call = Call(device)
-    groups = _groups(call, rewards, offsets, order, valid)
-    numbers = tuple(options)
-    formula, has_table = _formula(estimator, numbers)
+    call, row = Call(rewards.device), ESTIMATORS[estimator]
+    kernel, numbers, groups = row.kernel, tuple(options), kernel_groups(call, rewards, offsets, order, valid)
+    assert kernel is not None, f"{estimator} has no kernel"
+    given = dict(zip(row.options, numbers, strict=True))
     tables = starts = largest = 0
     if offsets is None and valid is None:
-        if has_table:
+        if kernel.table is not None:
             largest = rewards.shape[1]
-            tables = call.keep_cached(_table(estimator, size, numbers, largest, device))
+            tables = call.keep_cached(_table(row, size, numbers, largest, rewards.device))
     else:
         sizes: tuple[int, ...] = ()
-        if not _gate.is_gpu(device):
-            sizes = tuple(call.launch("distinct_group_sizes", **groups))
-            largest = sizes[-1] if sizes else 0
-            check_sizes(ESTIMATORS[estimator], estimator, size, largest, max_group_size)
-        elif has_table:  # the sizes are not read back, so there are tables of all that may come
-            largest = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
-            sizes = tuple(range(largest + 1))
-        if has_table:
-            tables, starts = map(call.keep_cached, _tables(estimator, size, numbers, sizes, device))
+        if not _gate.is_gpu(rewards.device):
+            sizes = read_sizes(call, groups, row, size, max_group_size)
+        elif kernel.table is not None:  # the sizes are not read back, so there are tables of all that may come
+            most = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
+            sizes = tuple(range(most + 1))
+        largest = sizes[-1] if sizes else 0
+        if kernel.table is not None:
+            tables, starts = map(call.keep_cached, _tables(row, size, numbers, sizes, rewards.device))
     advantages = _empty_advantages(rewards)
     unusable = call.launch(
         "group_advantage",
@@ -69,11 +61,17 @@ def group_advantage(
         tables=tables,
         table_starts=starts,
         largest_table=largest,
-        **formula,
+        kind="moments" if kernel.table is None else "binary" if kernel.binary else "rank",
+        centred=kernel.centred,
+        scale=kernel.scale,
+        eps=given.get("eps", 0.0),
+        ddof=int(given.get("ddof", 0)),
         advantages=call.keep(advantages),
     )
     if unusable is not None and unusable >= 0:
-        _refuse(unusable, rewards, offsets, order, estimator)
+        padded = PaddedGroups.of(rewards, offsets, order, valid, 0)
+        values = (rewards if padded.index is None else rewards[padded.index]).double()
+        check_numbers(row, {"rewards": values}, padded, torch.finfo(torch.float64).max)
     return advantages
 
 
@@ -83,52 +81,43 @@ def _(rewards: Tensor, *_: Any) -> Tensor:
 
 
 def _empty_advantages(rewards: Tensor) -> Tensor:
-    return torch.empty_like(rewards) if rewards.is_floating_point() else torch.empty_like(rewards, dtype=torch.float32)
+    return torch.empty_like(rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def _groups(call: Call, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> dict[str, int]:
+def kernel_groups(
+    call: Call, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None
+) -> dict[str, int]:
     """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
         raise ValueError(
             "rewards must be contiguous [G, N], or [S] with offsets, got the shape "
             f"{tuple(rewards.shape)} with strides {rewards.stride()}"
         )
-    if offsets is None:
-        (num_groups, group_size), starts = rewards.shape, 0
-    else:
-        num_groups, group_size = offsets.numel() - 1, 0
-        starts = call.address("offsets", offsets, torch.int64, (max(num_groups, 0) + 1,))
+    num_groups, group_size = rewards.shape if offsets is None else (offsets.numel() - 1, 0)
     return {
         "num_groups": num_groups,
         "group_size": group_size,
         "num_rewards": rewards.numel(),
-        "offsets": starts,
+        "offsets": call.address("offsets", offsets, torch.int64, (max(num_groups, 0) + 1,)),
         "order": call.address("order", order, torch.int64, rewards.shape),
         "valid": call.address("valid", valid, torch.bool, rewards.shape),
     }
 
 
-def group_sizes(rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None) -> tuple[int, ...]:
-    """Return the different numbers of valid rollouts of groups on a CPU, ascending; raise ValueError if offsets do not fit."""
-    call = Call(rewards.device)
-    return tuple(call.launch("distinct_group_sizes", **_groups(call, rewards, offsets, order, valid)))
+def read_sizes(call: Call, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
+    """Return the different numbers of valid rollouts of groups on a CPU, ascending.
 
-
-@lru_cache(maxsize=1024)
-def _formula(estimator: str, options: tuple[float, ...]) -> tuple[dict[str, Any], bool]:
-    """Return the formula of an estimator for the kernel, and whether it takes tables."""
-    row, kernel = ESTIMATORS[estimator], _kernel_of(estimator)
-    given = dict(zip(row.options, options, strict=True))
-    kind = "moments" if kernel.table is None else "binary" if kernel.binary else "rank"
-    eps, ddof = given.get("eps", 0.0), int(given.get("ddof", 0.0))
-    formula = {"kind": kind, "centred": kernel.centred, "scale": kernel.scale, "eps": eps, "ddof": ddof}
-    return formula, kernel.table is not None
-
-
-def _kernel_of(estimator: str) -> Kernel:
-    kernel = ESTIMATORS[estimator].kernel
-    assert kernel is not None, f"{estimator} has no kernel"
-    return kernel
+    Raises:
+        ValueError: if the offsets do not fit, or the largest group has more rollouts than `max_group_size`, or too few for k or
+            the order.
+    """
+    sizes = tuple(call.launch("distinct_group_sizes", **groups))
+    largest = max(sizes, default=0)
+    if max_group_size and largest > max_group_size:
+        raise ValueError(f"a group has {largest} rollouts, more than max_group_size = {max_group_size}")
+    if row.size is not None and size and largest > 1:
+        row.size.check(row.name, size, largest)
+    return sizes
 
 
 # Other threads may drop what these caches hold, and other streams may read it: see Call.keep_cached. A copy from pageable
@@ -136,46 +125,30 @@ def _kernel_of(estimator: str) -> Kernel:
 
 
 @lru_cache(maxsize=256)
-def _table(estimator: str, size: int, options: tuple[float, ...], n: int, device: torch.device) -> Tensor:
+def _table(row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device) -> Tensor:
     """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct rollouts."""
-    return _kernel_of(estimator).table_of(n, ESTIMATORS[estimator].size, size, options).to(device)
+    assert row.kernel is not None
+    assert row.kernel.table is not None
+    if row.size is not None:
+        size = size or n - row.size.below_n
+        if not row.size.smallest <= size <= n - row.size.below_n:
+            return torch.zeros(2, n + row.kernel.binary, dtype=torch.float64, device=device)
+    return row.kernel.table(n, size, *options).to(device)
 
 
 @lru_cache(maxsize=16)
 def _tables(
-    estimator: str, size: int, options: tuple[float, ...], sizes: tuple[int, ...], device: torch.device
+    row: Estimator, size: int, options: tuple[float, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the concatenated tables of groups of `sizes`, and the start of the table of each n, int64 [largest size + 1]."""
-    cpu = torch.device("cpu")
     nothing = torch.zeros(0, dtype=torch.float64)
-    tables = [_table(estimator, size, options, n, cpu).flatten() if n else nothing for n in sizes]
+    tables = [_table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
-    starts[list(sizes)] = torch.tensor([0, *(len(table) for table in tables)]).cumsum(0)[:-1]
+    starts[list(sizes)] = torch.tensor([0, *map(len, tables)]).cumsum(0)[:-1]
     return torch.cat([*tables, nothing]).to(device), starts.to(device)
 
 
 def forget_tables() -> None:
-    """Forget what was computed from the rows of estimators, after one has changed."""
-    for cache in (_formula, _table, _tables):
-        cache.cache_clear()
-
-
-def check_sizes(row: Estimator, name: str, size: int, largest: int, max_group_size: int) -> None:
-    """Raise ValueError where the largest group has more rollouts than `max_group_size`, or too few for k or the order."""
-    if max_group_size and largest > max_group_size:
-        raise ValueError(f"a group has {largest} rollouts, more than max_group_size = {max_group_size}")
-    if row.size is not None and size and largest > 1:
-        row.size.check(name, size, largest)
-
-
-def _refuse(position: int, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, estimator: str) -> None:
-    """Raise ValueError for the reward at `position` in the order of groups."""
-    index = position if order is None else int(order[position])
-    reward = rewards.flatten()[index].item()
-    if offsets is None:
-        group, rollout = divmod(position, rewards.shape[1])
-        where = f"in group {group}, rollout {rollout}"
-    else:
-        group = int(torch.searchsorted(offsets, position, right=True)) - 1
-        where = f"in group {group}, rollout {position - int(offsets[group])} (index {index})"
-    raise ValueError(f"rewards must be {f'0 or 1 for {estimator}' if reward - reward == 0 else 'finite'}, got {reward} {where}")
+    """Drop the cached tables, which also hold the memory of a GPU."""
+    _table.cache_clear()
+    _tables.cache_clear()

@@ -8,8 +8,7 @@ import torch
 
 from maxrl_fast.algorithms.arguments import check_flag
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
-from maxrl_fast.ops import group_advantage_kernel
-from maxrl_fast.ops.group_advantage import forget_plans, group_advantage
+from maxrl_fast.ops.group_advantage import group_advantage
 
 
 def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, replace: bool = False) -> None:
@@ -29,26 +28,25 @@ def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, 
     check_flag("replace", replace)
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
+    row = dataclasses.replace(estimator if isinstance(estimator, Estimator) else own_estimator(estimator), name=name)
+    options: dict[str, Any] = {key: 0.1 for key, option in row.options.items() if option.default is None}
+    if row.size is not None and row.size.required:
+        options[row.size.name] = row.size.smallest
     before = ESTIMATORS.get(name)
-    row = dataclasses.replace(estimator, name=name) if isinstance(estimator, Estimator) else own_estimator(estimator, name)
-    _put(name, row)
+    ESTIMATORS[name] = row
     try:
-        options: dict[str, Any] = {key: 0.1 for key, option in row.options.items() if option.default is None}
-        if row.size is not None and row.size.required:
-            options[row.size.name] = row.size.smallest
         try_out(row, name, **options)
     except Exception:
-        _put(name, before)
+        if before is None:
+            del ESTIMATORS[name]
+        else:
+            ESTIMATORS[name] = before
         raise
 
 
-def own_estimator(function: Callable[..., Any], name: str = "") -> Estimator:
-    """Return the row of a user's function; raise ValueError if its signature does not fit.
-
-    Nobody knows what it depends on: perhaps on all groups.
-    """
-    given = {"name": name} if name else {}
-    return Estimator.of(function, **given, weight="is not known", over_batch=True, min_rollouts=1)
+def own_estimator(function: Callable[..., Any]) -> Estimator:
+    """Return the row of a user's function, which may depend on all groups; raise ValueError if its signature does not fit."""
+    return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 
 def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any) -> None:
@@ -74,13 +72,3 @@ def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, *
         raise ValueError(f"{error}, on a small example") from error
     except Exception as error:
         raise ValueError(f"{row.name} fails on a small example: {type(error).__name__}: {error}") from error
-
-
-def _put(name: str, row: Estimator | None) -> None:
-    """Set or delete a row, and forget what was computed from the row before."""
-    if row is None:
-        ESTIMATORS.pop(name, None)
-    else:
-        ESTIMATORS[name] = row
-    forget_plans()
-    group_advantage_kernel.forget_tables()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
+from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
 from maxrl_fast.plugins import is_file, is_installed, load_plugin
@@ -53,7 +54,7 @@ def _make_pacs_paper(options: dict[str, Any], updates_per_step: int) -> Objectiv
 
 
 def _make_zvp(options: dict[str, Any], updates_per_step: int) -> Objective:
-    ESTIMATORS["grpo"].resolve_options("rl_zvp", {name: options[name] for name in ("eps", "ddof")})
+    check_options("rl_zvp", ESTIMATORS["grpo"].options, {name: options[name] for name in ("eps", "ddof")})
     return ZvpObjective(**options)
 
 
@@ -185,8 +186,9 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
     row = _row(name)
     if num_rollouts < row.min_rollouts:
         raise ValueError(f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
-    row.resolve_size(row.name, num_rollouts, options.get("k"), options.get("order"))
-    row.resolve_options(row.name, {key: value for key, value in options.items() if key in row.options and value is not None})
+    row.resolve_size(num_rollouts, options.get("k"), options.get("order"))
+    given = {key: value for key, value in options.items() if key in row.options and value is not None}
+    check_options(row.name, row.options, given)
     estimator = name if name in ESTIMATORS else row
     try_out(row, estimator, num_rollouts, **options)
     return (OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective)(estimator, options)

@@ -3,8 +3,6 @@ from collections.abc import Iterator
 import pytest
 
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.ops.group_advantage import forget_plans
-from maxrl_fast.ops.group_advantage_kernel import forget_tables
 
 
 @pytest.fixture
@@ -14,5 +12,3 @@ def estimators_as_before() -> Iterator[None]:
     yield
     ESTIMATORS.clear()
     ESTIMATORS.update(before)
-    forget_plans()
-    forget_tables()

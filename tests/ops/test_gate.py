@@ -12,7 +12,6 @@ import torch
 import maxrl_fast
 from maxrl_fast import _C, ops
 from maxrl_fast.ops import _gate
-from maxrl_fast.ops.group_advantage import forget_plans
 from maxrl_fast.ops.group_advantage_kernel import forget_tables
 
 THREADS, ROUNDS = 8, 40
@@ -45,7 +44,6 @@ def test_eight_threads_compute_what_one_does():
     """The threads drop each other's tables from the caches, which keep fewer than there are sizes."""
     sizes = list(range(40, 40 + ROUNDS))
     expected = {size: results_for(size) for size in sizes}
-    forget_plans()
     forget_tables()
     # Neighbours take the same sizes at the same time.
     orders = [sizes[i // 2 * 10 :] + sizes[: i // 2 * 10] for i in range(THREADS)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.groups import Groups, Rows
+from maxrl_fast.algorithms.estimators import Estimator, Group
 from tests.ops.definitions import OFF_POLICY
 
 NAMES = list(OFF_POLICY)
@@ -122,8 +122,14 @@ def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone()
 
 def test_equal_ids_take_memory_for_their_groups_alone():
     """4096 rollouts of one prompt by id: a row for each possible group would be 4096 times as much."""
-    groups = Groups.of(torch.zeros(4096), None, torch.full((4096,), 7), None)
-    assert Rows.of(groups, torch.device("cpu"), 0).exists.shape == (1, 4096)
+    shapes = []
+
+    def seen(g: Group):
+        shapes.append(g.valid.shape)
+        return g.rewards
+
+    ops.group_advantage(torch.zeros(4096), Estimator.of(seen), group_ids=torch.full((4096,), 7))
+    assert shapes == [(1, 4096)]
 
 
 # A bandit with three arms, all 3^N groups of it: sampled by the old policy, and the gradient of the new one is wanted.

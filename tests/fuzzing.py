@@ -1,6 +1,6 @@
 """What the fuzz tests draw from: tensors in any layout, and arguments of a wrong kind.
 
-`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz.py tests/config/test_config_fuzz.py` draws 20 times as many
+`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz*.py tests/config/test_config_fuzz.py` draws 20 times as many
 examples, and different ones each time. Without it the examples are the same in every run.
 """
 
@@ -30,6 +30,10 @@ SCALARS: list[Any] = [
     *(np.float32(0.5), np.int64(2), np.array([1.0, 2.0])),
     *(torch.tensor(2), torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([1, 2]), torch.tensor(1j)),
 ]
+REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
+# The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE |= {torch.float8_e4m3fn: 0.07, torch.float8_e5m2: 0.13}
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e30, -1e30, 1e300, math.nan, math.inf, -math.inf, 254.0, 2.0**31, 2.0**62]
 
 
@@ -47,6 +51,23 @@ def assert_explains(error: BaseException) -> None:
     """Check that the message says what was wanted. Python's own conversion and comparison errors do not say that."""
     assert re.search(r"\b(must|needs|takes|more than|give offsets or)\b", str(error)), f"{type(error).__name__}: {error}"
     assert len(str(error)) < 1000
+
+
+def assert_close(actual, expected, tolerance, scale=None):
+    """Check that numbers agree within `tolerance` times the largest one, and are finite in the same places."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.isfinite(), expected.isfinite()), (actual, expected)
+    finite = expected.isfinite()
+    if finite.any():
+        scale = expected[finite].abs().max() if scale is None else scale
+        assert (actual - expected)[finite].abs().max() <= tolerance * (1e-3 + scale), (actual, expected)
+
+
+def drawn_tensor(draw, shape, values, dtype):
+    size = math.prod(shape)
+    drawn = draw(st.lists(st.sampled_from(values), min_size=size, max_size=size))
+    return torch.tensor(drawn, dtype=torch.float64).to(dtype).view(shape)
 
 
 def relaid(draw, tensor):
@@ -173,6 +194,17 @@ def exact(tensor, dtype=torch.float64):
     assert tensor.layout is torch.strided
     assert not tensor.is_complex()
     return tensor.detach().to(torch.float64).clone().to(dtype)
+
+
+def replace_every_argument(function, arguments):
+    """Replace each argument of a valid call by every wrong object. Each call must succeed, or refuse with a message that
+    explains."""
+    function(**arguments)
+    for name in arguments:
+        for value in SCALARS:
+            _, error = attempt(function, arguments | {name: value})
+            if error is not None:
+                assert_explains(error)
 
 
 def whole(tensor):

@@ -1,6 +1,5 @@
 """The effective weight W_N(p) of every binary estimator and the bias of estimators, both by enumeration of all groups."""
 
-import itertools
 from fractions import Fraction
 
 import pytest
@@ -8,6 +7,8 @@ import torch
 
 from maxrl_fast import ops
 from tests import brute_force
+from tests.fuzzing import FLOATS
+from tests.ops.bandit import ARMS, REWARDS, N, max_at_k_gradient, mean_gradient
 from tests.ops.definitions import DEFINITIONS, OPTIONS
 
 WEIGHTED = [name for name, row in ops.ESTIMATORS.items() if row.has_weight]
@@ -15,16 +16,14 @@ WEIGHTED = [name for name, row in ops.ESTIMATORS.items() if row.has_weight]
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weight_equals_the_enumeration_of_all_groups(name):
-    n, size = 6, ops.ESTIMATORS[name].size
+    n, size, options = 6, ops.ESTIMATORS[name].size, OPTIONS.get(name, {})
     for k in range(size.smallest, n - size.below_n + 1) if size else (0,):
         keywords = {size.name: k} if size else {}
         for p in (Fraction(1, 10), Fraction(1, 2), Fraction(9, 10)):
             expected = brute_force.effective_weight(
-                lambda r, k=k: DEFINITIONS[name]([Fraction(x) for x in r], k, **OPTIONS.get(name, {})), n, p
+                lambda r, k=k: DEFINITIONS[name]([Fraction(x) for x in r], k, **options), n, p
             )
-            actual = ops.effective_weight(
-                name, n, torch.tensor([float(p)], dtype=torch.float64), **keywords, **OPTIONS.get(name, {})
-            )
+            actual = ops.effective_weight(name, n, torch.tensor([float(p)], dtype=torch.float64), **keywords, **options)
             assert actual.item() == pytest.approx(float(expected), rel=1e-9, abs=1e-9), (k, p)
 
 
@@ -48,42 +47,24 @@ def test_known_weights():
     assert grpo.tolist() == pytest.approx([3.61, 3.16, 2.27, 1.87, 2.27, 3.16], abs=0.005)
     many = ops.effective_weight("maxrl", 4096, p.view(2, 3))  # nearly maximum likelihood
     torch.testing.assert_close(many, 1 / p.double().view(2, 3), rtol=1e-6, atol=0)
-    ends = ops.effective_weight("maxrl", 8, torch.tensor([0.0, 1.0]))
-    assert ends.tolist() == pytest.approx([7, 1])
+    ends = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    for dtype in FLOATS:
+        for rates in (ends.to(dtype), ends.to(dtype).T, ends.to(dtype).requires_grad_()):
+            assert ops.effective_weight("maxrl", 8, rates).flatten().tolist() == pytest.approx([7, 1, 1, 7])
+    assert ops.effective_weight("maxrl", 8, p[:0]).shape == (0,)
 
 
 def test_estimators_without_a_weight_are_refused():
-    with pytest.raises(ValueError, match="the weight of unlikeliness depends on the log-probs"):
-        ops.effective_weight("unlikeliness", 4, torch.tensor(0.5))
-    with pytest.raises(ValueError, match="estimator must be one of"):
-        ops.effective_weight("best", 4, torch.tensor(0.5))
-    with pytest.raises(ValueError, match="maxpo needs 1 <= k <= N-1 = 3"):
-        ops.effective_weight("maxpo", 4, torch.tensor(0.5), k=4)
-
-
-# A bandit with three arms of different rewards, all 3^N groups of it.
-REWARDS = torch.tensor([0.0, 0.7, 2.0], dtype=torch.float64)
-LOGITS = torch.tensor([0.5, 0.1, -0.8], dtype=torch.float64)
-N = 4
-
-
-def mean_gradient(name, n=N, **options):
-    """Return E[(1/N) sum_i A_i grad log pi(a_i)] exactly."""
-    arms = torch.tensor(list(itertools.product(range(3), repeat=n)))
-    policy = torch.softmax(LOGITS, 0)
-    advantages = ops.group_advantage(REWARDS[arms], name, **options)  # [3^n, n]
-    assert advantages.abs().max() > 0.1
-    scores = torch.eye(3, dtype=torch.float64)[arms] - policy  # grad log pi of each arm: [3^n, n, 3]
-    probability = policy[arms].prod(1)
-    return (probability[:, None] * (advantages[..., None] * scores).mean(1)).sum(0)
-
-
-def max_at_k_gradient(k):
-    """Return the gradient of the expected maximum of k draws, by automatic differentiation."""
-    logits = LOGITS.clone().requires_grad_()
-    below = torch.softmax(logits, 0).cumsum(0)  # arms are in ascending order of reward: P(maximum <= arm) = below^k
-    expected = (torch.cat([below[:1] ** k, (below**k).diff()]) * REWARDS).sum()
-    return torch.autograd.grad(expected, logits)[0]
+    for name, given, message in (
+        ("unlikeliness", {}, "the weight of unlikeliness depends on the log-probs"),
+        ("best", {}, "estimator must be one of"),
+        ("maxpo", {"k": 4}, "maxpo needs 1 <= k <= N-1 = 3"),
+        ("rloo", {"n": 0}, "n must be an integer from 1 to 10000, got 0"),
+        ("rloo", {"n": 10_001}, "n must be an integer from 1 to 10000, got 10001"),
+        *(("rloo", {"pass_rate": torch.tensor([0.5, x])}, "pass_rate must be between 0 and 1") for x in (-0.1, 1.1, torch.nan)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.effective_weight(name, **{"n": 4, "pass_rate": torch.tensor(0.5)} | given)
 
 
 def assert_same(actual, expected):
@@ -91,33 +72,35 @@ def assert_same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+def bandit_gradient(name, **options):
+    return mean_gradient(ops.group_advantage(REWARDS[ARMS], name, **options))
+
+
 @pytest.mark.parametrize("k", range(1, N + 1))
 def test_max_at_k_estimators_are_unbiased(k):
     if k < N:
-        assert_same(mean_gradient("maxpo", k=k), max_at_k_gradient(k) / k)
-        assert_same(mean_gradient("maxpo", k=k, scale_by_k=True), max_at_k_gradient(k))
-        assert_same(mean_gradient("pkpo_sloo", k=k), max_at_k_gradient(k) / N)
-        maxrl = sum(max_at_k_gradient(j) / j for j in range(1, k + 1))
-        assert_same(mean_gradient("maxrl", order=k), maxrl)
+        assert_same(bandit_gradient("maxpo", k=k), max_at_k_gradient(k) / k)
+        assert_same(bandit_gradient("maxpo", k=k, scale_by_k=True), max_at_k_gradient(k))
+        assert_same(bandit_gradient("pkpo_sloo", k=k), max_at_k_gradient(k) / N)
+        assert_same(bandit_gradient("maxrl", order=k), sum(max_at_k_gradient(j) / j for j in range(1, k + 1)))
     if k > 1:
-        assert_same(mean_gradient("expected_improvement", k=k), max_at_k_gradient(k) / k)
-        assert_same(mean_gradient("pkpo", k=k), max_at_k_gradient(k) / N)
+        assert_same(bandit_gradient("expected_improvement", k=k), max_at_k_gradient(k) / k)
+        assert_same(bandit_gradient("pkpo", k=k), max_at_k_gradient(k) / N)
 
 
 def test_the_leave_one_out_baseline_of_ei_is_biased():
-    biased, exact = mean_gradient("ei_l1o", k=3), max_at_k_gradient(3) / 3
+    biased, exact = bandit_gradient("ei_l1o", k=3), max_at_k_gradient(3) / 3
     assert (biased - exact).abs().max() > 0.05 * exact.abs().max()
-    baseline = ops.ESTIMATORS["leave_two_out"]
-    assert baseline.weight == "0"
-    assert mean_gradient("leave_two_out", k=3).abs().max() < 1e-12
+    assert ops.ESTIMATORS["leave_two_out"].weight == "0"
+    assert bandit_gradient("leave_two_out", k=3).abs().max() < 1e-12
 
 
 def test_policy_gradient_estimators_are_unbiased():
     exact = max_at_k_gradient(1)
-    assert_same(mean_gradient("rloo"), exact)
-    assert_same(mean_gradient("reinforce_raw"), exact)
-    assert_same(mean_gradient("reinforce"), exact * (N - 1) / N)
-    assert_same(mean_gradient("noisy_verifier_backward", **OPTIONS["noisy_verifier_backward"]), exact * (N - 1) / N / 0.85)
+    assert_same(bandit_gradient("rloo"), exact)
+    assert_same(bandit_gradient("reinforce_raw"), exact)
+    assert_same(bandit_gradient("reinforce"), exact * (N - 1) / N)
+    assert_same(bandit_gradient("noisy_verifier_backward", **OPTIONS["noisy_verifier_backward"]), exact * (N - 1) / N / 0.85)
 
 
 def test_the_weight_compiles_as_one_graph():
@@ -132,9 +115,6 @@ def test_the_weight_compiles_as_one_graph():
         assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))
     outside = compiled(4, torch.tensor([-0.1, 0.5, 1.1, torch.nan], dtype=torch.float64))
     assert outside.isnan().tolist() == [True, False, True, True]
-
-
-def test_the_weight_within_vmap():
     rates = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
     within = torch.func.vmap(lambda p: ops.effective_weight("maxpo", 8, p, k=4))(rates)
     torch.testing.assert_close(within, ops.effective_weight("maxpo", 8, rates, k=4))

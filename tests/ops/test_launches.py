@@ -5,70 +5,56 @@ import importlib
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast import _C, ops
 from maxrl_fast.ops import _gate
 from maxrl_fast.ops.logit_chunks import Chunks
-
-CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-
-class Launches(TorchDispatchMode):
-    """Lists what runs on a GPU: kernels of this package, and operators of PyTorch that neither allocate nor give a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name()
-        if name.startswith("maxrl_fast::"):
-            with self:  # what the operator calls counts
-                return function.redispatch(CPU, *args, **(kwargs or {}))
-        if not (function.is_view or name.startswith(("aten::empty", "aten::new_empty", "aten::promote_types"))):
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
-
-    def of(self, run):
-        """Return what `run` launches."""
-        self.names.clear()
-        with self:
-            run()
-        return list(self.names)
+from tests.ops.operators import Operators
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Run CPU kernels in place of CUDA kernels, without the checks of values that only a CPU makes."""
-    counting = Launches()
+    """Run CPU kernels in place of CUDA kernels, without the checks of values that only a CPU makes. Return a function that runs
+    another and lists its launches: kernels of this package, and operators of PyTorch that neither allocate nor give a view."""
+    operators = Operators()
+    names = []
 
     def launch(call, name, **arguments):
-        counting.names.append(name)
+        names.append(name)
         if name != "scale":  # the tests scale by 1
             getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
+
+    def of(run):
+        operators.calls.clear()
+        names.clear()
+        with operators:
+            run()
+        idle = ("maxrl_fast::", "aten::empty", "aten::new_empty", "aten::promote_types")
+        others = (call.function for call in operators.calls if not call.function.is_view)
+        return names + [function.name() for function in others if not function.name().startswith(idle)]
 
     monkeypatch.setattr(_gate.Call, "launch", launch)
     monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):
         monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "can_look_at", lambda tensor: False)
-    return counting
+    return of
 
 
 @pytest.mark.parametrize("options", [{"estimator": "grpo"}, {"estimator": "maxpo", "k": 2}])
 def test_a_group_advantage_is_one_kernel(launches, options):
     rewards = torch.rand(3, 4)
     ops.group_advantage(rewards, **options)  # fills the cache of tables
-    assert launches.of(lambda: ops.group_advantage(rewards, **options)) == ["group_advantage"]
+    assert launches(lambda: ops.group_advantage(rewards, **options)) == ["group_advantage"]
 
 
 def test_the_metrics_of_a_token_loss_are_few_launches(launches):
     logits = torch.randn(6, 9, requires_grad=True)
     batch = (torch.arange(6), torch.tensor([1.0, -1.0]), torch.tensor([0, 2, 6]))
-    names = launches.of(lambda: ops.policy_gradient_loss(logits, *batch, denominator=6.0))
-    assert names[:3] == ["aten::full", "aten::zeros", "token_loss"]
-    assert sorted(names[3:]) == ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::sub.Tensor"]
+    names = launches(lambda: ops.policy_gradient_loss(logits, *batch, denominator=6.0))
+    assert names[0] == "token_loss"
+    others = ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::full", "aten::sub.Tensor", "aten::zeros"]
+    assert sorted(names[1:]) == others
 
 
 def linear_gradients(**options: object) -> list[Tensor]:

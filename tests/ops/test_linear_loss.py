@@ -3,20 +3,12 @@
 import pytest
 import torch
 
-from maxrl_fast.ops import (
-    LOSSES,
-    linear_policy_gradient_loss,
-    linear_token_logprobs,
-    policy_gradient_loss,
-    token_logprobs,
-)
-from maxrl_fast.ops.function_loss import linear_rows
-from maxrl_fast.ops.logit_chunks import Chunks, chunk_tokens
-from maxrl_fast.ops.token_loss_kernel import loss_arguments
-from tests.ops.test_in_place import prepared_loss
+from maxrl_fast.ops import LOSSES, linear_policy_gradient_loss, linear_token_logprobs, policy_gradient_loss, token_logprobs
+from maxrl_fast.ops.logit_chunks import chunk_tokens
+from tests.ops.loss_definitions import aggregation_of
+from tests.ops.operators import Operators
 
 T, H, V = 50, 16, 70
-CHOOSE = [name for name, row in LOSSES.items() if row.over_batch]
 
 
 def make(dtype, seed=0):
@@ -34,6 +26,11 @@ def make(dtype, seed=0):
     return hidden, weight, batch
 
 
+def logits_of(hidden, weight, softcap=0.0):
+    logits = hidden @ weight.to(hidden.dtype).T
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}  # each side rounds its own products
 
 
@@ -43,141 +40,79 @@ def assert_close(actual, expected, dtype):
         assert error <= TOLERANCE[dtype], float(error)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "softcap"), [(None, 0), (1, 4.0), (7, 0), (7, 4.0)])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+# With softcap 4 half of the logits are near the cap.
+CASES = [(None, 0.0), (1, 4.0), (7, 0.0), (7, 4.0)]
+
+
+@pytest.mark.parametrize(("dtype", "of_weight"), [*((x, x) for x in TOLERANCE), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_equals_the_loss_from_logits(loss, dtype, chunk_tokens, softcap, monkeypatch):
-    """Also where half of the logits are near the cap, and where functions of rows are computed for few rows at a time."""
-    if chunk_tokens:
-        monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda hidden, vocab_size: 8 * chunk_tokens)
+def test_loss_equals_the_loss_from_logits(loss, dtype, of_weight, monkeypatch):
+    """A master weight in float32 gets its gradient in float32: in bfloat16, small contributions of chunks would be lost."""
     hidden, weight, batch = make(dtype)
-    if (
-        dtype == torch.bfloat16 and loss in CHOOSE
-    ):  # of nearly equal tokens another may be chosen where logits round differently
-        batch["advantages"] = torch.tensor([1.0, 0.0, 2.0, 0.5])
-    logits = hidden @ weight.T
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-    ref = -5 * torch.rand(T, generator=torch.Generator().manual_seed(1))
+    weight = weight.detach().to(of_weight).requires_grad_()
+    if dtype == torch.bfloat16 and LOSSES[loss].over_batch:
+        batch["advantages"][2] *= -1  # of nearly equal tokens another may be chosen where logits round differently
+    batch |= {"ref_logprobs": -5 * torch.rand(T, generator=torch.Generator().manual_seed(1)), "loss": loss}
+    batch["aggregation"] = aggregation_of(loss, "seq_mean_token_mean")
     rel = 4e-3 if dtype == torch.bfloat16 else 2e-5  # the logits come from other matrix multiplications and round differently
-    for terms in ({}, {"kl_coef": 0.1, "entropy_coef": 0.1}):  # with and without rows of zero gradient
-        options = batch | {"loss": loss, "ref_logprobs": ref, "aggregation": LOSSES[loss].aggregation or "seq_mean_token_mean"}
+    for i, (chunk, softcap) in enumerate(CASES):
+        if chunk:  # functions of rows are computed for few rows at a time
+            monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda *_, chunk=chunk: 8 * chunk)
+        terms = {"kl_coef": 0.1 * (i % 2), "entropy_coef": 0.1 * (i % 2)}  # with and without rows of zero gradient
         torch.manual_seed(0)
-        expected, metrics = policy_gradient_loss(logits, **options, **terms)
+        expected, metrics = policy_gradient_loss(logits_of(hidden, weight, softcap), **batch, **terms)
         torch.manual_seed(0)
-        actual, linear_metrics = linear_policy_gradient_loss(
-            hidden, weight, **options, **terms, chunk_tokens=chunk_tokens, softcap=softcap
-        )
+        actual, found = linear_policy_gradient_loss(hidden, weight, **batch, **terms, chunk_tokens=chunk, softcap=softcap)
         assert actual.item() == pytest.approx(expected.item(), rel=rel)
-        assert {name: x.item() for name, x in linear_metrics.items()} == pytest.approx(
+        assert {name: x.item() for name, x in found.items()} == pytest.approx(
             {name: x.item() for name, x in metrics.items()}, rel=rel
         )
-        gradients = [torch.autograd.grad(3 * value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
+        gradients = [torch.autograd.grad(2 * value, (hidden, weight), retain_graph=True) for value in (actual, expected)]
+        of_ours = gradients[0][1]
+        assert of_ours.dtype == of_weight
+        assert of_weight == torch.bfloat16 or (of_ours != of_ours.bfloat16()).any()  # nor rounded before: 2 changes no digit
         assert_close(*gradients, dtype)
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_functions_of_rows_equal_the_plain_computation(size, monkeypatch):
-    monkeypatch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda hidden, vocab_size: 4 * size)
-    hidden, weight, batch = make(torch.bfloat16)
-
-    def function(log_p, targets):
-        assert log_p.dtype == torch.float32
-        assert len(log_p) <= size
-        return torch.stack([log_p.logsumexp(-1) + log_p.square().sum(-1), log_p.gather(1, targets[:, None])[:, 0]], -1)
-
-    for temperature, softcap in ((0.7, 0.0), (batch["temperature"], 4.0)):
-        actual = linear_rows(hidden, weight, batch["targets"], function, temperature=temperature, softcap=softcap)
-        logits = (softcap * torch.tanh(hidden @ weight.T / softcap) if softcap else hidden @ weight.T).float()
-        tau = temperature[:, None] if softcap else temperature
-        log_p = torch.log_softmax(logits / tau, -1)
-        expected = torch.cat([function(log_p[t : t + 1], batch["targets"][t : t + 1]) for t in range(T)])
-        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-        slopes = torch.randn(T, 2, generator=torch.Generator().manual_seed(2))
-        assert_close(*[torch.autograd.grad(x, (hidden, weight), slopes) for x in (actual, expected)], torch.bfloat16)
-    assert linear_rows(hidden[:0], weight, batch["targets"][:0], function).shape == (0, 2)
-
-
-def test_gspo_ratio_includes_tokens_without_a_gradient():
-    hidden, weight, batch = make(torch.float64)
-    batch["advantages"] = torch.randn(T, generator=torch.Generator().manual_seed(3)) * (torch.arange(T) % 3 > 0)
-    expected, metrics = policy_gradient_loss(hidden @ weight.T, **batch, loss="gspo", clip_high=9.0)
-    actual, linear_metrics = linear_policy_gradient_loss(hidden, weight, **batch, loss="gspo", clip_high=9.0)
-    assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert linear_metrics["dropped_tokens"].item() == metrics["dropped_tokens"].item() > 0
-    assert linear_metrics["tokens"].item() == metrics["tokens"].item()
-    gradients = [torch.autograd.grad(value, (hidden, weight)) for value in (actual, expected)]
-    assert_close(*gradients, torch.float64)
-
-
-def test_rows_without_a_gradient_are_not_multiplied(monkeypatch):
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_rows_without_a_gradient_are_not_multiplied(has_mask):
     hidden, weight, batch = make(torch.float32)
-    rows = []
-    original = Chunks.__iter__
-
-    def counted(self):
-        rows.append(len(self.hidden))
-        return original(self)
-
-    monkeypatch.setattr(Chunks, "__iter__", counted)
-    batch["advantages"] = torch.tensor([1.0, 0.0, 0.0, 0.5])
-    kept = int(batch["mask"][:10].sum() + batch["mask"][30:].sum())
-    _, metrics = linear_policy_gradient_loss(hidden, weight, **batch)
-    assert rows == [kept]
-    assert metrics["tokens"].item() == int(batch["mask"].sum())
-    assert metrics["dropped_tokens"].item() == int(batch["mask"].sum()) - kept
+    batch |= {"advantages": torch.tensor([1.0, 0.0, 0.0, 0.5]), "mask": batch["mask"] if has_mask else None}
+    expected, metrics = policy_gradient_loss(logits_of(hidden, weight), **batch)
+    expected = torch.autograd.grad(expected, (hidden, weight))
     with torch.no_grad():
-        hidden[10:30] = torch.nan  # never read
-    loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
-    gradient = torch.autograd.grad(loss, (hidden, weight))
-    assert (gradient[0][10:30] == 0).all()
-    assert all(x.isfinite().all() for x in gradient)
+        hidden[10:30] = torch.nan  # never read: a product with 0 would be NaN too
+    loss, found = linear_policy_gradient_loss(hidden, weight, **batch)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    assert (gradients[0][10:30] == 0).all()
+    assert_close(gradients, expected, torch.float32)
+    assert found["tokens"] == metrics["tokens"]
+    assert found["dropped_tokens"] == metrics["dropped_tokens"] > 0
 
 
-def test_frozen_inputs_get_no_gradient_buffer(monkeypatch):
+def test_frozen_inputs_get_no_gradient_buffer():
     hidden, weight, batch = make(torch.float32)
-    made = []
-    original = Chunks.__init__
-
-    def remembered(self, *arguments):
-        original(self, *arguments)
-        made.append(self)
-
-    monkeypatch.setattr(Chunks, "__init__", remembered)
-    loss, _ = linear_policy_gradient_loss(hidden, weight.detach(), **batch)
-    assert made[-1].grad_weight is None
-    expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
-    assert_close(torch.autograd.grad(loss, [hidden]), torch.autograd.grad(expected, [hidden]), torch.float32)
-    loss, _ = linear_policy_gradient_loss(hidden.detach(), weight, **batch)
-    assert made[-1].grad_hidden is None
-    expected, _ = policy_gradient_loss(hidden @ weight.T, **batch)
-    assert_close(torch.autograd.grad(loss, [weight]), torch.autograd.grad(expected, [weight]), torch.float32)
-    with torch.no_grad():
+    batch |= {"mask": None, "advantages": torch.tensor([1.0, 1.0, -2.0, 0.5])}  # all rows have a gradient
+    expected, _ = policy_gradient_loss(logits_of(hidden, weight), **batch)
+    for frozen, free in ((weight, hidden), (hidden, weight)):
+        given = [x.detach() if x is frozen else x for x in (hidden, weight)]
+        with Operators() as operators:
+            loss, _ = linear_policy_gradient_loss(*given, **batch)
+        assert_close(torch.autograd.grad(loss, [free]), torch.autograd.grad(expected, [free], retain_graph=True), torch.float32)
+        assert operators.sizes() & {T * H, V * H} == {free.numel()}
+    with torch.no_grad(), Operators() as operators:
         loss, _ = linear_policy_gradient_loss(hidden, weight, **batch)
-    assert (made[-1].grad_hidden, made[-1].grad_weight) == (None, None)
+    assert not operators.sizes() & {V * H, T * H}
     assert loss.item() == expected.item()
 
 
-def test_a_master_weight_gets_its_gradient_in_float32():
-    """In bfloat16, small contributions of chunks would be lost."""
-    hidden, weight, batch = make(torch.bfloat16)
-    master = weight.detach().float().requires_grad_()
-    loss, _ = linear_policy_gradient_loss(hidden, master, **batch, chunk_tokens=1)
-    (gradient,) = torch.autograd.grad(loss, master)
-    assert gradient.dtype == torch.float32
-    wide, wide_weight = hidden.detach().double(), weight.detach().double().requires_grad_()
-    logits = (hidden @ weight.T).detach().double() + (wide @ wide_weight.T) - (wide @ wide_weight.T).detach()
-    expected, _ = policy_gradient_loss(logits, **batch)
-    assert_close([gradient], torch.autograd.grad(expected, [wide_weight]), torch.bfloat16)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_logprobs_equal_logprobs_from_logits(dtype, softcap):
+def test_logprobs_equal_logprobs_from_logits(dtype):
     hidden, weight, batch = make(dtype)
-    logits = softcap * torch.tanh(hidden @ weight.T / softcap) if softcap else hidden @ weight.T
-    for scale in ({"temperature": 0.7}, {"temperature": batch["temperature"]}):
-        expected = token_logprobs(logits, batch["targets"], **scale)
-        actual = linear_token_logprobs(hidden, weight, batch["targets"], **scale, softcap=softcap, chunk_tokens=7)
+    for softcap, tau in ((0.0, 0.7), (4.0, 0.7), (0.0, batch["temperature"]), (4.0, batch["temperature"])):
+        expected = token_logprobs(logits_of(hidden, weight, softcap), batch["targets"], temperature=tau)
+        scale = {"temperature": tau, "softcap": softcap}
+        actual = linear_token_logprobs(hidden, weight, batch["targets"], **scale, chunk_tokens=7)
         assert_close(actual, expected, dtype)
         generator = torch.Generator().manual_seed(2)
         slopes = [torch.randn(T, generator=generator).to(actual[0].dtype) for _ in range(2)]
@@ -191,7 +126,6 @@ def test_logprobs_equal_logprobs_from_logits(dtype, softcap):
     ("num_tokens", "most", "hidden_size", "chunk"),
     [
         (16384, 4416, 4096, 4224),  # 33 x 16 tiles are four waves of 132 multiprocessors
-        (65536, 4416, 4096, 4224),
         (16384, 2560, 4096, 2048),  # 256 tiles of 264; 2560 tokens would be 320 tiles, three waves
         (100_000, 10_000, 896, 8448),
         (300, 4416, 4096, 300),  # all at once
@@ -250,12 +184,17 @@ def test_no_tokens():
         ({"weight": torch.randn(V, H).half()}, "weight must be torch.float32 as hidden is, or float32, got torch.float16"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
         ({"targets": torch.full((T,), V)}, rf"targets must be in \[0, {V}\), got {V} at token 0"),
+        *(({"softcap": x}, "softcap must be finite and at least 0, got") for x in (-1.0, float("inf"), "30")),
     ],
 )
 def test_bad_input(change, message):
     hidden, weight, batch = make(torch.float32)
+    arguments = {"hidden": hidden, "weight": weight} | batch | {"mask": None} | change
     with pytest.raises(ValueError, match=message):
-        linear_policy_gradient_loss(**({"hidden": hidden, "weight": weight} | batch | {"mask": None} | change))
+        linear_policy_gradient_loss(**arguments)
+    kept = ("hidden", "weight", "targets", "temperature", "softcap", "chunk_tokens")
+    with pytest.raises(ValueError, match=message):
+        linear_token_logprobs(**{name: x for name, x in arguments.items() if name in kept})
 
 
 @pytest.mark.parametrize("options", [{"loss": "gspo", "aggregation": "seq_mean_token_mean"}, {"loss": "ppo"}])
@@ -280,7 +219,7 @@ def test_the_loss_compiles_as_one_graph(options):
 
 @pytest.mark.slow
 def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
-    # Its cache outlives a version of the operators, and does not know of their results' shapes.
+    """In a cache of its own: inductor's outlives a version of the operators, and does not know of their results' shapes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hidden, weight, batch = make(torch.float32)
 
@@ -291,24 +230,3 @@ def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
     actual, expected = torch.compile(step, fullgraph=True)(hidden, weight), step(hidden, weight)
     assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)), torch.float32)
-
-
-def test_operators_pass_opcheck():
-    hidden, weight, batch = make(torch.float32)
-    given = {name: x for name, x in batch.items() if name not in ("targets", "advantages", "cu_seqlens")}
-    prepared, terms = prepared_loss((T, V), batch["targets"], batch["advantages"], batch["cu_seqlens"], **given)
-    arguments, operators = loss_arguments(prepared, terms), torch.ops.maxrl_fast
-    for needed in ((True, True), (True, False), (False, True)):
-        matrices = (x.detach().requires_grad_(is_needed) for x, is_needed in zip((hidden, weight), needed, strict=True))
-        torch.library.opcheck(operators.linear_loss.default, (*matrices, *arguments, 7, 4.0, *needed))
-    torch.library.opcheck(operators.linear_logprobs.default, (hidden, weight, prepared.targets, None, 0.7, 7, 4.0))
-    detached = (hidden.detach(), weight.detach(), prepared.targets, None, 0.7, torch.rand(T), torch.rand(T), 7, 4.0)
-    for needed in ((True, True), (False, True), (True, False)):
-        torch.library.opcheck(operators.linear_logprobs_backward.default, (*detached, *needed))
-
-
-@pytest.mark.parametrize("softcap", [-1.0, float("inf"), "30"])
-def test_a_wrong_soft_cap_is_refused(softcap):
-    hidden, weight, batch = make(torch.float32)
-    with pytest.raises(ValueError, match="softcap must be finite and at least 0, got"):
-        linear_token_logprobs(hidden, weight, batch["targets"], softcap=softcap)

@@ -9,33 +9,15 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import Estimator, Group
+from tests.ops.bandit import ARMS, LOGITS, REWARDS, N, max_at_k_gradient, mean_gradient
 from tests.ops.definitions import OFF_POLICY
 
-NAMES = list(OFF_POLICY)
-ON_POLICY = {"maxpo_off_policy": "maxpo", "maxrl_off_policy": "maxrl"}
+CHANGE = torch.tensor([-0.4, 0.1, 0.6], dtype=torch.float64)  # of the policy
 
 
-def size(name, k):
-    return {"order" if name == "maxrl_off_policy" else "k": k}
-
-
-def advantages(name, rewards, ratios, k, **options):
-    rewards = torch.as_tensor([float(r) for r in rewards], dtype=torch.float64)
-    log_ratios = torch.as_tensor([math.log(x) for x in ratios], dtype=torch.float64)
-    return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, k), **options)
-
-
-def assert_close(actual, expected, tolerance=1e-12):
-    expected = torch.tensor([float(x) for x in expected], dtype=torch.float64)
-    assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (actual, expected)
-
-
-def test_at_ratios_of_one_they_are_the_estimators_on_policy():
-    rewards = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for (name, on_policy), k in itertools.product(ON_POLICY.items(), range(1, 9)):
-        expected = ops.group_advantage(rewards, on_policy, **size(name, k))
-        actual = ops.group_advantage(rewards, name, log_ratios=torch.zeros(5, 9), **size(name, k))
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+def advantages(name, rewards, log_ratios, k, **given):
+    size = {"order" if name == "maxrl_off_policy" else "k": k}
+    return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size, **given)
 
 
 @pytest.mark.parametrize("n", [64, 4096])
@@ -45,17 +27,15 @@ def test_equal_ratios_scale_the_advantages_of_every_k(n):
     c = 0.125
     log_ratios = torch.full_like(rewards, math.log1p(c))
 
-    def off(name, k):
-        return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size(name, k))
+    def expected(k):
+        return (1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k)
 
     for k in (1, 2, n // 2, n - 1):
-        torch.testing.assert_close(
-            off("maxpo_off_policy", k), (1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k), rtol=1e-9, atol=1e-10
-        )
-        bon = ops.group_advantage(rewards, "bon_off_policy", k=k, log_ratios=torch.zeros_like(rewards))
-        torch.testing.assert_close(off("bon_off_policy", k), (1 + k * c) * bon, rtol=1e-9, atol=1e-10)
-    terms = [(1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k) for k in (1, 2, 3)]
-    torch.testing.assert_close(off("maxrl_off_policy", 3), sum(terms), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(advantages("maxpo_off_policy", rewards, log_ratios, k), expected(k), rtol=1e-9, atol=1e-10)
+        bon = (1 + k * c) * advantages("bon_off_policy", rewards, torch.zeros_like(rewards), k)
+        torch.testing.assert_close(advantages("bon_off_policy", rewards, log_ratios, k), bon, rtol=1e-9, atol=1e-10)
+    actual = advantages("maxrl_off_policy", rewards, log_ratios, 3)
+    torch.testing.assert_close(actual, sum(map(expected, (1, 2, 3))), rtol=1e-9, atol=1e-10)
     # With one best rollout its advantage is 1 for every k, and its share of the others' is -1/(n-1).
     best = torch.zeros(n, dtype=torch.float64)
     best[5] = 1
@@ -64,60 +44,23 @@ def test_equal_ratios_scale_the_advantages_of_every_k(n):
     torch.testing.assert_close(actual, best * total - (1 - best) * total / (n - 1), rtol=1e-10, atol=0)
 
 
-def test_groups_too_small_for_the_size_get_zero():
-    rewards, ratios = torch.tensor([2.0, 1, 3, 0, 2, 1, 3, 1]), torch.linspace(-0.3, 0.3, 8)
-    for name in NAMES:
-        actual = ops.group_advantage(rewards, name, log_ratios=ratios, offsets=torch.tensor([0, 3, 8]), **size(name, 4))
-        assert actual[:3].tolist() == [0, 0, 0]
-        assert actual[3:].any()
-
-
-def test_equal_rewards_and_groups_of_one_have_zero_advantage():
-    log_ratios = torch.randn(7, generator=torch.Generator().manual_seed(3))
-    for name in ON_POLICY:
-        assert (ops.group_advantage(torch.full((7,), 0.1), name, log_ratios=log_ratios, **size(name, 3)) == 0).all()
-        assert ops.group_advantage(torch.tensor([3.5]), name, log_ratios=log_ratios[:1], **size(name, 3)).tolist() == [0]
-    # bon has no baseline.
-    assert ops.group_advantage(torch.tensor([3.5]), "bon_off_policy", k=1, log_ratios=torch.zeros(1)).tolist() == [3.5]
-
-
 def test_ratios_are_clamped():
     rewards = torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=torch.float64)
-    for name in NAMES:
-        far = ops.group_advantage(rewards, name, log_ratios=torch.tensor([0, torch.inf, -torch.inf, 50]), **size(name, 2))
-        at_limit = ops.group_advantage(rewards, name, log_ratios=torch.tensor([0.0, 20, -20, 20]), **size(name, 2))
-        assert torch.equal(far, at_limit)
-        assert_close(
-            advantages(name, rewards, [0.25, 1.125, 4.0, 1.0], 2, clamp_delta=0.5),
-            OFF_POLICY[name]([Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)]),
-        )
-
-
-def test_what_is_no_ratio_is_refused():
-    rewards = torch.tensor([[0.0, 1.0, 2.0]])
-    for given, message in (
-        ({}, "maxpo_off_policy needs log_ratios"),
-        (
-            {"log_ratios": rewards.masked_fill(rewards == 1, torch.nan)},
-            "log_ratios must be numbers, got nan in group 0, rollout 1",
-        ),
-        ({"log_ratios": rewards[0]}, r"log_ratios must have the shape of rewards, \(1, 3\), got \(3,\)"),
-        ({"log_ratios": rewards, "clamp_delta": -1}, "clamp_delta of maxpo_off_policy must be a finite number of at least 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ops.group_advantage(rewards, "maxpo_off_policy", k=2, **given)
+    for name, definition in OFF_POLICY.items():
+        far = advantages(name, rewards, torch.tensor([0, torch.inf, -torch.inf, 50]), 2)
+        assert torch.equal(far, advantages(name, rewards, torch.tensor([0.0, 20, -20, 20]), 2))
+        actual = advantages(name, rewards, torch.tensor([0.25, 1.125, 4.0, 1.0]).double().log(), 2, clamp_delta=0.5)
+        expected = definition([Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)])
+        assert actual.tolist() == pytest.approx([float(x) for x in expected], rel=1e-12, abs=1e-12)
 
 
 def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone():
     rewards = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
     log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])  # of the best rollout, whom no other's sums include
-    compiled = torch.compile(
-        lambda r, x: ops.group_advantage(r, "maxpo_off_policy", k=2, log_ratios=x), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda r, x: advantages("maxpo_off_policy", r, x, 2), fullgraph=True, backend="aot_eager")
     actual = compiled(rewards, log_ratios)
     assert actual[0].isnan().all()
-    expected = ops.group_advantage(rewards[1], "maxpo_off_policy", k=2, log_ratios=log_ratios[1])
-    torch.testing.assert_close(actual[1], expected)
+    torch.testing.assert_close(actual[1], advantages("maxpo_off_policy", rewards[1], log_ratios[1], 2))
 
 
 def test_equal_ids_take_memory_for_their_groups_alone():
@@ -132,42 +75,19 @@ def test_equal_ids_take_memory_for_their_groups_alone():
     assert shapes == [(1, 4096)]
 
 
-# A bandit with three arms, all 3^N groups of it: sampled by the old policy, and the gradient of the new one is wanted.
-REWARDS = torch.tensor([0.0, 0.7, 2.0], dtype=torch.float64)
-OLD = torch.tensor([0.5, 0.1, -0.8], dtype=torch.float64)
-CHANGE = torch.tensor([-0.4, 0.1, 0.6], dtype=torch.float64)
-N = 4
-ARMS = torch.tensor(list(itertools.product(range(3), repeat=N)))
-
-
-def mean_gradient(values, policy):
-    """Return E[(1/N) sum_i A_i grad log pi(a_i)] over groups of the old policy, of advantages [3^N, N]."""
-    scores = torch.eye(3, dtype=torch.float64)[ARMS] - policy
-    probability = torch.softmax(OLD, 0)[ARMS].prod(1)
-    return (probability[:, None] * (values[..., None] * scores).mean(1)).sum(0)
-
-
-def max_at_k_gradient(logits, k):
-    logits = logits.clone().requires_grad_()
-    below = torch.softmax(logits, 0).cumsum(0)
-    expected = (torch.cat([below[:1] ** k, (below**k).diff()]) * REWARDS).sum()
-    return torch.autograd.grad(expected, logits)[0]
-
-
 def wanted(name, logits, k):
     """Return what the mean gradient of an estimator should be."""
     if name == "maxrl_off_policy":
-        return sum(max_at_k_gradient(logits, m) / m for m in range(1, k + 1))
-    return max_at_k_gradient(logits, k) / (N if name == "bon_off_policy" else k)
+        return sum(max_at_k_gradient(m, logits) / m for m in range(1, k + 1))
+    return max_at_k_gradient(k, logits) / (N if name == "bon_off_policy" else k)
 
 
 def error(name, k, step):
     """Return the largest error of the mean gradient after a change of the policy of this size."""
-    logits = OLD + step * CHANGE
-    policy = torch.softmax(logits, 0)
-    log_ratios = (policy / torch.softmax(OLD, 0)).log()[ARMS]
-    values = ops.group_advantage(REWARDS[ARMS], name, log_ratios=log_ratios, **size(name, k))
-    return float((mean_gradient(values, policy) - wanted(name, logits, k)).abs().max())
+    logits = LOGITS + step * CHANGE
+    log_ratios = (torch.softmax(logits, 0) / torch.softmax(LOGITS, 0)).log()[ARMS]
+    actual = mean_gradient(advantages(name, REWARDS[ARMS], log_ratios, k), logits)
+    return float((actual - wanted(name, logits, k)).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +104,7 @@ def error(name, k, step):
     ],
 )
 def test_the_mean_gradient_is_that_of_max_at_k_to_the_first_order(name, k, is_exact):
-    scale = float(wanted(name, OLD, k).abs().max())
+    scale = float(wanted(name, LOGITS, k).abs().max())
     assert error(name, k, 0.0) <= 1e-12 * scale
     if is_exact:
         assert error(name, k, 1.0) <= 1e-12 * scale

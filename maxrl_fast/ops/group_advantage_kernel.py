@@ -22,7 +22,7 @@ DTYPES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
-_LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
+_LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/cuda/group_advantage.cu
 
 
 @operator()

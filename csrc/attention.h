@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernel.h"
+
 namespace maxrl {
 
 // A packed stream of `num_sequences` sequences, each causal on itself, and then of `num_responses` responses. A token of a
@@ -11,14 +13,11 @@ struct SharedPromptStream {
   const int64_t *lengths, *response_lengths;
   const int64_t* answers;  // [num_responses], ascending: the sequence that each response answers
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_tokens", num_tokens), at("num_sequences", num_sequences), at("num_responses", num_responses);
-    at("lengths", lengths), at("response_lengths", response_lengths), at("answers", answers);
-  }
+  MAXRL_FIELDS(num_tokens, num_sequences, num_responses, lengths, response_lengths, answers)
 };
 
-// Real: float, or double for double elements. Query head h attends to key head h / (heads / key_heads).
+// Real: float, or double for double elements. Query head h attends to key head h / (heads / key_heads). The backward kernel
+// computes all gradients from o and lse.
 template <typename Element, typename Real>
 struct SharedPromptAttention {
   SharedPromptStream stream;
@@ -29,21 +28,7 @@ struct SharedPromptAttention {
   const Element* grad;                 // dL/do; the rest is null in a forward pass
   Element *grad_q, *grad_k, *grad_v;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    stream.fields(at);
-    at("heads", heads), at("key_heads", key_heads), at("head_dim", head_dim), at("q", q), at("k", k), at("v", v);
-    at("o", o), at("lse", lse);
-  }
-};
-
-template <typename Element, typename Real>
-struct SharedPromptAttentionBackward : SharedPromptAttention<Element, Real> {
-  template <typename Visit>
-  void fields(Visit& at) {
-    SharedPromptAttention<Element, Real>::fields(at);
-    at("grad", this->grad), at("grad_q", this->grad_q), at("grad_k", this->grad_k), at("grad_v", this->grad_v);
-  }
+  MAXRL_FIELDS(stream, heads, key_heads, head_dim, q, k, v, o, lse, grad, grad_q, grad_k, grad_v)
 };
 
 }  // namespace maxrl

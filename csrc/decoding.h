@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernel.h"
+
 namespace maxrl {
 
 // A rows, Hq query heads, Hkv key/value heads, head size D. All arrays are 16-byte aligned, and contiguous except q, k, v and
@@ -21,14 +23,8 @@ struct DecodeAttention {
   float* partial;                          // [A, Hq, num_splits, D + 2], unused if num_splits is 1
   Element* out;                            // [A, Hq, D]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("limit", limit), at("heads", heads), at("kv_heads", kv_heads), at("head_dim", head_dim);
-    at("q", q), at("k", k), at("v", v), at("q_stride", q_stride), at("k_stride", k_stride), at("v_stride", v_stride);
-    at("k_cache", k_cache), at("v_cache", v_cache), at("lengths", lengths), at("prompt_out", prompt_out);
-    at("prompt_lse", prompt_lse), at("lse_row_stride", lse_row_stride), at("lse_head_stride", lse_head_stride);
-    at("num_splits", num_splits), at("partial", partial), at("out", out);
-  }
+  MAXRL_FIELDS(num_rows, limit, heads, kv_heads, head_dim, q, k, v, q_stride, k_stride, v_stride, k_cache, v_cache, lengths,
+               prompt_out, prompt_lse, lse_row_stride, lse_head_stride, num_splits, partial, out)
 };
 
 // R of A rows, each once, vocabulary V, at most `limit` tokens per row. Rows that are done do not change.
@@ -46,13 +42,8 @@ struct DecodeSample {
   int64_t* tokens;             // [A, limit]
   float* logprobs;             // [A, limit] under the distribution at the temperature, 0 at temperature 0
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("vocab_size", vocab_size), at("limit", limit), at("logits", logits);
-    at("samples_per_logits", samples_per_logits), at("rows", rows), at("temperature", temperature), at("keys", keys);
-    at("stops", stops), at("last", last), at("length", length), at("done", done), at("tokens", tokens),
-        at("logprobs", logprobs);
-  }
+  MAXRL_FIELDS(num_rows, vocab_size, limit, logits, samples_per_logits, rows, temperature, keys, stops, last, length, done,
+               tokens, logprobs)
 };
 
 }  // namespace maxrl

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #define MAXRL_HOST_DEVICE __host__ __device__
@@ -19,6 +20,17 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;  // IEEE half precision
 };
+
+// Of a tensor's elements, as Python names it.
+template <typename T>
+constexpr const char* kDtype = std::is_same_v<T, float>      ? "float32"
+                               : std::is_same_v<T, double>   ? "float64"
+                               : std::is_same_v<T, BFloat16> ? "bfloat16"
+                               : std::is_same_v<T, Float16>  ? "float16"
+                               : std::is_same_v<T, int32_t>  ? "int32"
+                               : std::is_same_v<T, int64_t>  ? "int64"
+                               : std::is_same_v<T, bool>     ? "bool"
+                                                             : nullptr;
 
 template <typename T>
 MAXRL_HOST_DEVICE inline double to_double(T x) {
@@ -41,6 +53,12 @@ MAXRL_HOST_DEVICE inline double to_double(Float16 x) {
   return sign * (exponent == 0 ? ldexp(fraction, -24) : ldexp(1024.0 + fraction, exponent - 25));
 }
 
+MAXRL_HOST_DEVICE inline BFloat16 rounded(float x) {  // to nearest even
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
 template <typename T>
 MAXRL_HOST_DEVICE inline T from_double(double x) {
   return static_cast<T>(x);
@@ -48,11 +66,7 @@ MAXRL_HOST_DEVICE inline T from_double(double x) {
 
 template <>
 MAXRL_HOST_DEVICE inline BFloat16 from_double(double x) {
-  const float value = static_cast<float>(x);
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  if (x != x) return BFloat16{0x7fc0};
-  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};  // round to nearest even
+  return rounded(static_cast<float>(x));
 }
 
 template <>

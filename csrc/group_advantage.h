@@ -17,14 +17,16 @@
 #include <cmath>
 #include <cstdint>
 
-#include "element_types.h"
+#include "kernel.h"
 
 namespace maxrl {
 
 enum class Kind { kMoments, kRank, kBinary };
-constexpr const char* kKindNames[] = {"moments", "rank", "binary"};
+template <>
+inline constexpr const char* kNamesOf<Kind>[3] = {"moments", "rank", "binary"};
 enum class Scale { kOne, kLeaveOneOut, kStd, kMean };  // m
-constexpr const char* kScaleNames[] = {"one", "leave_one_out", "std", "mean"};
+template <>
+inline constexpr const char* kNamesOf<Scale>[4] = {"one", "leave_one_out", "std", "mean"};
 
 struct Formula {
   Kind kind;
@@ -33,13 +35,13 @@ struct Formula {
   double eps;
   int64_t ddof;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("kind", kind, kKindNames), at("centred", centred), at("scale", scale, kScaleNames), at("eps", eps), at("ddof", ddof);
-  }
+  MAXRL_FIELDS(kind, centred, scale, eps, ddof)
   // Whether m is 1 over a moment of r, so that rewards times a constant have the same advantages, up to eps.
   MAXRL_HOST_DEVICE bool is_ratio() const { return scale == Scale::kStd || scale == Scale::kMean; }
   MAXRL_HOST_DEVICE bool needs_moments() const { return centred || is_ratio(); }
+  MAXRL_HOST_DEVICE bool accepts(double reward) const {
+    return kind == Kind::kBinary ? reward == 0.0 || reward == 1.0 : reward * 0.0 == 0.0;
+  }
 };
 
 // Group g is a row of a [num_groups, group_size] array; or, with `offsets` [num_groups + 1], a run of a flat array, through
@@ -50,40 +52,37 @@ struct Groups {
   const int64_t* order;
   const bool* valid;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_groups", num_groups), at("group_size", group_size), at("num_rewards", num_rewards), at("offsets", offsets);
-    at("order", order), at("valid", valid);
-  }
+  MAXRL_FIELDS(num_groups, group_size, num_rewards, offsets, order, valid)
 
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
   MAXRL_HOST_DEVICE int64_t index(int64_t position) const { return order ? order[position] : position; }
   MAXRL_HOST_DEVICE bool exists(int64_t index) const { return !valid || valid[index]; }
 };
 
-// Tables of group sizes up to `largest`: the table of n is at values + starts[n], or at values if all groups have one size.
+// Tables of group sizes up to `largest_table`: the table of n is at tables + table_starts[n], or at tables if all groups have
+// one size.
 struct Tables {
-  const double* values;
-  const int64_t* starts;
-  int64_t largest;
+  const double* tables;
+  const int64_t* table_starts;
+  int64_t largest_table;
+  MAXRL_FIELDS(tables, table_starts, largest_table)
 
-  MAXRL_HOST_DEVICE const double* of(int64_t n) const { return starts ? values + starts[n] : values; }
+  MAXRL_HOST_DEVICE const double* of(int64_t n) const { return table_starts ? tables + table_starts[n] : tables; }
 };
 
-// The arguments of the kernels, as Python gives them.
-template <typename Reward, typename Advantage>
+// Rewards and advantages are [num_groups, group_size] or [num_rewards]; rollouts that are not valid get 0. The pairs of types
+// are (float, float), (double, double), (BFloat16, BFloat16) and (int32_t | int64_t | bool, float).
+template <typename Reward_, typename Advantage_>
 struct GroupAdvantage {
+  using Reward = Reward_;
+  using Advantage = Advantage_;
   const Reward* rewards;
   Groups groups;
   Tables tables;
   Formula formula;
   Advantage* advantages;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("rewards", rewards), groups.fields(at), at("tables", tables.values), at("table_starts", tables.starts);
-    at("largest_table", tables.largest), formula.fields(at), at("advantages", advantages);
-  }
+  MAXRL_FIELDS(rewards, groups, tables, formula, advantages)
 };
 
 // A total order: ascending rewards, ties by index, so that the result does not depend on the sorting algorithm.

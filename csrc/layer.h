@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernel.h"
+
 namespace maxrl {
 
 // Strides are in elements. On a GPU all addresses and strides are multiples of 16 bytes. U rows. Real is the type of sums.
@@ -16,11 +18,7 @@ struct AddRmsNorm {
   const Element* weight;     // [H]
   Element *sum, *normed;     // [U, H]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("size", size), at("eps", eps), at("x", x), at("delta", delta), at("weight", weight);
-    at("sum", sum), at("normed", normed);
-  }
+  MAXRL_FIELDS(num_rows, size, eps, x, delta, weight, sum, normed)
 };
 
 template <typename Element, typename Real = float>
@@ -34,12 +32,7 @@ struct AddRmsNormBackward {
   int64_t num_partials;                   // P
   Real* grad_weight;                      // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("size", size), at("eps", eps), at("sum", sum), at("weight", weight);
-    at("grad_sum", grad_sum), at("grad_normed", grad_normed), at("grad_x", grad_x);
-    at("num_partials", num_partials), at("grad_weight", grad_weight);
-  }
+  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials, grad_weight)
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -48,11 +41,9 @@ struct Heads {
   const Element* data;
   int64_t stride;
   int count;
+  static constexpr bool kIsTuple = true;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("data", data), at("stride", stride), at("count", count);
-  }
+  MAXRL_FIELDS(data, stride, count)
 };
 
 // Query and key heads with their RMS norm, if they have one, and the rotary embedding, which rotates dimension i with i + D/2;
@@ -70,12 +61,19 @@ struct RotateHeads {
   const int64_t* positions;     // [U] rows of the tables; null: row u for row u
   int64_t num_positions;        // heads at other positions become NaN
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("head_dim", head_dim), at("eps", eps), at("direction", direction);
-    at("q", from[0]), at("k", from[1]), at("v", from[2]), at("q_norm", norm[0]), at("k_norm", norm[1]);
-    at("to", to), at("to_stride", to_stride), at("cos", cos), at("sin", sin);
-    at("positions", positions), at("num_positions", num_positions);
+  MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions, num_positions)
+
+  // Head `head` of the queries, keys or values of row u.
+  MAXRL_HOST_DEVICE const Element* source(int which, int64_t u, int head) const {
+    return from[which].data + u * from[which].stride + head * head_dim;
+  }
+  MAXRL_HOST_DEVICE Element* target(int which, int64_t u, int head) const {
+    return to[which] + u * to_stride[which] + head * head_dim;
+  }
+  // Where the angles of row u are in the tables; -1 if its position is not there.
+  MAXRL_HOST_DEVICE int64_t angles_of(int64_t u) const {
+    const int64_t position = positions ? positions[u] : u;
+    return position >= 0 && position < num_positions ? position * (head_dim / 2) : -1;
   }
 };
 
@@ -88,11 +86,7 @@ struct RotateHeadsBackward {
   int64_t num_partials;                // P
   Real* grad_norm;                     // [P, all heads, D]: partial p has the rows p, p + P, ...
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    forward.fields(at);
-    at("grad", grad), at("num_partials", num_partials), at("grad_norm", grad_norm);
-  }
+  MAXRL_FIELDS(forward, grad, num_partials, grad_norm)
 };
 
 // out = gate sigmoid(gate) up, in rows of `size` elements F.
@@ -104,11 +98,7 @@ struct SwiGlu {
   int64_t gate_stride, up_stride;
   Element* out;  // [U, F]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("size", size), at("gate", gate), at("up", up);
-    at("gate_stride", gate_stride), at("up_stride", up_stride), at("out", out);
-  }
+  MAXRL_FIELDS(num_rows, size, gate, up, gate_stride, up_stride, out)
 };
 
 template <typename Element, typename Real = float>
@@ -118,11 +108,7 @@ struct SwiGluBackward {
   Element *grad_gate, *grad_up;   // [U, F]
   int64_t grad_stride;            // of both
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    forward.fields(at);
-    at("grad", grad), at("grad_gate", grad_gate), at("grad_up", grad_up), at("grad_stride", grad_stride);
-  }
+  MAXRL_FIELDS(forward, grad, grad_gate, grad_up, grad_stride)
 };
 
 // The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of `grad` with rows[i] = u.
@@ -134,10 +120,7 @@ struct ChosenRows {
   const Element* grad;  // [R, H]
   Element* to;          // [U, H]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("num_chosen", num_chosen), at("size", size), at("rows", rows), at("grad", grad), at("to", to);
-  }
+  MAXRL_FIELDS(num_rows, num_chosen, size, rows, grad, to)
 };
 
 }  // namespace maxrl

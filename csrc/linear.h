@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernel.h"
+
 namespace maxrl {
 
 // y = x W^T + bias + added. U rows; in_size K and out_size N are multiples of 16. All arrays are contiguous.
@@ -11,11 +13,7 @@ struct Linear {
   const float *bias, *added;   // [N], [U, N]; may be null
   float* y;                    // [U, N]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("in_size", in_size), at("out_size", out_size), at("x", x), at("weight", weight);
-    at("bias", bias), at("added", added), at("y", y);
-  }
+  MAXRL_FIELDS(num_rows, in_size, out_size, x, weight, bias, added, y)
 };
 
 // The gradients in x, W and bias. Each may be null; that in bias is written only together with that in W.
@@ -24,11 +22,7 @@ struct LinearBackward {
   const float *grad, *x, *weight;             // [U, N], [U, K], [N, K]
   float *grad_x, *grad_weight, *grad_bias;    // [U, K], [N, K], [N]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rows", num_rows), at("in_size", in_size), at("out_size", out_size), at("grad", grad), at("x", x);
-    at("weight", weight), at("grad_x", grad_x), at("grad_weight", grad_weight), at("grad_bias", grad_bias);
-  }
+  MAXRL_FIELDS(num_rows, in_size, out_size, grad, x, weight, grad_x, grad_weight, grad_bias)
 };
 
 }  // namespace maxrl

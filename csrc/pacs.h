@@ -8,17 +8,13 @@
 #include <cmath>
 #include <cstdint>
 
-#include "element_types.h"
+#include "kernel.h"
 
 namespace maxrl {
 
 enum class Score { kRloo, kGrpo, kDrGrpo, kNaive };
-constexpr const char* kScoreNames[] = {"rloo", "grpo", "dr_grpo", "naive"};
-
-struct PacsOptions {
-  Score score;
-  bool balanced;  // class weights n / (2C) and n / (2F) in groups that have both classes
-};
+template <>
+inline constexpr const char* kNamesOf<Score>[4] = {"rloo", "grpo", "dr_grpo", "naive"};
 
 struct PacsSums {  // over the rollouts; kAccurate and kCorrect are numbers of rollouts
   enum Name { kLoss, kAccurate, kProxy, kScoreCorrect, kScoreWrong, kCorrect, kSize };
@@ -32,7 +28,8 @@ struct PacsMetrics {
   static_assert(kNames[kSize - 1] != nullptr);
 };
 
-// Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double.
+// Rollouts in groups of group_size, or, with `offsets` [num_groups + 1], in runs of uneven length. Real: float or double. The
+// CPU kernel returns the first rollout whose label is neither 0 nor 1, or -1; on a GPU its group is NaN.
 template <typename Real>
 struct Pacs {
   int64_t num_rollouts, num_groups, group_size;
@@ -41,26 +38,21 @@ struct Pacs {
   const Real* labels;          // [S], 0 or 1
   const double* denominators;  // [1], B, or null: then `denominator`
   double denominator;
-  PacsOptions options;
+  Score score;
+  bool balanced;               // class weights n / (2C) and n / (2F) in groups that have both classes
   Real* loss;                  // [1]
   double* metrics;             // [PacsMetrics::kSize]
   Real* cross_entropy;         // [S], without weights
   Real* gradient;              // [S], dL/dr
   double* workspace;           // zeros, [workspace_size(PacsSums::kSize)]; not used on a CPU
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_rollouts", num_rollouts), at("num_groups", num_groups), at("group_size", group_size), at("offsets", offsets);
-    at("proxies", proxies), at("labels", labels), at("denominators", denominators), at("denominator", denominator);
-    at("score", options.score, kScoreNames), at("balanced", options.balanced), at("loss", loss), at("metrics", metrics);
-    at("cross_entropy", cross_entropy), at("gradient", gradient), at("workspace", workspace);
-  }
+  MAXRL_FIELDS(num_rollouts, num_groups, group_size, offsets, proxies, labels, denominators, denominator, score, balanced, loss,
+               metrics, cross_entropy, gradient, workspace)
 
   MAXRL_HOST_DEVICE double divisor() const { return denominators ? *denominators : denominator; }
   MAXRL_HOST_DEVICE int64_t begin(int64_t g) const { return offsets ? offsets[g] : g * group_size; }
 };
 
-// The constants of the score of a group.
 struct GroupScore {
   double centre, multiplier, deviation;  // deviation: the sample standard deviation of r, for kGrpo
 };
@@ -121,10 +113,10 @@ MAXRL_HOST_DEVICE inline void pacs_group(const Pacs<Real>& in, int64_t begin, in
   correct = sum_lanes(correct);
   mean = sum_lanes(mean) + first;
   for (int64_t i = begin + lane; i < end; i += lanes) squares += (in.proxies[i] - mean) * (in.proxies[i] - mean);
-  const GroupScore score = group_score(in.options.score, n, mean, sum_lanes(squares));
+  const GroupScore score = group_score(in.score, n, mean, sum_lanes(squares));
   const auto num_correct = static_cast<int64_t>(correct == correct ? correct : 0.0);
   const double poison = correct * 0.0;
-  const auto weight_of = [&](double label) { return class_weight(in.options.balanced, n, num_correct, label == 1.0); };
+  const auto weight_of = [&](double label) { return class_weight(in.balanced, n, num_correct, label == 1.0); };
   const auto grad_at = [&](int64_t i) {
     const double psi = (in.proxies[i] - score.centre) * score.multiplier, label = in.labels[i];
     return weight_of(label) * cross_entropy_grad(psi, label) / divisor + poison;
@@ -147,10 +139,9 @@ MAXRL_HOST_DEVICE inline void pacs_group(const Pacs<Real>& in, int64_t begin, in
   mean_q = sum_lanes(mean_q) + first_q;
   moment_q = sum_lanes(moment_q);
   for (int64_t i = begin + lane; i < end; i += lanes)
-    in.gradient[i] = static_cast<Real>(proxy_grad(in.options.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
+    in.gradient[i] = static_cast<Real>(proxy_grad(in.score, score, n, in.proxies[i], grad_at(i), mean_q, moment_q));
 }
 
-// Writes the loss and the metrics from the sums over all groups.
 template <typename Real>
 MAXRL_HOST_DEVICE inline void write_results(const Pacs<Real>& in, const double* sums) {
   const double size = static_cast<double>(in.num_rollouts), correct = sums[PacsSums::kCorrect];
@@ -162,38 +153,31 @@ MAXRL_HOST_DEVICE inline void write_results(const Pacs<Real>& in, const double* 
 }
 
 // Packed sequences whose log-ratios are summed: r_s = beta sum_t (logp_t - ref_t) over the tokens that are not masked.
+struct Sequences {
+  int64_t num_tokens, num_sequences;
+  const int64_t* cu_seqlens;  // [S+1]
+  const bool* mask;           // [T], or null
+  double beta;
+
+  MAXRL_FIELDS(num_tokens, num_sequences, cu_seqlens, mask, beta)
+};
+
 template <typename Real>
 struct LogRatio {
-  int64_t num_tokens, num_sequences;
-  const int64_t* cu_seqlens;             // [S+1]
-  const bool* mask;                      // [T], or null
-  double beta;
-  const Real *logprobs, *ref_logprobs;   // [T]
-  Real* proxies;                         // [S]
+  Sequences sequences;
+  const Real *logprobs, *ref_logprobs;  // [T]
+  Real* proxies;                        // [S]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    sequences(at);
-    at("logprobs", logprobs), at("ref_logprobs", ref_logprobs), at("proxies", proxies);
-  }
-  template <typename Visit>
-  void sequences(Visit& at) {
-    at("num_tokens", num_tokens), at("num_sequences", num_sequences), at("cu_seqlens", cu_seqlens), at("mask", mask);
-    at("beta", beta);
-  }
+  MAXRL_FIELDS(sequences, logprobs, ref_logprobs, proxies)
 };
 
 template <typename Real>
 struct LogRatioBackward {
-  LogRatio<Real> forward;    // of which only the sequences
+  Sequences sequences;
   const Real* grad_proxies;  // [S]
   Real* gradient;            // [T]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    forward.sequences(at);
-    at("grad_proxies", grad_proxies), at("gradient", gradient);
-  }
+  MAXRL_FIELDS(sequences, grad_proxies, gradient)
 };
 
 }  // namespace maxrl

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernel.h"
 #include "softmax.h"
 
 namespace maxrl {
@@ -12,12 +13,14 @@ namespace maxrl {
 // cannot make the loss infinite. Beyond the limits the gradient is 0. verl and SkyRL limit ratios in the same way.
 constexpr double kMaxLogRatio = 20.0;
 
-// The losses that almost every run uses; all others are functions in maxrl_fast/algorithms/losses. In the order of kLossNames.
+// The losses that almost every run uses; all others are functions in maxrl_fast/algorithms/losses.
 enum class Loss { kReinforce, kPpo, kCispo, kGspo, kCount };
-constexpr const char* kLossNames[] = {"reinforce", "ppo", "cispo", "gspo"};
-static_assert(sizeof(kLossNames) / sizeof(*kLossNames) == static_cast<int>(Loss::kCount));
+template <>
+inline constexpr const char* kNamesOf<Loss>[4] = {"reinforce", "ppo", "cispo", "gspo"};
+static_assert(std::size(kNamesOf<Loss>) == static_cast<size_t>(Loss::kCount));
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
-constexpr const char* kDivergenceNames[] = {"k1", "k2", "k3", "k3+"};
+template <>
+inline constexpr const char* kNamesOf<Divergence>[4] = {"k1", "k2", "k3", "k3+"};
 
 struct LossTerms {
   Loss loss;
@@ -25,11 +28,7 @@ struct LossTerms {
   double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("loss", loss, kLossNames), at("clip_low", clip_low), at("clip_high", clip_high), at("dual_clip", dual_clip);
-    at("kl", kl, kDivergenceNames), at("kl_coef", kl_coef), at("entropy_coef", entropy_coef);
-  }
+  MAXRL_FIELDS(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
 
   MAXRL_HOST_DEVICE bool has_gradient(double advantage) const {
     return advantage != 0.0 || kl_coef != 0.0 || entropy_coef != 0.0;
@@ -46,9 +45,6 @@ struct LossSums {
                                                 "entropy",       "logprob_diff"};
   static_assert(kNames[kSize - 1] != nullptr);
   double values[kSize];
-  MAXRL_HOST_DEVICE void clear() {
-    for (double& value : values) value = 0.0;
-  }
   MAXRL_HOST_DEVICE void add(const LossSums& other) {
     for (int i = 0; i < kSize; ++i) values[i] += other.values[i];
   }
@@ -59,11 +55,9 @@ template <typename Element>
 struct Rows {
   Element* data;
   int64_t stride;  // elements from row to row
+  static constexpr bool kIsTuple = true;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("data", data), at("stride", stride);
-  }
+  MAXRL_FIELDS(data, stride)
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
@@ -74,12 +68,9 @@ struct TokenRows {
   const int64_t* targets;    // [T]
   const Real* temperatures;  // [T], or null: then `temperature` for all
   double temperature;
+  static constexpr bool kIsTuple = true;
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("num_tokens", num_tokens), at("vocab_size", vocab_size), at("targets", targets), at("temperatures", temperatures);
-    at("temperature", temperature);
-  }
+  MAXRL_FIELDS(num_tokens, vocab_size, targets, temperatures, temperature)
 
   // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
@@ -92,7 +83,7 @@ struct TokenRows {
 // The tokens of packed sequences and the inputs of their loss. Absent inputs are null.
 template <typename Real>
 struct TokenLossInputs {
-  TokenRows<Real> rows;
+  TokenRows<Real> tokens;
   int64_t num_sequences;
   const int64_t* cu_seqlens;       // [S+1]
   const Real* advantages;          // [T] if advantages_per_token, else [S]
@@ -106,14 +97,8 @@ struct TokenLossInputs {
   const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
   const double* denominator;       // [1]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("tokens", rows), at("num_sequences", num_sequences), at("cu_seqlens", cu_seqlens), at("advantages", advantages);
-    at("advantages_per_token", advantages_per_token), at("importance_weights", importance_weights);
-    at("importance_per_token", importance_per_token), at("old_logprobs", old_logprobs), at("ref_logprobs", ref_logprobs);
-    at("sequence_log_ratio", sequence_log_ratio), at("mask", mask), at("sequence_tokens", sequence_tokens);
-    at("denominator", denominator);
-  }
+  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, advantages_per_token, importance_weights, importance_per_token,
+               old_logprobs, ref_logprobs, sequence_log_ratio, mask, sequence_tokens, denominator)
 
   // The sequence of token t: the last one that starts at or before it (empty sequences may start there too).
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -253,19 +238,18 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
 }
 
-// The arguments of the kernels, as Python gives them.
+// The arguments of the kernels. Element is float, BFloat16 or Float16 with Real float, or double with Real double. On a CPU
+// token_loss and token_logprobs return the first token that is not masked and whose target is not in the vocabulary, and write
+// nothing then; -1 if there is none. On a GPU such a target makes the results NaN.
 template <typename Element, typename Real>
 struct TokenLossCall {
   Rows<const Element> logits;
   TokenLossInputs<Real> inputs;
   LossTerms terms;
   Rows<Element> gradient;  // null, or the logits themselves
-  double* sums;
+  double* sums;            // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("logits", logits), inputs.fields(at), terms.fields(at), at("gradient", gradient), at("sums", sums);
-  }
+  MAXRL_FIELDS(logits, inputs, terms, gradient, sums)
 };
 
 template <typename Element, typename Real>
@@ -274,12 +258,10 @@ struct TokenLogprobs {
   TokenRows<Real> tokens;
   Real *logprobs, *entropy;  // [T]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("logits", logits), at("tokens", tokens), at("logprobs", logprobs), at("entropy", entropy);
-  }
+  MAXRL_FIELDS(logits, tokens, logprobs, entropy)
 };
 
+// Rows whose gradients are 0 are not read.
 template <typename Element, typename Real>
 struct TokenLogprobsBackward {
   Rows<const Element> logits;
@@ -287,26 +269,17 @@ struct TokenLogprobsBackward {
   const Real *grad_logprobs, *grad_entropy;  // [T]
   Rows<Element> gradient;                    // may be the logits themselves
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("logits", logits), at("tokens", tokens), at("grad_logprobs", grad_logprobs), at("grad_entropy", grad_entropy);
-    at("gradient", gradient);
-  }
+  MAXRL_FIELDS(logits, tokens, grad_logprobs, grad_entropy, gradient)
 };
 
-// Multiplies a matrix by a number on the device.
-template <typename Element_, typename Real_>
+// Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor written.
+template <typename Element, typename Real>
 struct ScaleCall {
-  using Element = Element_;
-  using Real = Real_;
   Rows<Element> matrix;
   int64_t num_rows, row_size;
   const double* scale;  // [1]
 
-  template <typename Visit>
-  void fields(Visit& at) {
-    at("matrix", matrix), at("num_rows", num_rows), at("row_size", row_size), at("scale", scale);
-  }
+  MAXRL_FIELDS(matrix, num_rows, row_size, scale)
 };
 
 }  // namespace maxrl

@@ -21,16 +21,8 @@ class CpuDecoder:
     def load(self, *, embedding: int, norm: int, head: int, layers: list[dict[str, int]], num_threads: int) -> None: ...
     def cache_bytes(self, length: int) -> int: ...
 
-class GenerationStatistics:
-    prefill_seconds: float
-    decode_seconds: float
-    steps: int
-    decoded_tokens: int
-    prompt_tokens: int
-    peak_cache_bytes: int
-
 class CpuGeneration:
     def __init__(self, decoder: CpuDecoder, **job: Any) -> None: ...  # GenerationJob of csrc/generation.h, num_threads
     def run(self, seconds: float) -> bool: ...
     @property
-    def statistics(self) -> GenerationStatistics: ...
+    def statistics(self) -> dict[str, Any]: ...  # GenerationStatistics of csrc/generation.h

@@ -1,23 +1,24 @@
 #include "../cpu/generation.h"
 
-#include <algorithm>
-
-#include "../cpu/packed_product.h"
-#include "bindings.h"
+#include "keywords.h"
 
 namespace maxrl::bindings {
 
 using cpu::Decoder;
 using cpu::Generation;
+using py::literals::operator""_a;
 
-std::string_view name_of(Arithmetic arithmetic) { return kArithmeticNames[static_cast<int>(arithmetic)]; }
+std::string_view name_of(Arithmetic arithmetic) { return kNamesOf<Arithmetic>[static_cast<int>(arithmetic)]; }
 
-// Refuses instructions that this machine does not have, which would end the process.
-Arithmetic checked(Arithmetic chosen) {
-  const auto& found = cpu::bfloat16_arithmetics();
-  if (chosen != Arithmetic::kFloat32 && std::find(found.begin(), found.end(), chosen) == found.end())
-    throw py::value_error("this machine cannot compute in '" + std::string(name_of(chosen)) + "'");
-  return chosen;
+// The record whose fields are the arguments of a function.
+template <typename Record>
+Record record_of(const char* function, const py::kwargs& given) {
+  Keywords::Names names;
+  Keywords at(function, given, names);
+  Record record{};
+  record.fields(at);
+  at.finish();
+  return record;
 }
 
 void bind_generation(py::module_& m) {
@@ -27,59 +28,31 @@ void bind_generation(py::module_& m) {
     return names;
   });
   m.def("fastest_for_bfloat16", [] { return name_of(cpu::fastest_for_bfloat16()); });
-  m.def("packed_product_cpu", [](const py::kwargs& given) {
-    static Arguments::Names names;
-    Arguments at("packed_product_cpu", given, names);
-    Arithmetic arithmetic;
-    std::int64_t m, n, k;
-    const float *a, *b;
-    float* c;
-    at("arithmetic", arithmetic, kArithmeticNames), at("m", m), at("n", n), at("k", k), at("a", a), at("b", b), at("c", c);
-    at.finish();
-    cpu::packed_product(checked(arithmetic), m, n, k, a, b, c);
-  });
   py::class_<Decoder>(m, "CpuDecoder")
-      .def(py::init([](const py::kwargs& given) {
-        static Arguments::Names names;
-        Arguments at("CpuDecoder", given, names);
-        DecoderSizes sizes;
-        std::int64_t positions;
-        const float *cos, *sin;
-        sizes.fields(at);
-        at("positions", positions), at("cos", cos), at("sin", sin);
-        at.finish();
-        checked(sizes.arithmetic);
-        return std::make_unique<Decoder>(sizes, positions, cos, sin);
-      }))
+      .def(py::init(
+          [](const py::kwargs& given) { return std::make_unique<Decoder>(record_of<DecoderOptions>("CpuDecoder", given)); }))
       .def("load",
            [](Decoder& decoder, const py::kwargs& given) {
-             static Arguments::Names names;
-             Arguments at("load", given, names);
-             return run<DecoderWeights, int>(at, [&](auto& weights, int n) { decoder.load(weights, n); });
+             const auto weights = record_of<DecoderWeights>("load", given);
+             const py::gil_scoped_release release;
+             decoder.load(weights);
            })
       .def("cache_bytes",
-           [](const Decoder& decoder, std::int64_t length) { return Generation::cache_bytes(decoder.sizes(), length); });
-  py::class_<GenerationStatistics>(m, "GenerationStatistics")
-      .def_readonly("prefill_seconds", &GenerationStatistics::prefill_seconds)
-      .def_readonly("decode_seconds", &GenerationStatistics::decode_seconds)
-      .def_readonly("steps", &GenerationStatistics::steps)
-      .def_readonly("decoded_tokens", &GenerationStatistics::decoded_tokens)
-      .def_readonly("prompt_tokens", &GenerationStatistics::prompt_tokens)
-      .def_readonly("peak_cache_bytes", &GenerationStatistics::peak_cache_bytes);
+           [](const Decoder& decoder, int64_t length) { return cpu::KeyValueCache::bytes(decoder.sizes(), length); });
   py::class_<Generation>(m, "CpuGeneration")
       .def(py::init([](const Decoder& decoder, const py::kwargs& given) {
-             static Arguments::Names names;
-             Arguments at("CpuGeneration", given, names);
-             GenerationJob job;
-             int num_threads;
-             job.fields(at);
-             at("num_threads", num_threads);
-             at.finish();
-             return std::make_unique<Generation>(decoder, job, num_threads);
+             return std::make_unique<Generation>(decoder, record_of<GenerationJob>("CpuGeneration", given));
            }),
            py::keep_alive<1, 2>())
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("statistics", &Generation::statistics);
+      .def_property_readonly("statistics", [](const Generation& generation) {
+        py::dict statistics;
+        const auto add = [&](std::string_view name, const auto& value) {
+          statistics[py::str(name.data(), name.size())] = value;
+        };
+        GenerationStatistics(generation.statistics()).fields(add);
+        return statistics;
+      });
 }
 
 }  // namespace maxrl::bindings

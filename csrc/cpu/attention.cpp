@@ -5,11 +5,12 @@
 // keys and values into memory of its thread, where the gradients of keys and values also add up, each in one order. Where a
 // group has several pieces, their gradients of the sequence's keys are added afterwards, in the order of the pieces. Results
 // are therefore bitwise the same for any number of threads. A sequence itself is never cut.
+#include "../attention.h"
+
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "../kernels.h"
 #include "attention_tile.h"
 
 namespace maxrl::cpu {
@@ -307,16 +308,12 @@ void run(const SharedPromptAttention<Element, typename Tile::Real>& in, int num_
     Tile& tile = tiles[omp_get_thread_num()];
     tile.dims = static_cast<int>((in.head_dim + 15) / 16 * 16);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < num_tasks; ++task)
-      Task<Element, Tile, is_backward>{in,
-                                       plan.pieces[task / tasks_of_piece],
-                                       task % tasks_of_piece * heads_of_task,
-                                       heads_of_task,
-                                       packed[omp_get_thread_num()],
-                                       tile,
-                                       sums.get(),
-                                       plan.summed_tokens}
-          .run();
+    for (int64_t task = 0; task < num_tasks; ++task) {
+      const Piece& piece = plan.pieces[task / tasks_of_piece];
+      const int64_t first_head = task % tasks_of_piece * heads_of_task;
+      Packed<Real>& own = packed[omp_get_thread_num()];
+      Task<Element, Tile, is_backward>{in, piece, first_head, heads_of_task, own, tile, sums.get(), plan.summed_tokens}.run();
+    }
     if constexpr (is_backward) {
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < plan.parts.size(); ++i) {
@@ -328,7 +325,7 @@ void run(const SharedPromptAttention<Element, typename Tile::Real>& in, int num_
 }
 
 template <bool is_backward, typename Element, typename Real>
-void run_widest(const SharedPromptAttention<Element, Real>& in, int num_threads) {
+void attend(const SharedPromptAttention<Element, Real>& in, int num_threads) {
   if (in.head_dim < 1 || in.head_dim > 256 || in.key_heads < 1 || in.heads % in.key_heads)
     throw std::invalid_argument("attention needs heads of 1 to 256, and a number of them that is a multiple of the key heads");
   with_widest<Real>([&](auto vectors) {
@@ -342,24 +339,12 @@ void run_widest(const SharedPromptAttention<Element, Real>& in, int num_threads)
   });
 }
 
+template <bool is_backward>
+bool define(const char* name) {
+  return define_kernel(name, attend<is_backward, float, float>, attend<is_backward, double, double>,
+                       attend<is_backward, BFloat16, float>);
+}
+const bool defined = define<false>("shared_prompt_attention") && define<true>("shared_prompt_attention_backward");
+
 }  // namespace
-
-template <typename Element, typename Real>
-void shared_prompt_attention(const SharedPromptAttention<Element, Real>& in, int num_threads) {
-  run_widest<false>(in, num_threads);
-}
-
-template <typename Element, typename Real>
-void shared_prompt_attention_backward(const SharedPromptAttention<Element, Real>& in, int num_threads) {
-  run_widest<true>(in, num_threads);
-}
-
-#define MAXRL_INSTANTIATE(Element, Real)                                                   \
-  template void shared_prompt_attention(const SharedPromptAttention<Element, Real>&, int); \
-  template void shared_prompt_attention_backward(const SharedPromptAttention<Element, Real>&, int);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, float)
-#undef MAXRL_INSTANTIATE
-
 }  // namespace maxrl::cpu

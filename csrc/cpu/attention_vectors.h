@@ -18,7 +18,7 @@ template <typename Vectors>
 inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
   if constexpr (sizeof(typename Vectors::Real) == 4) {
     using Reals = typename Vectors::Reals;
-    using Words = typename VectorTypes<float, Vectors::kLanes>::Words;
+    using Words = typename Vectors::Words;
     constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
     x = Vectors::greater(Vectors::all(-127.0f), x);
     const Reals shifted = x + kShift, r = x - (shifted - kShift);
@@ -123,21 +123,17 @@ inline void transpose(Reals (&x)[lanes]) {
 // The first `count` of the lanes, the others 0.
 template <typename Vectors, typename Element>
 inline typename Vectors::Reals load_lanes(const Element* from, int64_t count) {
-  typedef Element Elements __attribute__((vector_size(Vectors::kLanes * sizeof(Element))));
-  Elements x{};
+  using Number = std::conditional_t<std::is_same_v<Element, BFloat16>, uint16_t, Element>;
+  typedef Number Numbers __attribute__((vector_size(Vectors::kLanes * sizeof(Number))));
+  Numbers x{};
   if (count >= Vectors::kLanes)
     memcpy(&x, from, sizeof x);
   else if (count > 0)
-    memcpy(&x, from, count * sizeof(Element));
-  if constexpr (std::is_same_v<Element, uint16_t>)
-    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename VectorTypes<float, Vectors::kLanes>::Words)
-                                            << 16);
+    memcpy(&x, from, count * sizeof(Number));
+  if constexpr (std::is_same_v<Element, BFloat16>)
+    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename Vectors::Words) << 16);
   else
     return x;
-}
-template <typename Vectors>
-inline typename Vectors::Reals load_lanes(const BFloat16* from, int64_t count) {
-  return load_lanes<Vectors>(reinterpret_cast<const uint16_t*>(from), count);
 }
 
 template <typename Vectors, typename Element>
@@ -150,7 +146,7 @@ inline void store_lanes(Element* to, int64_t count, typename Vectors::Reals x) {
       memcpy(to, &numbers, count * sizeof(Element));
   };
   if constexpr (std::is_same_v<Element, BFloat16>) {  // to nearest even; NaNs of bfloat16 inputs have lower halves of 0
-    const auto bits = bits_as<typename VectorTypes<float, Vectors::kLanes>::Words>(x);
+    const auto bits = bits_as<typename Vectors::Words>(x);
     copy(__builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves));
   } else {
     copy(x);

@@ -1,5 +1,7 @@
 #include "bfloat16_instructions.h"
 
+#include <stdexcept>
+
 #include "dispatch.h"
 
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
@@ -59,6 +61,13 @@ const std::vector<Arithmetic>& bfloat16_arithmetics() {
     return result;
   }();
   return found;
+}
+
+void check_available(Arithmetic arithmetic) {
+  const auto& found = bfloat16_arithmetics();
+  if (arithmetic != Arithmetic::kFloat32 && std::find(found.begin(), found.end(), arithmetic) == found.end())
+    throw std::invalid_argument(std::string("this machine cannot compute in '") +
+                                kNamesOf<Arithmetic>[static_cast<int>(arithmetic)] + "'");
 }
 
 Arithmetic fastest_for_bfloat16() {

@@ -22,6 +22,9 @@ namespace maxrl::cpu {
 // The ways to multiply in bfloat16 that this machine has; the last one, plain C++, is for tests.
 const std::vector<Arithmetic>& bfloat16_arithmetics();
 
+// Throws std::invalid_argument for instructions that this machine does not have, which would end the process.
+void check_available(Arithmetic arithmetic);
+
 // The fastest arithmetic for a run in bfloat16: float32 where no instructions for bfloat16 are faster, as on Intel processors
 // without AMX (bench/README.md).
 Arithmetic fastest_for_bfloat16();

@@ -22,13 +22,8 @@ inline int64_t bfloat16_depth(int64_t k) { return (k + kBFloat16Step - 1) / kBFl
 // Distance between rounded rows, where rows of a power of two would compete for few sets of the L1 cache.
 inline int64_t bfloat16_stride(int64_t k) { return bfloat16_depth(k) + kBFloat16Step; }
 
-inline BFloat16 rounded(float x) {  // to nearest even
-  const auto bits = bits_as<uint32_t>(x);
-  return {static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
-}
-
-inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to) {
-  for (int64_t j = 0; j < k; ++j) to[j] = rounded(x[j]);
+inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to, int64_t first = 0) {
+  for (int64_t j = first; j < k; ++j) to[j] = rounded(x[j]);
   for (int64_t j = k; j < bfloat16_depth(k); ++j) to[j] = {0};
 }
 
@@ -71,8 +66,7 @@ struct Avx512BFloat16 {
       const auto part = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + j));
       std::memcpy(to + j, &part, sizeof part);
     }
-    for (; j < k; ++j) to[j] = rounded(x[j]);
-    for (; j < bfloat16_depth(k); ++j) to[j] = {0};
+    round_row(x, k, to, j);
   }
 
   template <int rows>
@@ -149,26 +143,5 @@ struct AmxBFloat16 : Avx512BFloat16 {
 
 constexpr int64_t kMaxBFloat16Rows = 32;  // rows_of of any path: rounded rows are allocated in multiples of it
 constexpr int64_t kMaxOut = 4 * 16 * kPanel;
-
-// Multiplies as panels.h's product does, where `scratch` has space for m rounded rows, m rounded up to a multiple of
-// kMaxBFloat16Rows: [m][bfloat16_stride(k)].
-template <typename Path, typename RowOf, typename Sink>
-inline void bfloat16_product(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels, int64_t num_panels,
-                             int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
-  using Row = TileRow<typename Path::Vectors>;
-  const int64_t stride = bfloat16_stride(k), depth = bfloat16_depth(k);
-  for (int64_t i = 0; i < m; ++i) Path::round(row_of(i), k, scratch + i * stride);
-  alignas(64) float out[kMaxOut];
-  const int most_rows = Path::rows_of(m), most_panels = Path::panels_of(m);
-  for (int64_t p = 0; p < num_panels; p += most_panels) {
-    const int count = static_cast<int>(std::min<int64_t>(most_panels, num_panels - p));
-    for (int64_t start = 0; start < m; start += most_rows) {
-      const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)), out_rows = Path::rows_of(rows);
-      Path::multiply(rows, count, scratch + start * stride, stride, depth, panels + p * panel_stride, panel_stride, out);
-      for (int q = 0; q < count; ++q)
-        for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));
-    }
-  }
-}
 
 }  // namespace maxrl::cpu

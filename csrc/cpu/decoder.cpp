@@ -42,13 +42,15 @@ float exponentials(float* scores, int64_t size) {
 }
 
 template <typename Vectors>
-TileRow<Vectors> silu(TileRow<Vectors> x) {
-  for (auto& part : x.part) {
-    const auto below = Vectors::greater(Vectors::all(Vectors::kLowestExponent), -Vectors::greater(part, -part));
+TileRow<Vectors> swiglu(TileRow<Vectors> gate, const TileRow<Vectors>& up) {
+  for (int p = 0; p < gate.kParts; ++p) {
+    auto& x = gate.part[p];
+    const auto below = Vectors::greater(Vectors::all(Vectors::kLowestExponent), -Vectors::greater(x, -x));
     const auto e = Vectors::exponential(below), one = Vectors::all(1);
-    part *= (part > 0 ? one : e) / (one + e);
+    x *= (x > 0 ? one : e) / (one + e);
+    x *= up.part[p];
   }
-  return x;
+  return gate;
 }
 
 }  // namespace
@@ -74,14 +76,30 @@ void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t 
   }
 }
 
-Decoder::Decoder(const DecoderSizes& sizes, int64_t positions, const float* cos, const float* sin)
-    : sizes_(sizes), qkv_size_((sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim), query_size_(sizes.heads * sizes.head_dim),
-      cos_(cos, cos + positions * sizes.head_dim / 2), sin_(sin, sin + positions * sizes.head_dim / 2), layers_(sizes.layers) {}
+Decoder::Decoder(const DecoderOptions& options)
+    : sizes_(options.sizes), qkv_size_((sizes_.heads + 2 * sizes_.kv_heads) * sizes_.head_dim),
+      query_size_(sizes_.heads * sizes_.head_dim), cos_(options.cos, options.cos + options.positions * sizes_.head_dim / 2),
+      sin_(options.sin, options.sin + options.positions * sizes_.head_dim / 2), layers_(sizes_.layers) {
+  check_available(sizes_.arithmetic);
+}
 
-void Decoder::load(const DecoderWeights& weights, int num_threads) {
-  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim;
+void Decoder::load(const DecoderWeights& weights) {
+  with_layout(sizes_.arithmetic, [&](auto layout) { load_in(layout, weights); });
+}
+
+template <typename Layout>
+void Decoder::load_in(Layout layout, const DecoderWeights& weights) {
+  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim, intermediate = sizes_.intermediate;
+  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows, int64_t step) {
+    matrix.pack(layout, from, first, rows, step, weights.num_threads);
+  };
+  const auto pack_whole = [&](Matrix& matrix, const float* from, int64_t out, int64_t in) {
+    matrix.reset(layout, out, in);
+    pack(matrix, from, 0, out, 1);
+  };
   embedding_.assign(weights.embedding, weights.embedding + sizes_.vocab * hidden);
   norm_.assign(weights.norm, weights.norm + hidden);
+  pack_whole(head_, weights.head, sizes_.vocab, hidden);
   for (int64_t index = 0; index < sizes_.layers; ++index) {
     const LayerWeights& from = weights.layers[index];
     Layer& layer = layers_[index];
@@ -89,6 +107,10 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
     layer.post_norm.assign(from.post_norm, from.post_norm + hidden);
     if (from.q_norm) layer.q_norm.assign(from.q_norm, from.q_norm + sizes_.head_dim);
     if (from.k_norm) layer.k_norm.assign(from.k_norm, from.k_norm + sizes_.head_dim);
+    layer.qkv.reset(layout, qkv_size_, hidden);
+    pack(layer.qkv, from.q, 0, query_size_, 1);
+    pack(layer.qkv, from.k, query_size_, key_size, 1);
+    pack(layer.qkv, from.v, query_size_ + key_size, key_size, 1);
     layer.qkv.bias.clear();
     if (from.q_bias) {
       layer.qkv.bias.assign(padded(qkv_size_), 0.0f);
@@ -97,32 +119,11 @@ void Decoder::load(const DecoderWeights& weights, int num_threads) {
       std::copy_n(from.k_bias, key_size, bias + query_size_);
       std::copy_n(from.v_bias, key_size, bias + query_size_ + key_size);
     }
-  }
-  with_layout(sizes_.arithmetic, [&](auto layout) { load_matrices(layout, weights, num_threads); });
-}
-
-template <typename Layout>
-void Decoder::load_matrices(Layout layout, const DecoderWeights& weights, int num_threads) {
-  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim, intermediate = sizes_.intermediate;
-  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows, int64_t step) {
-    matrix.pack(layout, from, first, rows, step, num_threads);
-  };
-  head_.reset(layout, sizes_.vocab, hidden);
-  pack(head_, weights.head, 0, sizes_.vocab, 1);
-  for (int64_t index = 0; index < sizes_.layers; ++index) {
-    const LayerWeights& from = weights.layers[index];
-    Layer& layer = layers_[index];
-    layer.qkv.reset(layout, qkv_size_, hidden);
-    pack(layer.qkv, from.q, 0, query_size_, 1);
-    pack(layer.qkv, from.k, query_size_, key_size, 1);
-    pack(layer.qkv, from.v, query_size_ + key_size, key_size, 1);
-    layer.o.reset(layout, hidden, query_size_);
-    pack(layer.o, from.o, 0, hidden, 1);
+    pack_whole(layer.o, from.o, hidden, query_size_);
     layer.gate_up.reset(layout, 2 * padded(intermediate), hidden);
     pack(layer.gate_up, from.gate, 0, intermediate, 2);
     pack(layer.gate_up, from.up, kPanel, intermediate, 2);
-    layer.down.reset(layout, hidden, intermediate);
-    pack(layer.down, from.down, 0, hidden, 1);
+    pack_whole(layer.down, from.down, hidden, intermediate);
   }
 }
 
@@ -143,13 +144,6 @@ void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_
     workspace.rounded = AlignedBytes(size * static_cast<int64_t>(sizeof(BFloat16)));
     std::fill_n(workspace.rounded.as<BFloat16>(), size, BFloat16{});
   }
-}
-
-template <typename Vectors>
-void Decoder::rms_norm(const float* x, int64_t rows, const std::vector<float>& weight, float* y) const {
-  const int64_t stride = row_stride(sizes_.hidden);
-  for (int64_t i = 0; i < rows; ++i)
-    norm_row<Vectors>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
 }
 
 // Rotates queries, scaled by 1 / sqrt(head_dim), and keys, and writes keys and values to their caches.
@@ -219,20 +213,20 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
   float* const scores = workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
-  Numbers::multiply(count, query_of, dim, prefix.keys<Element>(layer, head), panels_of(longest), prefix.keys_panel_stride(),
-                    rounded, [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + i * width + panel * kPanel); });
+  const auto score = [&](int start, int queries, const KeyValueCache& cache, int64_t length, int64_t at) {
+    Numbers::multiply(
+        queries, [&](int64_t i) { return query_of(start + i); }, dim, cache.keys<Element>(layer, head), panels_of(length),
+        cache.keys_panel_stride(), rounded,
+        [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + (start + i) * width + at + panel * kPanel); });
+  };
   const auto for_own = [&](const auto& use) {  // use(first query, number of queries, row)
     for (int i = 0, end; i < count; i = end) {
       for (end = i + 1; end < count && &row_of(end) == &row_of(i);) ++end;
       if (row_of(i).own) use(i, end - i, row_of(i));
     }
   };
-  for_own([&](int start, int queries, const DecoderRow& of) {
-    Numbers::multiply(
-        queries, [&](int64_t i) { return query_of(start + i); }, dim, of.own->keys<Element>(layer, head),
-        panels_of(of.own_length), of.own->keys_panel_stride(), rounded,
-        [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + (start + i) * width + own_at + panel * kPanel); });
-  });
+  score(0, count, prefix, longest, 0);
+  for_own([&](int start, int queries, const DecoderRow& of) { score(start, queries, *of.own, of.own_length, own_at); });
 
   float sums[kMaxQueries];
   for (int i = 0; i < count; ++i) {
@@ -264,24 +258,9 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 }
 
-// Computes silu(gate) * up.
-template <typename Vectors>
-void Decoder::activate(int64_t num_rows, Workspace& workspace) const {
-  using Row = TileRow<Vectors>;
-  const int64_t panels = panels_of(sizes_.intermediate), from_stride = row_stride(2 * padded(sizes_.intermediate));
-  for (int64_t i = 0; i < num_rows; ++i)
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      const float* const from = workspace.gate_up.data() + i * from_stride + 2 * panel * kPanel;
-      Row activated = silu(Row::read(from));
-      const Row up = Row::read(from + kPanel);
-      for (int p = 0; p < Row::kParts; ++p) activated.part[p] *= up.part[p];
-      activated.write(workspace.activated.data() + i * row_stride(sizes_.intermediate) + panel * kPanel);
-    }
-}
-
 void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
   const TileRegisters tiles(sizes_.arithmetic);
-  const int64_t stride = row_stride(sizes_.hidden);
+  const int64_t stride = row_stride(sizes_.hidden), activated_stride = row_stride(sizes_.intermediate);
   float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
   float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
   for (int64_t i = 0; i < num_rows; ++i)
@@ -302,7 +281,10 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
     row.write(to);
   };
   const auto norm = [&](const std::vector<float>& weight) {
-    with_widest_floats([&](auto vectors) { rms_norm<decltype(vectors)>(x, num_rows, weight, y); });
+    with_widest_floats([&](auto vectors) {
+      for (int64_t i = 0; i < num_rows; ++i)
+        norm_row<decltype(vectors)>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
+    });
   };
 
   for (int64_t index = 0; index < sizes_.layers; ++index) {
@@ -328,8 +310,15 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
       row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
     // Not fused with the multiplication: the constants of the exponential would cause register spills there.
-    with_widest_floats([&](auto vectors) { activate<decltype(vectors)>(num_rows, workspace); });
-    multiply(activated, row_stride(sizes_.intermediate), layer.down, add_to_hidden);
+    with_widest_floats([&](auto vectors) {
+      using Row = TileRow<decltype(vectors)>;
+      for (int64_t i = 0; i < num_rows; ++i)
+        for (int64_t panel = 0; panel < panels_of(sizes_.intermediate); ++panel) {
+          const float* const from = workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + 2 * panel * kPanel;
+          swiglu(Row::read(from), Row::read(from + kPanel)).write(activated + i * activated_stride + panel * kPanel);
+        }
+    });
+    multiply(activated, activated_stride, layer.down, add_to_hidden);
   }
   norm(norm_);
   multiply(y, stride, head_, [&](int64_t i, int64_t panel, const auto& row) {

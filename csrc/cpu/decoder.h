@@ -32,11 +32,10 @@ class Decoder {
  public:
   static constexpr int64_t kMaxRows = 96;  // per call of forward
 
-  // cos, sin: [positions, head_dim / 2], the tables of the rotary embedding.
-  Decoder(const DecoderSizes& sizes, int64_t positions, const float* cos, const float* sin);
+  // Throws std::invalid_argument if this machine does not have the instructions.
+  explicit Decoder(const DecoderOptions& options);
 
-  // Copies and packs the weights.
-  void load(const DecoderWeights& weights, int num_threads);
+  void load(const DecoderWeights& weights);
 
   // Writes keys and values of all rows to their caches, and the logits of rows `first` to `num_rows` - 1 to workspace.logits,
   // [num_rows - first][row_stride(vocab)]. It is fastest if rows that share a prefix are adjacent.
@@ -63,15 +62,11 @@ class Decoder {
   };
 
   template <typename Vectors>
-  void rms_norm(const float* x, int64_t rows, const std::vector<float>& weight, float* y) const;
-  template <typename Vectors>
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const;
   template <typename Layout>
-  void load_matrices(Layout layout, const DecoderWeights& weights, int num_threads);
+  void load_in(Layout layout, const DecoderWeights& weights);
   template <typename Numbers>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const;
-  template <typename Vectors>
-  void activate(int64_t num_rows, Workspace& workspace) const;
   template <typename Numbers>
   void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
                    Workspace& workspace) const;

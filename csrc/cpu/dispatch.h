@@ -44,12 +44,8 @@ template <typename Work>
 MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, const Work& work) {
   work();
 }
-template <typename Work>
-MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<float, 8>, const Work& work) {
-  work();
-}
-template <typename Work>
-MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<double, 4>, const Work& work) {
+template <typename Real, typename Work>
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<Real, 32 / sizeof(Real)>, const Work& work) {
   work();
 }
 #endif
@@ -58,11 +54,12 @@ __attribute__((noinline, flatten)) void compiled_for(AnyVectors, const Work& wor
   work();
 }
 
-// use(Vectors{}) with the most lanes of the widest instructions. What `use` calls gets their instructions only by compiled_for.
-template <typename Real, typename Use>
+// use(Vectors{}) with the most lanes, of at most these bytes, of the widest instructions. What `use` calls gets their
+// instructions only by compiled_for.
+template <typename Real, int most_bytes = 64, typename Use>
 void with_widest(const Use& use) {
 #if defined(__x86_64__)
-  if constexpr (sizeof(Real) == 4)
+  if constexpr (sizeof(Real) == 4 && most_bytes == 64)
     if (use_avx512()) return use(Vectors<float, 16>{});
   if (use_avx2()) return use(Vectors<Real, 32 / sizeof(Real)>{});
 #endif
@@ -78,7 +75,7 @@ void with_widest_floats(const Work& work) {
 // Rows of one piece of work: enough to hide the cost of starting a piece.
 inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
 
-// Calls work.run<Vectors>(begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
+// Calls work(Vectors{}, begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
 // threads. Every thread has its own `scratch` of the given size, null if that is 0.
 template <typename Real, typename Work>
 void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
@@ -88,16 +85,7 @@ void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_thr
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
     Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
-    const auto run = [&](auto vectors) {
-      compiled_for(vectors, [&] { work.template run<decltype(vectors)>(begin, end, own); });
-    };
-#if defined(__x86_64__)
-    if (use_avx2()) {
-      run(Vectors<Real, 32 / sizeof(Real)>{});
-      continue;
-    }
-#endif
-    run(Vectors<Real, 16 / sizeof(Real)>{});
+    with_widest<Real, 32>([&](auto vectors) { compiled_for(vectors, [&] { work(vectors, begin, end, own); }); });
   }
 }
 

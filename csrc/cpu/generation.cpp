@@ -15,8 +15,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 }  // namespace
 
-Generation::Generation(const Decoder& decoder, const GenerationJob& job, int num_threads)
-    : decoder_(decoder), job_(job), num_threads_(num_threads), prompts_(job.num_prompts), workspaces_(num_threads) {
+Generation::Generation(const Decoder& decoder, const GenerationJob& job)
+    : decoder_(decoder), job_(job), prompts_(job.num_prompts), workspaces_(job.num_threads) {
   int64_t longest = 0;
   for (int64_t p = 0; p < job.num_prompts; ++p) longest = std::max(longest, prompt_length(p));
   const DecoderSizes& sizes = decoder.sizes();
@@ -25,7 +25,7 @@ Generation::Generation(const Decoder& decoder, const GenerationJob& job, int num
     slots_.push_back(std::make_unique<KeyValueCache>(sizes, job.max_new_tokens));
     free_slots_.push_back(slots_.back().get());
   }
-  cache_bytes_ = num_slots * cache_bytes(sizes, job.max_new_tokens);
+  cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens);
   rows_.reserve(num_slots);
   for (Workspace& workspace : workspaces_) {
     decoder.prepare(workspace, longest, job.max_new_tokens);
@@ -58,7 +58,7 @@ void Generation::admit() {
     free_slots_.pop_back();
   }
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
-#pragma omp parallel for num_threads(num_threads_) schedule(static)
+#pragma omp parallel for num_threads(job_.num_threads) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
     append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
   finish();
@@ -70,11 +70,11 @@ void Generation::prefill(int64_t begin, int64_t end) {
   const DecoderSizes& sizes = decoder_.sizes();
   for (int64_t p = begin; p < end; ++p) {
     prompts_[p] = {std::make_unique<KeyValueCache>(sizes, prompt_length(p)), std::vector<float>(sizes.vocab), job_.num_samples};
-    cache_bytes_ += cache_bytes(sizes, prompt_length(p));
+    cache_bytes_ += KeyValueCache::bytes(sizes, prompt_length(p));
     statistics_.prompt_tokens += prompt_length(p);
   }
   statistics_.peak_cache_bytes = std::max(statistics_.peak_cache_bytes, cache_bytes_);
-#pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
   for (int64_t p = begin; p < end; ++p) {
     Workspace& workspace = workspaces_[omp_get_thread_num()];
     const int64_t length = prompt_length(p);
@@ -97,9 +97,9 @@ void Generation::decode() {
   const double start = now();
   const auto num_rows = static_cast<int64_t>(rows_.size());
   // Split the batch into equal pieces, one per thread; several per thread if a piece would exceed kMaxRows.
-  const int64_t rounds = (num_rows + num_threads_ * Decoder::kMaxRows - 1) / (num_threads_ * Decoder::kMaxRows);
-  const int64_t pieces = std::min(num_rows, rounds * num_threads_);
-#pragma omp parallel for num_threads(num_threads_) schedule(dynamic, 1)
+  const int64_t rounds = (num_rows + job_.num_threads * Decoder::kMaxRows - 1) / (job_.num_threads * Decoder::kMaxRows);
+  const int64_t pieces = std::min(num_rows, rounds * job_.num_threads);
+#pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = piece * num_rows / pieces, end = (piece + 1) * num_rows / pieces;
     Workspace& workspace = workspaces_[omp_get_thread_num()];
@@ -115,7 +115,6 @@ void Generation::decode() {
       append_token(rows_[i], workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
   }
   ++statistics_.steps;
-  statistics_.decoded_tokens += num_rows;
   finish();
   statistics_.decode_seconds += now() - start;
 }
@@ -143,7 +142,7 @@ void Generation::finish() {
     free_slots_.push_back(row.cache);
     Prompt& prompt = prompts_[prompt_of(row)];
     if (--prompt.unfinished == 0) {
-      cache_bytes_ -= cache_bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
+      cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
       prompt = {};
     }
     return true;

@@ -10,15 +10,12 @@ namespace maxrl::cpu {
 class Generation {
  public:
   // The job's arrays and the decoder must outlive this object.
-  Generation(const Decoder& decoder, const GenerationJob& job, int num_threads);
+  Generation(const Decoder& decoder, const GenerationJob& job);
 
   // Runs whole steps for about this long; returns whether all responses are done.
   bool run(double seconds);
 
   const GenerationStatistics& statistics() const { return statistics_; }
-
-  // Returns the KV-cache bytes of a prompt or response of this length.
-  static int64_t cache_bytes(const DecoderSizes& sizes, int64_t length) { return KeyValueCache::bytes(sizes, length); }
 
  private:
   struct Prompt {
@@ -42,7 +39,6 @@ class Generation {
 
   const Decoder& decoder_;
   const GenerationJob job_;
-  const int num_threads_;
   std::vector<Prompt> prompts_;
   std::vector<std::unique_ptr<KeyValueCache>> slots_;
   std::vector<KeyValueCache*> free_slots_;

@@ -1,5 +1,5 @@
 // Group advantages on a CPU, one tile (tile.h) at a time.
-#include "group_advantage.h"
+#include "../group_advantage.h"
 
 #include <omp.h>
 
@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "kernels.h"
 #include "tile.h"
 
 namespace maxrl::cpu {
@@ -54,7 +53,6 @@ double transform_sorted(double* sorted, int32_t n, const Tables& tables) {
   return base;
 }
 
-// Replaces rewards by their rank transform.
 template <int kLanes>
 void transform_by_rank(Tile<kLanes>& t, const Tables& tables) {
   double* sorted = t.sorted.data();
@@ -161,21 +159,6 @@ void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes s
   for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor * unscale;
 }
 
-bool is_usable(double reward, const Formula& f) {
-  return f.kind == Kind::kBinary ? reward == 0.0 || reward == 1.0 : reward * 0.0 == 0.0;
-}
-
-template <typename Reward_, typename Advantage_>
-struct Arguments {
-  using Reward = Reward_;
-  using Advantage = Advantage_;
-  const Reward* rewards;
-  const Groups& groups;
-  const Tables& tables;
-  const Formula& formula;
-  Advantage* advantages;
-};
-
 // Reads groups first to first + num_groups - 1 into a tile.
 template <int kLanes, typename Args>
 void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
@@ -226,7 +209,7 @@ int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
   if (all_usable) return kNone;
   for (int64_t position = a.groups.begin(first); position < a.groups.begin(first + t.num_groups); ++position) {
     const int64_t index = a.groups.index(position);
-    if (a.groups.exists(index) && !is_usable(to_double(a.rewards[index]), a.formula)) return position;
+    if (a.groups.exists(index) && !a.formula.accepts(to_double(a.rewards[index]))) return position;
   }
   return kNone;
 }
@@ -272,7 +255,6 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
   return kNone;
 }
 
-// Computes this thread's share of all groups.
 template <int kLanes, typename Args>
 inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, int64_t num_threads) {
   Tile<kLanes> tile(largest);
@@ -286,43 +268,34 @@ inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, in
   return kNone;
 }
 
-#if defined(__x86_64__)
-// The same, compiled for wider vectors, for processors that have them. The arithmetic of every lane is the same, so the result
-// is bitwise identical.
-template <typename Args>
-__attribute__((target("avx2"), flatten)) int64_t evaluate_share_avx2(const Args& a, int64_t largest, int64_t thread,
-                                                                     int64_t num_threads) {
-  return evaluate_share<4>(a, largest, thread, num_threads);
-}
-#endif
-
-}  // namespace
-
+// Returns the first position (in the order of groups) of a reward that is not finite, or for Kind::kBinary neither 0 nor 1; -1
+// if all rewards are usable. Otherwise the written advantages are wrong.
 template <typename Reward, typename Advantage>
-int64_t group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
-                        Advantage* advantages, int num_threads) {
-  const Arguments<Reward, Advantage> arguments{rewards, groups, tables, formula, advantages};
+int64_t group_advantage(const GroupAdvantage<Reward, Advantage>& in, int num_threads) {
+  const Groups& groups = in.groups;
   int64_t largest = groups.group_size;
   for (int64_t g = 0; groups.offsets && g < groups.num_groups; ++g)
     largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
-  auto share = evaluate_share<2, Arguments<Reward, Advantage>>;
-#if defined(__x86_64__)
-  if (use_avx2()) share = evaluate_share_avx2<Arguments<Reward, Advantage>>;
-#endif
   int64_t unusable = kNone;
 #pragma omp parallel num_threads(num_threads) if (groups.num_rewards >= kParallelThreshold) reduction(min : unusable)
-  unusable = share(arguments, largest, omp_get_thread_num(), omp_get_num_threads());
+  with_widest<double>([&](auto vectors) {  // the arithmetic of every lane is the same for all of them
+    compiled_for(vectors, [&] {
+      unusable = evaluate_share<decltype(vectors)::kLanes>(in, largest, omp_get_thread_num(), omp_get_num_threads());
+    });
+  });
   return unusable == kNone ? -1 : unusable;
 }
 
-std::vector<int64_t> distinct_group_sizes(const Groups& groups) {
+// The distinct group sizes, ascending, counting only valid rollouts.
+std::vector<int64_t> distinct_group_sizes(const Groups& groups, int) {
+  const auto refuse = [&](const std::string& got) {
+    throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " + got);
+  };
   std::vector<bool> seen(groups.num_rewards + 1);
   for (int64_t g = 0; g < groups.num_groups; ++g) {
     const int64_t begin = groups.begin(g), end = groups.begin(g + 1);
     if (begin < 0 || end < begin || end > groups.num_rewards || (g == 0 && begin != 0))
-      throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " +
-                                  std::to_string(begin) + " followed by " + std::to_string(end) + " at group " +
-                                  std::to_string(g));
+      refuse(std::to_string(begin) + " followed by " + std::to_string(end) + " at group " + std::to_string(g));
     int64_t size = end - begin;
     if (groups.valid) {
       size = 0;
@@ -330,23 +303,18 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups) {
     }
     seen[size] = true;
   }
-  if (groups.begin(groups.num_groups) != groups.num_rewards)
-    throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " +
-                                std::to_string(groups.begin(groups.num_groups)) + " as the last");
+  const int64_t last = groups.begin(groups.num_groups);
+  if (last != groups.num_rewards) refuse(std::to_string(last) + " as the last");
   std::vector<int64_t> sizes;
   for (int64_t size = 0; size <= groups.num_rewards; ++size)
     if (seen[size]) sizes.push_back(size);
   return sizes;
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage) \
-  template int64_t group_advantage(const Reward*, const Groups&, const Tables&, const Formula&, Advantage*, int);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, BFloat16)
-MAXRL_INSTANTIATE(int32_t, float)
-MAXRL_INSTANTIATE(int64_t, float)
-MAXRL_INSTANTIATE(bool, float)
-#undef MAXRL_INSTANTIATE
+const bool defined = define_kernel("distinct_group_sizes", distinct_group_sizes) &&
+                     define_kernel("group_advantage", group_advantage<float, float>, group_advantage<double, double>,
+                                   group_advantage<BFloat16, BFloat16>, group_advantage<int32_t, float>,
+                                   group_advantage<int64_t, float>, group_advantage<bool, float>);
 
+}  // namespace
 }  // namespace maxrl::cpu

@@ -19,6 +19,7 @@ class KeyValueCache {
         head_size_(keys_size_ + capacity_ * padded(sizes.head_dim)), layer_size_(sizes.kv_heads * head_size_),
         data_(bytes(sizes, length)) {}
 
+  // Of a prompt or a response of this length.
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     const int64_t element = is_bfloat16(sizes.arithmetic) ? sizeof(BFloat16) : sizeof(float);
     return element * sizes.layers * sizes.kv_heads * capacity(sizes, length) * (depth(sizes) + padded(sizes.head_dim));

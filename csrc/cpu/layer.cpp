@@ -1,11 +1,12 @@
 // The elementwise parts of a decoder layer on a CPU. Numbers are read once and written once, and computed in float32, in double
 // for doubles. Rows are cut into pieces that depend on the shapes alone; sums over rows are added up within each piece, then
 // piece after piece. Results are therefore bitwise the same for any number of threads.
+#include "../layer.h"
+
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
-#include "../kernels.h"
 #include "attention_vectors.h"
 #include "dispatch.h"
 
@@ -15,7 +16,18 @@ namespace {
 constexpr int64_t kPieceNumbers = 1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
 constexpr int64_t kMostPieces = 64;  // where each has sums of its own
 
-// Rows [begin, end) of pieces.
+// use(Vectors{}) with at most the lanes of `Vectors`: as many as divide `size`, if any do.
+template <typename Vectors, typename Use>
+void with_fitting(int size, const Use& use) {
+  if constexpr (sizeof(typename Vectors::Reals) > 16) {
+    constexpr int kHalf = Vectors::kLanes / 2;
+    if (size % Vectors::kLanes != 0 && size % (16 / sizeof(typename Vectors::Real)) == 0)
+      return with_fitting<cpu::Vectors<typename Vectors::Real, kHalf>>(size, use);
+  }
+  use(Vectors{});
+}
+
+// The rows of a matrix, in pieces.
 struct Pieces {
   int64_t num_rows, rows, count;
 
@@ -24,21 +36,49 @@ struct Pieces {
         rows(std::max({int64_t{1}, kPieceNumbers / std::max<int64_t>(row_size, 1), (num_rows - 1) / most + 1})),
         count((num_rows + rows - 1) / rows) {}
 
-  // work(piece, first row, end), compiled for the instructions of these vectors.
+  // work(vectors, piece, row) for all rows, compiled for the instructions of these vectors.
   template <typename Vectors, typename Work>
-  void run(int num_threads, const Work& work) const {
+  void run(Vectors vectors, int num_threads, const Work& work) const {
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (count > 1)
     for (int64_t piece = 0; piece < count; ++piece)
-      compiled_for(Vectors{}, [&] { work(piece, piece * rows, std::min((piece + 1) * rows, num_rows)); });
+      compiled_for(vectors, [&] {
+        const int64_t end = std::min((piece + 1) * rows, num_rows);
+        for (int64_t row = piece * rows; row < end; ++row) work(vectors, piece, row);
+      });
+  }
+  template <typename Real, typename Work>
+  void run_widest(int num_threads, const Work& work) const {
+    with_widest<Real>([&](auto vectors) { run(vectors, num_threads, work); });
+  }
+  // For vectors of which a row's parts have `size` numbers each.
+  template <typename Real, typename Work>
+  void run_fitting(int size, int num_threads, const Work& work) const {
+    with_widest<Real>(
+        [&](auto widest) { with_fitting<decltype(widest)>(size, [&](auto vectors) { run(vectors, num_threads, work); }); });
   }
 };
 
-// use(first, count) for all vectors of a row; only the last can have fewer lanes.
+// A vector's numbers of a row; only the last vector can have fewer than all lanes.
+template <typename Vectors>
+struct Span {
+  int64_t first, count;
+
+  template <typename Element>
+  auto load(const Element* row) const {
+    return load_lanes<Vectors>(row + first, count);
+  }
+  template <typename Element>
+  void store(Element* row, typename Vectors::Reals x) const {
+    store_lanes<Vectors>(row + first, count, x);
+  }
+};
+
+// use(span) for all vectors of a row.
 template <typename Vectors, typename Use>
 inline void for_vectors(int64_t size, const Use& use) {
   int64_t i = 0;
-  for (; i + Vectors::kLanes <= size; i += Vectors::kLanes) use(i, int64_t{Vectors::kLanes});
-  if (i < size) use(i, size - i);
+  for (; i + Vectors::kLanes <= size; i += Vectors::kLanes) use(Span<Vectors>{i, Vectors::kLanes});
+  if (i < size) use(Span<Vectors>{i, size - i});
 }
 
 template <typename Vectors>
@@ -73,21 +113,20 @@ void add_pieces(const Real* partials, int64_t pieces, int64_t size, Real* to) {
 template <typename Vectors, typename Element>
 inline void norm_row(const AddRmsNorm<Element, typename Vectors::Real>& in, int64_t start) {
   const Element *const x = in.x + start, *const delta = in.delta ? in.delta + start : nullptr;
-  Element *const sum = delta ? in.sum + start : nullptr, *const normed = in.normed + start;
+  Element* const sum = delta ? in.sum + start : nullptr;
   auto squares = Vectors::all(0);
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    auto value = load_lanes<Vectors>(x + i, n);
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    auto value = at.load(x);
     if (delta) {
-      store_lanes<Vectors>(sum + i, n, value + load_lanes<Vectors>(delta + i, n));
-      value = load_lanes<Vectors>(sum + i, n);  // the norm is that of the sum as it is stored
+      at.store(sum, value + at.load(delta));
+      value = at.load(sum);  // the norm is that of the sum as it is stored
     }
     squares += value * value;
   });
   const Norm norm(total<Vectors>(squares), typename Vectors::Real(0), in.size, in.eps);
   const Element* const values = delta ? sum : x;
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    store_lanes<Vectors>(normed + i, n, load_lanes<Vectors>(values + i, n) * norm.rate * load_lanes<Vectors>(in.weight + i, n));
-  });
+  for_vectors<Vectors>(in.size,
+                       [&](auto at) { at.store(in.normed + start, at.load(values) * norm.rate * at.load(in.weight)); });
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
@@ -95,18 +134,18 @@ inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64
   const Element *const sum = in.sum + start, *const grad = in.grad_normed + start;
   const Element* const grad_sum = in.grad_sum ? in.grad_sum + start : nullptr;
   auto squares = Vectors::all(0), product = squares;
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    const auto x = load_lanes<Vectors>(sum + i, n), g = load_lanes<Vectors>(grad + i, n);
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    const auto x = at.load(sum), g = at.load(grad);
     squares += x * x;
-    product += load_lanes<Vectors>(in.weight + i, n) * g * x;
+    product += at.load(in.weight) * g * x;
   });
   const Norm norm(total<Vectors>(squares), total<Vectors>(product), in.size, in.eps);
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    const auto x = load_lanes<Vectors>(sum + i, n), g = load_lanes<Vectors>(grad + i, n);
-    auto result = g * load_lanes<Vectors>(in.weight + i, n) * norm.rate - x * norm.slope;
-    if (grad_sum) result += load_lanes<Vectors>(grad_sum + i, n);
-    store_lanes<Vectors>(in.grad_x + start + i, n, result);
-    store_lanes<Vectors>(grad_weight + i, n, load_lanes<Vectors>(grad_weight + i, n) + g * x * norm.rate);
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    const auto x = at.load(sum), g = at.load(grad);
+    auto result = g * at.load(in.weight) * norm.rate - x * norm.slope;
+    if (grad_sum) result += at.load(grad_sum);
+    at.store(in.grad_x + start, result);
+    at.store(grad_weight, at.load(grad_weight) + g * x * norm.rate);
   });
 }
 
@@ -120,36 +159,35 @@ struct Rotation {
 
   template <typename Heads>
   Rotation(const Heads& in, int64_t row, Real direction) : cos(nullptr), sin(nullptr), direction(direction) {
-    const int64_t position = in.positions ? in.positions[row] : row;
-    if (position < 0 || position >= in.num_positions) return;
-    cos = in.cos + position * (in.head_dim / 2);
-    sin = in.sin + position * (in.head_dim / 2);
+    const int64_t angles = in.angles_of(row);
+    if (angles < 0) return;
+    cos = in.cos + angles;
+    sin = in.sin + angles;
   }
-  void rotate(int64_t i, int64_t n, Reals& low, Reals& high) const {
-    const Reals c = load(cos, i, n), s = load(sin, i, n) * direction, x = low;
+  void rotate(Span<Vectors> at, Reals& low, Reals& high) const {
+    const Reals c = load(cos, at), s = load(sin, at) * direction, x = low;
     low = x * c - high * s;
     high = high * c + x * s;
   }
 
  private:
-  static Reals load(const float* table, int64_t i, int64_t n) {
+  static Reals load(const float* table, Span<Vectors> at) {
     if (!table) return Vectors::all(std::numeric_limits<Real>::quiet_NaN());
     if constexpr (sizeof(Real) == 4) {
-      return load_lanes<Vectors>(table + i, n);
+      return at.load(table);
     } else {
       auto x = Vectors::all(0);
-      for (int64_t lane = 0; lane < n; ++lane) x[lane] = table[i + lane];
+      for (int64_t lane = 0; lane < at.count; ++lane) x[lane] = table[at.first + lane];
       return x;
     }
   }
 };
 
-// The sum of squares of a head.
 template <typename Vectors, typename Element>
 inline typename Vectors::Real squares_of(const Element* head, int64_t size) {
   auto squares = Vectors::all(0);
-  for_vectors<Vectors>(size, [&](int64_t i, int64_t n) {
-    const auto x = load_lanes<Vectors>(head + i, n);
+  for_vectors<Vectors>(size, [&](auto at) {
+    const auto x = at.load(head);
     squares += x * x;
   });
   return total<Vectors>(squares);
@@ -162,29 +200,25 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, i
   const int half = in.head_dim / 2;
   for (int which = 0; which < 2; ++which)
     for (int head = 0; head < in.from[which].count; ++head) {
-      const Element* const x = in.from[which].data + row * in.from[which].stride + head * in.head_dim;
-      const Element* const weight = in.norm[which];
-      Element* const to = in.to[which] + row * in.to_stride[which] + head * in.head_dim;
+      const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
+      Element* const to = in.target(which, row, head);
       const Real rate = weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate : Real(1);
-      for_vectors<Vectors>(half, [&](int64_t i, int64_t n) {
-        auto low = load_lanes<Vectors>(x + i, n), high = load_lanes<Vectors>(x + half + i, n);
+      for_vectors<Vectors>(half, [&](auto at) {
+        auto low = at.load(x), high = at.load(x + half);
         if (weight) {
-          low *= load_lanes<Vectors>(weight + i, n) * rate;
-          high *= load_lanes<Vectors>(weight + half + i, n) * rate;
+          low *= at.load(weight) * rate;
+          high *= at.load(weight + half) * rate;
         }
-        rotation.rotate(i, n, low, high);
-        store_lanes<Vectors>(to + i, n, low);
-        store_lanes<Vectors>(to + half + i, n, high);
+        rotation.rotate(at, low, high);
+        at.store(to, low);
+        at.store(to + half, high);
       });
     }
 }
 
-// Values are copied.
 template <typename Element, typename Real>
 inline void copy_values(const RotateHeads<Element, Real>& in, int64_t row) {
-  if (in.from[2].count)
-    memcpy(in.to[2] + row * in.to_stride[2], in.from[2].data + row * in.from[2].stride,
-           sizeof(Element) * in.from[2].count * in.head_dim);
+  if (in.from[2].count) memcpy(in.target(2, row, 0), in.source(2, row, 0), sizeof(Element) * in.from[2].count * in.head_dim);
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
@@ -194,26 +228,26 @@ inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backwa
   const int half = in.head_dim / 2;
   for (int which = 0; which < 2; ++which)
     for (int head = 0; head < in.from[which].count; ++head) {
-      const Element* const x = in.from[which].data + row * in.from[which].stride + head * in.head_dim;
+      const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
       const Element* const grad = backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
-      const Element* const weight = in.norm[which];
-      Element* const to = in.to[which] + row * in.to_stride[which] + head * in.head_dim;
+      Element* const to = in.target(which, row, head);
       Real* const grad_norm = grad_norms + (which * in.from[0].count + head) * in.head_dim;
-      // use(place, lanes, x, its norm's gradient), for both halves
+      // use(span, x, its norm's gradient), for both halves
       const auto for_both = [&](const auto& use) {
-        for_vectors<Vectors>(half, [&](int64_t i, int64_t n) {
-          auto low = load_lanes<Vectors>(grad + i, n), high = load_lanes<Vectors>(grad + half + i, n);
-          rotation.rotate(i, n, low, high);
-          use(i, n, load_lanes<Vectors>(x + i, n), low);
-          use(half + i, n, load_lanes<Vectors>(x + half + i, n), high);
+        for_vectors<Vectors>(half, [&](auto at) {
+          auto low = at.load(grad), high = at.load(grad + half);
+          rotation.rotate(at, low, high);
+          use(at, at.load(x), low);
+          at.first += half;
+          use(at, at.load(x), high);
         });
       };
       auto products = Vectors::all(0);
-      for_both([&](int64_t i, int64_t n, auto value, auto g) { products += load_lanes<Vectors>(weight + i, n) * g * value; });
+      for_both([&](auto at, auto value, auto g) { products += at.load(weight) * g * value; });
       const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim, in.eps);
-      for_both([&](int64_t i, int64_t n, auto value, auto g) {
-        store_lanes<Vectors>(to + i, n, g * load_lanes<Vectors>(weight + i, n) * norm.rate - value * norm.slope);
-        store_lanes<Vectors>(grad_norm + i, n, load_lanes<Vectors>(grad_norm + i, n) + g * value * norm.rate);
+      for_both([&](auto at, auto value, auto g) {
+        at.store(to, g * at.load(weight) * norm.rate - value * norm.slope);
+        at.store(grad_norm, at.load(grad_norm) + g * value * norm.rate);
       });
     }
 }
@@ -239,10 +273,9 @@ struct Sigmoid {
 template <typename Vectors, typename Element>
 inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_t row) {
   const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
-  Element* const out = in.out + row * in.size;
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    const auto x = load_lanes<Vectors>(gate + i, n);
-    store_lanes<Vectors>(out + i, n, x * Sigmoid<Vectors>(x).value * load_lanes<Vectors>(up + i, n));
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    const auto x = at.load(gate);
+    at.store(in.out + row * in.size, x * Sigmoid<Vectors>(x).value * at.load(up));
   });
 }
 
@@ -250,38 +283,19 @@ template <typename Vectors, typename Element>
 inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward, int64_t row) {
   const auto& in = backward.forward;
   const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
-  const Element* const grad = backward.grad + row * in.size;
-  Element* const grad_gate = backward.grad_gate + row * backward.grad_stride;
-  Element* const grad_up = backward.grad_up + row * backward.grad_stride;
-  for_vectors<Vectors>(in.size, [&](int64_t i, int64_t n) {
-    const auto x = load_lanes<Vectors>(gate + i, n);
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    const auto x = at.load(gate);
     const Sigmoid<Vectors> sigmoid(x);
-    const auto scaled = load_lanes<Vectors>(grad + i, n) * sigmoid.value;
-    store_lanes<Vectors>(grad_gate + i, n, scaled * load_lanes<Vectors>(up + i, n) * (x * sigmoid.rest + Vectors::all(1)));
-    store_lanes<Vectors>(grad_up + i, n, scaled * x);
+    const auto scaled = at.load(backward.grad + row * in.size) * sigmoid.value;
+    at.store(backward.grad_gate + row * backward.grad_stride, scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
+    at.store(backward.grad_up + row * backward.grad_stride, scaled * x);
   });
 }
 
-// use(Vectors{}) with at most the lanes of `Vectors`: as many as divide `size`, if any do.
-template <typename Vectors, typename Use>
-void with_lanes_for(int size, const Use& use) {
-  if constexpr (sizeof(typename Vectors::Reals) > 16) {
-    constexpr int kHalf = Vectors::kLanes / 2;
-    if (size % Vectors::kLanes != 0 && size % (16 / sizeof(typename Vectors::Real)) == 0)
-      return with_lanes_for<cpu::Vectors<typename Vectors::Real, kHalf>>(size, use);
-  }
-  use(Vectors{});
-}
-
-}  // namespace
-
 template <typename Element, typename Real>
 void add_rms_norm(const AddRmsNorm<Element, Real>& in, int num_threads) {
-  with_widest<Real>([&](auto vectors) {
-    using Vectors = decltype(vectors);
-    Pieces(in.num_rows, in.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) norm_row<Vectors>(in, row * in.size);
-    });
+  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    norm_row<decltype(vectors)>(in, row * in.size);
   });
 }
 
@@ -289,12 +303,8 @@ template <typename Element, typename Real>
 void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_threads) {
   const Pieces pieces(in.num_rows, in.size, kMostPieces);
   std::vector<Real> partials(pieces.count * in.size);
-  with_widest<Real>([&](auto vectors) {
-    using Vectors = decltype(vectors);
-    pieces.template run<Vectors>(num_threads, [&](int64_t piece, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        norm_backward_row<Vectors>(in, row * in.size, partials.data() + piece * in.size);
-    });
+  pieces.run_widest<Real>(num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+    norm_backward_row<decltype(vectors)>(in, row * in.size, partials.data() + piece * in.size);
   });
   add_pieces(partials.data(), pieces.count, in.size, in.grad_weight);
 }
@@ -302,16 +312,9 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_
 template <typename Element, typename Real>
 void rotate_heads(const RotateHeads<Element, Real>& in, int num_threads) {
   const Pieces pieces(in.num_rows, int64_t{in.from[0].count + in.from[1].count + in.from[2].count} * in.head_dim);
-  with_widest<Real>([&](auto widest) {
-    with_lanes_for<decltype(widest)>(in.head_dim / 2, [&](auto vectors) {
-      using Vectors = decltype(vectors);
-      pieces.template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          rotate_row<Vectors>(in, row);
-          copy_values(in, row);
-        }
-      });
-    });
+  pieces.run_fitting<Real>(in.head_dim / 2, num_threads, [&](auto vectors, int64_t, int64_t row) {
+    rotate_row<decltype(vectors)>(in, row);
+    copy_values(in, row);
   });
 }
 
@@ -321,16 +324,9 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, i
   const int64_t size = int64_t{in.from[0].count + in.from[1].count} * in.head_dim;
   const Pieces pieces(in.num_rows, size, kMostPieces);
   std::vector<Real> partials(pieces.count * size);
-  with_widest<Real>([&](auto widest) {
-    with_lanes_for<decltype(widest)>(in.head_dim / 2, [&](auto vectors) {
-      using Vectors = decltype(vectors);
-      pieces.template run<Vectors>(num_threads, [&](int64_t piece, int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          rotate_backward_row<Vectors>(backward, row, partials.data() + piece * size);
-          copy_values(in, row);
-        }
-      });
-    });
+  pieces.run_fitting<Real>(in.head_dim / 2, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+    rotate_backward_row<decltype(vectors)>(backward, row, partials.data() + piece * size);
+    copy_values(in, row);
   });
   std::vector<Real> of_heads(size);
   add_pieces(partials.data(), pieces.count, size, of_heads.data());
@@ -341,21 +337,15 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, i
 
 template <typename Element, typename Real>
 void swiglu(const SwiGlu<Element, Real>& in, int num_threads) {
-  with_widest<Real>([&](auto vectors) {
-    using Vectors = decltype(vectors);
-    Pieces(in.num_rows, in.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) swiglu_row<Vectors>(in, row);
-    });
+  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    swiglu_row<decltype(vectors)>(in, row);
   });
 }
 
 template <typename Element, typename Real>
 void swiglu_backward(const SwiGluBackward<Element, Real>& in, int num_threads) {
-  with_widest<Real>([&](auto vectors) {
-    using Vectors = decltype(vectors);
-    Pieces(in.forward.num_rows, in.forward.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) swiglu_backward_row<Vectors>(in, row);
-    });
+  Pieces(in.forward.num_rows, in.forward.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    swiglu_backward_row<decltype(vectors)>(in, row);
   });
 }
 
@@ -369,30 +359,26 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
   }
   for (int64_t u = 0; u < in.num_rows; ++u) starts[u + 2] += starts[u + 1];
   for (int64_t i = 0; i < in.num_chosen; ++i) order[starts[in.rows[i] + 1]++] = i;
-  with_widest<Real>([&](auto vectors) {
+  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t u) {
     using Vectors = decltype(vectors);
-    Pieces(in.num_rows, in.size).template run<Vectors>(num_threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t u = begin; u < end; ++u)
-        for_vectors<Vectors>(in.size, [&](int64_t at, int64_t n) {
-          auto sum = Vectors::all(0);
-          for (int64_t i = starts[u]; i < starts[u + 1]; ++i) sum += load_lanes<Vectors>(in.grad + order[i] * in.size + at, n);
-          store_lanes<Vectors>(in.to + u * in.size + at, n, sum);
-        });
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      auto sum = Vectors::all(0);
+      for (int64_t i = starts[u]; i < starts[u + 1]; ++i) sum += at.load(in.grad + order[i] * in.size);
+      at.store(in.to + u * in.size, sum);
     });
   });
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                               \
-  template void add_rms_norm(const AddRmsNorm<Element, Real>&, int);                   \
-  template void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>&, int);  \
-  template void rotate_heads(const RotateHeads<Element, Real>&, int);                  \
-  template void rotate_heads_backward(const RotateHeadsBackward<Element, Real>&, int); \
-  template void swiglu(const SwiGlu<Element, Real>&, int);                             \
-  template void swiglu_backward(const SwiGluBackward<Element, Real>&, int);            \
-  template void chosen_rows_backward(const ChosenRows<Element, Real>&, int);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, float)
-#undef MAXRL_INSTANTIATE
+template <typename Element, typename Real>
+bool define() {
+  return define_kernel("add_rms_norm", add_rms_norm<Element, Real>) &&
+         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element, Real>) &&
+         define_kernel("rotate_heads", rotate_heads<Element, Real>) &&
+         define_kernel("rotate_heads_backward", rotate_heads_backward<Element, Real>) &&
+         define_kernel("swiglu", swiglu<Element, Real>) && define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
+         define_kernel("chosen_rows_backward", chosen_rows_backward<Element, Real>);
+}
+const bool defined = define<float, float>() && define<double, double>() && define<BFloat16, float>();
 
+}  // namespace
 }  // namespace maxrl::cpu

@@ -3,10 +3,11 @@
 // For y and dx the weights are packed into panels, and rows are cut into tasks. For dW its own rows are cut into tasks; a task
 // packs blocks of rows of x and dy, and adds up their products, one after the other. Every number is therefore summed in one
 // order: results are bitwise the same for any number of threads.
+#include "../linear.h"
+
 #include <algorithm>
 #include <stdexcept>
 
-#include "../kernels.h"
 #include "aligned.h"
 #include "dispatch.h"
 #include "panels.h"
@@ -99,8 +100,6 @@ void check_sizes(int64_t in_size, int64_t out_size) {
     throw std::invalid_argument("a linear layer needs sizes that are multiples of 16");
 }
 
-}  // namespace
-
 void linear(const Linear& in, int num_threads) {
   check_sizes(in.in_size, in.out_size);
   const AlignedBytes panels = pack(in.weight, in.out_size, in.in_size, in.in_size, 1, num_threads);
@@ -129,4 +128,7 @@ void linear_backward(const LinearBackward& in, int num_threads) {
         [&](auto vectors) { weight_rows<decltype(vectors)>(in, begin, std::min(begin + of_task, in.out_size)); });
 }
 
+const bool defined = define_kernel("linear", linear) && define_kernel("linear_backward", linear_backward);
+
+}  // namespace
 }  // namespace maxrl::cpu

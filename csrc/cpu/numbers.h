@@ -35,10 +35,25 @@ struct BFloat16Products : BFloat16Layout {
   using Vectors = typename Path::Vectors;
   static constexpr int kRows = Path::kRows;
 
+  // As panels.h's product, where `scratch` has space for m rounded rows, m rounded up to a multiple of kMaxBFloat16Rows:
+  // [m][bfloat16_stride(k)].
   template <typename RowOf, typename Sink>
   static void multiply(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels, int64_t num_panels,
                        int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
-    bfloat16_product<Path>(m, row_of, k, panels, num_panels, panel_stride, scratch, sink);
+    using Row = TileRow<typename Path::Vectors>;
+    const int64_t stride = bfloat16_stride(k), depth = bfloat16_depth(k);
+    for (int64_t i = 0; i < m; ++i) Path::round(row_of(i), k, scratch + i * stride);
+    alignas(64) float out[kMaxOut];
+    const int most_rows = Path::rows_of(m), most_panels = Path::panels_of(m);
+    for (int64_t p = 0; p < num_panels; p += most_panels) {
+      const int count = static_cast<int>(std::min<int64_t>(most_panels, num_panels - p));
+      for (int64_t start = 0; start < m; start += most_rows) {
+        const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)), out_rows = Path::rows_of(rows);
+        Path::multiply(rows, count, scratch + start * stride, stride, depth, panels + p * panel_stride, panel_stride, out);
+        for (int q = 0; q < count; ++q)
+          for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));
+      }
+    }
   }
 };
 

@@ -1,9 +1,9 @@
 // The loss of PACS, one group at a time, and log-ratio reward proxies, one sequence at a time, on a CPU.
+#include "../pacs.h"
+
 #include <algorithm>
 #include <limits>
 #include <vector>
-
-#include "../kernels.h"
 
 namespace maxrl::cpu {
 namespace {
@@ -18,8 +18,6 @@ int64_t first_unusable(const Pacs<Real>& in, int64_t begin, int64_t end) {
     if (in.labels[i] != Real(0) && in.labels[i] != Real(1)) return i;
   return kNone;
 }
-
-}  // namespace
 
 template <typename Real>
 int64_t pacs_loss(const Pacs<Real>& in, int num_threads) {
@@ -39,12 +37,10 @@ int64_t pacs_loss(const Pacs<Real>& in, int num_threads) {
   return -1;
 }
 
-template int64_t pacs_loss(const Pacs<float>&, int);
-template int64_t pacs_loss(const Pacs<double>&, int);
-
 template <typename Real>
-void log_ratio_reward(const LogRatio<Real>& in, int num_threads) {
-  const Real *const logprobs = in.logprobs, *const ref_logprobs = in.ref_logprobs;
+void log_ratio_reward(const LogRatio<Real>& ratio, int num_threads) {
+  const Sequences& in = ratio.sequences;
+  const Real *const logprobs = ratio.logprobs, *const ref_logprobs = ratio.ref_logprobs;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kManyTokens)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
     double sum = 0.0;
@@ -57,24 +53,27 @@ void log_ratio_reward(const LogRatio<Real>& in, int num_threads) {
 #pragma omp simd reduction(+ : sum)
       for (int64_t t = begin; t < end; ++t) sum += static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t]);
     }
-    in.proxies[s] = static_cast<Real>(in.beta * sum);
+    ratio.proxies[s] = static_cast<Real>(in.beta * sum);
   }
 }
 
 template <typename Real>
-void log_ratio_reward_backward(const LogRatioBackward<Real>& backward, int num_threads) {
-  const auto& in = backward.forward;
+void log_ratio_reward_backward(const LogRatioBackward<Real>& ratio, int num_threads) {
+  const Sequences& in = ratio.sequences;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 16) if (in.num_tokens >= kManyTokens)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
-    const auto grad = static_cast<Real>(in.beta * backward.grad_proxies[s]);
+    const auto grad = static_cast<Real>(in.beta * ratio.grad_proxies[s]);
     for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; ++t)
-      backward.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
+      ratio.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   }
 }
 
-template void log_ratio_reward(const LogRatio<float>&, int);
-template void log_ratio_reward(const LogRatio<double>&, int);
-template void log_ratio_reward_backward(const LogRatioBackward<float>&, int);
-template void log_ratio_reward_backward(const LogRatioBackward<double>&, int);
+template <typename Real>
+bool define() {
+  return define_kernel("pacs_loss", pacs_loss<Real>) && define_kernel("log_ratio_reward", log_ratio_reward<Real>) &&
+         define_kernel("log_ratio_reward_backward", log_ratio_reward_backward<Real>);
+}
+const bool defined = define<float>() && define<double>();
 
+}  // namespace
 }  // namespace maxrl::cpu

@@ -21,9 +21,10 @@ class SoftmaxRow {
   using Element = Element_;
   using Real = typename Vectors::Real;
 
-  SoftmaxRow(const Element* logits, int64_t size, int64_t target, double temperature, Real* scratch)
-      : logits_(logits), size_(size), target_(target), inverse_temperature_(static_cast<Real>(1.0 / temperature)),
-        exponentials_(scratch), tops_(scratch ? scratch + size + 2 * kLargestStep : nullptr) {}
+  SoftmaxRow(Rows<const Element> logits, const TokenRows<Real>& in, int64_t t, Real* scratch)
+      : logits_(logits.of(t)), size_(in.vocab_size), target_(in.targets[t]),
+        inverse_temperature_(static_cast<Real>(1.0 / in.temperature_of(t))), exponentials_(scratch),
+        tops_(scratch ? scratch + size_ + 2 * kLargestStep : nullptr) {}
 
   // Reads the row once.
   Softmax statistics() {
@@ -110,8 +111,7 @@ class SoftmaxRow {
     return std::exp((static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_);
   }
 
-  // Returns the greatest logit.
-  Real add_block(const Block& block) {
+  void add_block(const Block& block) {
     Pair top{Vectors::all(kNothing), Vectors::all(kNothing)};
     for_steps(block, [&](int64_t i, int64_t count) {
       const Pair z = read(logits_ + i, count);
@@ -135,7 +135,6 @@ class SoftmaxRow {
     });
     part_.others += Vectors::sum(sum.first + sum.second);
     part_.moment += Vectors::sum(moment.first + moment.second);
-    return greatest;
   }
 
   const Element* logits_;

@@ -8,27 +8,17 @@
 #include <vector>
 
 #include "../group_advantage.h"
+#include "vectors.h"
 
 namespace maxrl::cpu {
 
 constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to it, counting smaller rewards beats sorting
 
-template <int kLanes>  // as many as a vector register has: compilers split wider vectors badly
-struct Vector;
-template <>
-struct Vector<2> {
-  using type = double __attribute__((vector_size(16)));
-};
-template <>
-struct Vector<4> {
-  using type = double __attribute__((vector_size(32)));
-};
-
 // The working memory of one thread: a group of at most kLargestLane rollouts in each lane, or one group of any size.
-template <int num_lanes>
+template <int num_lanes>  // as many as a vector register has: compilers split wider vectors badly
 struct Tile {
   static constexpr int kLanes = num_lanes;
-  using Lanes = typename Vector<kLanes>::type;
+  using Lanes = typename VectorTypes<double, kLanes>::Reals;
 
   struct Key {
     double reward;

@@ -1,5 +1,4 @@
 // Log-probabilities and entropies of rows of logits on a CPU, and their backward pass.
-#include "../kernels.h"
 #include "dispatch.h"
 #include "huge_pages.h"
 #include "softmax_row.h"
@@ -8,71 +7,46 @@ namespace maxrl::cpu {
 namespace {
 
 template <typename Element, typename Real>
-struct ForwardWork {
-  Rows<const Element> logits;
-  const TokenRows<Real>& in;
-  Real *logprobs, *entropy;
-
-  template <typename Vectors>
-  void run(int64_t begin, int64_t end, Real*) const {
-    for (int64_t t = begin; t < end; ++t) {
-      SoftmaxRow<Vectors, Element> row(logits.of(t), in.vocab_size, in.targets[t], in.temperature_of(t), nullptr);
-      const Softmax softmax = row.statistics();
-      logprobs[t] = static_cast<Real>(softmax.logp);
-      entropy[t] = static_cast<Real>(softmax.entropy);
-    }
-  }
-};
-
-template <typename Element, typename Real>
-struct BackwardWork {
-  Rows<const Element> logits;
-  const TokenRows<Real>& in;
-  const Real *grad_logprobs, *grad_entropy;
-  Rows<Element> gradient;
-
-  template <typename Vectors>
-  void run(int64_t begin, int64_t end, Real* scratch) const {
-    for (int64_t t = begin; t < end; ++t) {
-      const RowGrads grads{grad_logprobs[t], grad_entropy[t]};
-      if (grads.grad_logp == 0.0 && grads.grad_entropy == 0.0) {
-        std::fill_n(gradient.of(t), in.vocab_size, Element{});
-        continue;
-      }
-      SoftmaxRow<Vectors, Element> row(logits.of(t), in.vocab_size, in.targets[t], in.temperature_of(t), scratch);
-      row.write_gradient(row.statistics(), grads, gradient.of(t));
-    }
-  }
-};
-
-}  // namespace
-
-template <typename Element, typename Real>
-int64_t token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, int num_threads) {
+int64_t token_logprobs(const TokenLogprobs<Element, Real>& call, int num_threads) {
+  const TokenRows<Real>& in = call.tokens;
   for (int64_t t = 0; t < in.num_tokens; ++t)
     if (!in.is_target_valid(t)) return t;
-  for_rows<Real>(in.num_tokens, rows_per_piece(in.vocab_size), 0, num_threads,
-                 ForwardWork<Element, Real>{logits, in, logprobs, entropy});
+  const int64_t grain = rows_per_piece(in.vocab_size);
+  for_rows<Real>(in.num_tokens, grain, 0, num_threads, [&](auto vectors, int64_t begin, int64_t end, Real*) {
+    for (int64_t t = begin; t < end; ++t) {
+      const Softmax softmax = SoftmaxRow<decltype(vectors), Element>(call.logits, in, t, nullptr).statistics();
+      call.logprobs[t] = static_cast<Real>(softmax.logp);
+      call.entropy[t] = static_cast<Real>(softmax.entropy);
+    }
+  });
   return -1;
 }
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
-                             const Real* grad_entropy, Rows<Element> gradient, int num_threads) {
-  if (gradient.data != logits.data)
-    advise_huge_pages(gradient.data, in.num_tokens * gradient.stride * static_cast<int64_t>(sizeof(Element)));
-  for_rows<Real>(in.num_tokens, rows_per_piece(in.vocab_size), scratch_size(in.vocab_size), num_threads,
-                 BackwardWork<Element, Real>{logits, in, grad_logprobs, grad_entropy, gradient});
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, int num_threads) {
+  const TokenRows<Real>& in = call.tokens;
+  if (call.gradient.data != call.logits.data) advise_huge_pages(call.gradient, in.num_tokens);
+  const int64_t grain = rows_per_piece(in.vocab_size), scratch = scratch_size(in.vocab_size);
+  for_rows<Real>(in.num_tokens, grain, scratch, num_threads, [&](auto vectors, int64_t begin, int64_t end, Real* own) {
+    for (int64_t t = begin; t < end; ++t) {
+      const RowGrads grads{call.grad_logprobs[t], call.grad_entropy[t]};
+      if (grads.grad_logp == 0.0 && grads.grad_entropy == 0.0) {
+        std::fill_n(call.gradient.of(t), in.vocab_size, Element{});
+        continue;
+      }
+      SoftmaxRow<decltype(vectors), Element> row(call.logits, in, t, own);
+      row.write_gradient(row.statistics(), grads, call.gradient.of(t));
+    }
+  });
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                                      \
-  template int64_t token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, int);                            \
-  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*, Rows<Element>, \
-                                        int);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, float)
-MAXRL_INSTANTIATE(Float16, float)
-#undef MAXRL_INSTANTIATE
+template <typename Element, typename Real>
+bool define() {
+  return define_kernel("token_logprobs", token_logprobs<Element, Real>) &&
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Real>);
+}
+const bool defined =
+    define<float, float>() && define<double, double>() && define<BFloat16, float>() && define<Float16, float>();
 
+}  // namespace
 }  // namespace maxrl::cpu

@@ -19,35 +19,16 @@ inline To bits_as(From x) {
 }
 
 template <typename Real, int lanes>
-struct VectorTypes;
-template <>
-struct VectorTypes<float, 4> {
-  typedef float Reals __attribute__((vector_size(16)));
-  typedef uint32_t Words __attribute__((vector_size(16)));
-};
-template <>
-struct VectorTypes<float, 8> {
-  typedef float Reals __attribute__((vector_size(32)));
-  typedef uint32_t Words __attribute__((vector_size(32)));
-};
-template <>
-struct VectorTypes<float, 16> {
-  typedef float Reals __attribute__((vector_size(64)));
-  typedef uint32_t Words __attribute__((vector_size(64)));
-};
-template <>
-struct VectorTypes<double, 2> {
-  typedef double Reals __attribute__((vector_size(16)));
-};
-template <>
-struct VectorTypes<double, 4> {
-  typedef double Reals __attribute__((vector_size(32)));
+struct VectorTypes {
+  typedef Real Reals __attribute__((vector_size(lanes * sizeof(Real))));
+  typedef uint32_t Words __attribute__((vector_size(lanes * sizeof(uint32_t))));
 };
 
 template <typename Real_, int lanes>
 struct Vectors : VectorTypes<Real_, lanes> {
   using Real = Real_;
   using typename VectorTypes<Real, lanes>::Reals;
+  using typename VectorTypes<Real, lanes>::Words;
   static constexpr int kLanes = lanes;
 
   static Reals all(Real x) { return Reals{} + x; }
@@ -78,14 +59,11 @@ struct Vectors : VectorTypes<Real_, lanes> {
   static constexpr int64_t kStep = 2 * lanes;
 
   static Pair load(const Real* from) {
-    Pair x;  // one vector at a time: copying both at once would go through memory
-    memcpy(&x.first, from, sizeof x.first);
-    memcpy(&x.second, from + lanes, sizeof x.second);
-    return x;
+    return {read(from), read(from + lanes)};  // copying both at once would go through memory
   }
   static void store(Real* to, Pair x) {
-    memcpy(to, &x.first, sizeof x.first);
-    memcpy(to + lanes, &x.second, sizeof x.second);
+    write(to, x.first);
+    write(to + lanes, x.second);
   }
 
   static Pair load(const BFloat16* from) {
@@ -123,7 +101,6 @@ struct Vectors : VectorTypes<Real_, lanes> {
   // e^x for x <= 0, 0 at kLowestExponent; x must not be below it. float: within 1.5e-7 of its value.
   static Reals exponential(Reals x) {
     if constexpr (sizeof(Real) == 4) {
-      using Words = typename VectorTypes<Real, lanes>::Words;
       constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
       const Reals shifted = x * 0x1.715476p+0f + kShift;
       const Reals n = shifted - kShift;
@@ -144,25 +121,23 @@ struct Vectors : VectorTypes<Real_, lanes> {
  private:
   template <typename Half>
   static auto load_words(const Half* from) {
-    typename VectorTypes<Real, lanes>::Words words;
+    Words words;
     memcpy(&words, from, sizeof words);
     return words;
   }
-  template <typename Half, typename Words>
+  template <typename Half>
   static void store_words(Half* to, Words words) {
     memcpy(to, &words, sizeof words);
   }
-  static auto to_words(Reals x) { return bits_as<typename VectorTypes<Real, lanes>::Words>(x); }
+  static auto to_words(Reals x) { return bits_as<Words>(x); }
 
   // Half precision, in the lower half of each word.
-  template <typename Words>
   static Reals from_half(Words bits) {
     const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
     const Words finite = to_words(bits_as<Reals>(magnitude) * 0x1p112f);  // the exponents' biases differ by 112
     return bits_as<Reals>(sign | ((bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
   }
   static auto to_half(Reals x) {  // to nearest, ties to even
-    using Words = typename VectorTypes<Real, lanes>::Words;
     const Words bits = to_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
     const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
     // Adding 0.5 leaves the multiples of 2^-24, half precision's subnormal steps, in the low bits, rounded.

@@ -9,7 +9,7 @@
 // 2023). A second launch then merges their results in order.
 #include <algorithm>
 
-#include "../kernels.h"
+#include "../decoding.h"
 #include "elements.cuh"
 #include "launch.h"
 #include "reduce.cuh"
@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kKeysAtOnce = 4;          // keys that a slot loads at a time, to have several loads in flight
 constexpr int kMaxWarps = 8;            // per block
+constexpr int kMaxQueries = 8;          // query heads that share a key/value head
 constexpr float kLowest = -1e30f;       // below any score, and finite, so that kLowest - kLowest is 0
 constexpr int64_t kWantedWarps = 2048;  // per launch, to fill a GPU
 constexpr int kMergingThreads = 128;    // per block of the second launch
@@ -53,8 +54,7 @@ __device__ void write_result(const DecodeAttention<Element>& in, int64_t row, in
                              const float (&values)[Chunk<Element>::kSize]) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int64_t at = (row * in.heads + head) * in.head_dim + part * kSize;
-  Chunk<Element> prompt_out;
-  prompt_out.bits = *reinterpret_cast<const uint4*>(in.prompt_out + at);
+  const Chunk<Element> prompt_out(in.prompt_out + at);
   const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + head * in.lse_head_stride];
   const float own_lse = top + log2f(sum);
   const float prompt_weight = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
@@ -62,7 +62,7 @@ __device__ void write_result(const DecodeAttention<Element>& in, int64_t row, in
   float out[kSize];
 #pragma unroll
   for (int i = 0; i < kSize; ++i) out[i] = values[i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
-  *reinterpret_cast<uint4*>(in.out + at) = rounded<Element>(out).bits;
+  rounded<Element>(out).write(in.out + at);
 }
 
 // One thread's part of the attention of the kQueries query heads of a row that share a key/value head.
@@ -86,7 +86,7 @@ struct OwnAttention {
     const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-      unpack(load(in.q + row * in.q_stride + (head * kQueries + r) * in.head_dim, true), queries[r]);
+      unpack(load(in.q + row * in.q_stride + (head * kQueries + r) * in.head_dim), queries[r]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
     }
@@ -94,11 +94,8 @@ struct OwnAttention {
   }
 
   // Loads this lane's 16 bytes of a head's vector, or zeros.
-  __device__ Chunk<Element> load(const Element* vector, bool exists) const {
-    Chunk<Element> chunk;
-    chunk.bits = uint4{0, 0, 0, 0};
-    if (exists && has_part) chunk.bits = *reinterpret_cast<const uint4*>(vector + part * kSize);
-    return chunk;
+  __device__ Chunk<Element> load(const Element* vector, bool exists = true) const {
+    return exists && has_part ? Chunk<Element>(vector + part * kSize) : Chunk<Element>::zeros();
   }
   __device__ Element* cached(Element* cache, int64_t position) const {
     return cache + ((row * in.limit + position) * in.kv_heads + head) * in.head_dim;
@@ -110,8 +107,7 @@ struct OwnAttention {
     unpack(chunk, key);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum += queries[r][i] * key[i];
-    for (int offset = lanes_of_key / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-    return sum;
+    return sum_over_lanes(sum, lanes_of_key);
   }
 
   __device__ void attend_to_cache() {
@@ -155,8 +151,8 @@ struct OwnAttention {
 
   // The first slot adds the newest token to its softmax and writes it to the cache.
   __device__ void attend_to_newest() {
-    const Chunk<Element> new_key = load(in.k + row * in.k_stride + head * in.head_dim, true);
-    const Chunk<Element> new_value = load(in.v + row * in.v_stride + head * in.head_dim, true);
+    const Chunk<Element> new_key = load(in.k + row * in.k_stride + head * in.head_dim);
+    const Chunk<Element> new_value = load(in.v + row * in.v_stride + head * in.head_dim);
     float new_values[kSize];
     unpack(new_value, new_values);
 #pragma unroll
@@ -165,8 +161,8 @@ struct OwnAttention {
       if (slot == 0) attended.merge(r, new_score, 1.0f, new_values);
     }
     if (slot == 0 && has_part) {
-      *reinterpret_cast<uint4*>(cached(in.k_cache, newest) + part * kSize) = new_key.bits;
-      *reinterpret_cast<uint4*>(cached(in.v_cache, newest) + part * kSize) = new_value.bits;
+      new_key.write(cached(in.k_cache, newest) + part * kSize);
+      new_value.write(cached(in.v_cache, newest) + part * kSize);
     }
   }
 
@@ -211,11 +207,15 @@ struct OwnAttention {
         }
   }
 
-  // Writes this split's values, sum and maximum.
-  __device__ void write_partial() const {
+  // Writes the result, or, of several splits, this one's values, maximum and sum.
+  __device__ void write() const {
     if (slot > 0 || !has_part) return;
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
+      if (in.num_splits == 1) {
+        write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r], attended.values[r]);
+        continue;
+      }
       float* to = in.partial + ((row * in.heads + head * kQueries + r) * in.num_splits + split) * (in.head_dim + 2);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) to[part * kSize + i] = attended.values[r][i];
@@ -224,13 +224,6 @@ struct OwnAttention {
         to[in.head_dim + 1] = attended.sum[r];
       }
     }
-  }
-
-  __device__ void write() const {
-    if (slot > 0 || !has_part) return;
-#pragma unroll
-    for (int r = 0; r < kQueries; ++r)
-      write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r], attended.values[r]);
   }
 };
 
@@ -242,10 +235,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1)
   if (own.split == 0) own.attend_to_newest();
   own.merge_slots_of_warp();
   own.merge_warps();
-  if (in.num_splits == 1)
-    own.write();
-  else
-    own.write_partial();
+  own.write();
 }
 
 // Merges the splits of a row and a query head, by lanes_of_key threads. Their order is fixed, so the result is too.
@@ -271,12 +261,13 @@ __global__ void __launch_bounds__(kMergingThreads)
 
 template <typename Element, int kQueries>
 void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
+  constexpr int kSize = Chunk<Element>::kSize;
   int lanes = 1;
-  while (lanes * Chunk<Element>::kSize < in.head_dim) lanes *= 2;
+  while (lanes * kSize < in.head_dim) lanes *= 2;
   const int64_t blocks = in.num_rows * in.kv_heads * in.num_splits;
   int warps = 1;
   while (warps < kMaxWarps && blocks * warps < kWantedWarps) warps *= 2;
-  const int64_t shared = warps == 1 ? 0 : warps * kQueries * lanes * (Chunk<Element>::kSize + 2) * int64_t{sizeof(float)};
+  const int64_t shared = warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
   if (shared > 48 * 1024) allow_shared(kernel, shared);
   launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
@@ -285,32 +276,30 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
   launch(merge_splits<Element>, merging, kMergingThreads, 0, 0, stream, in, lanes);
 }
 
+template <typename Element, int most = kMaxQueries>
+void launch_for(const DecodeAttention<Element>& in, cudaStream_t stream) {
+  if constexpr (most > 1)
+    if (in.heads / in.kv_heads < most) return launch_for<Element, most - 1>(in, stream);
+  launch_with<Element, most>(in, stream);
+}
+
 }  // namespace
 
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
   check_alignment("decode_attention", {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
   if (in.num_rows == 0) return;
-  if (in.head_dim % Chunk<Element>::kSize || in.head_dim > kWarp * Chunk<Element>::kSize)
-    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(Chunk<Element>::kSize) + " up to " +
-                                std::to_string(kWarp * Chunk<Element>::kSize) + ", got " + std::to_string(in.head_dim));
-  switch (in.heads / in.kv_heads) {
-    case 1: return launch_with<Element, 1>(in, stream);
-    case 2: return launch_with<Element, 2>(in, stream);
-    case 3: return launch_with<Element, 3>(in, stream);
-    case 4: return launch_with<Element, 4>(in, stream);
-    case 5: return launch_with<Element, 5>(in, stream);
-    case 6: return launch_with<Element, 6>(in, stream);
-    case 7: return launch_with<Element, 7>(in, stream);
-    case 8: return launch_with<Element, 8>(in, stream);
-    default:
-      throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
-                                  std::to_string(in.heads / in.kv_heads));
-  }
+  constexpr int kSize = Chunk<Element>::kSize;
+  if (in.head_dim % kSize || in.head_dim > kWarp * kSize)
+    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(kSize) + " up to " +
+                                std::to_string(kWarp * kSize) + ", got " + std::to_string(in.head_dim));
+  if (in.heads / in.kv_heads > kMaxQueries)
+    throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
+                                std::to_string(in.heads / in.kv_heads));
+  launch_for<Element>(in, stream);
 }
 
-template void decode_attention(const DecodeAttention<float>&, cudaStream_t);
-template void decode_attention(const DecodeAttention<BFloat16>&, cudaStream_t);
-template void decode_attention(const DecodeAttention<Float16>&, cudaStream_t);
+const bool defined =
+    define_kernel("decode_attention", decode_attention<float>, decode_attention<BFloat16>, decode_attention<Float16>);
 
 }  // namespace maxrl::cuda

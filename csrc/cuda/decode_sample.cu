@@ -1,6 +1,6 @@
 // Samples the next token of every row from its logits, by inverting the CDF in the order of the vocabulary, and appends it to
 // the row, in one launch. One block computes one row, and the result depends only on that row.
-#include "../kernels.h"
+#include "../decoding.h"
 #include "../random.h"
 #include "elements.cuh"
 #include "launch.h"
@@ -36,9 +36,7 @@ struct Logits {
   // Reads `values[i]` of tokens `first` + i; past the end they are -inf.
   __device__ void read(int first, float (&values)[kSize]) const {
     if (aligned && first + kSize <= size) {
-      Chunk<Element> chunk;
-      chunk.bits = *reinterpret_cast<const uint4*>(data + first);
-      unpack(chunk, values);
+      unpack(Chunk<Element>(data + first), values);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] = first + i < size ? to_real(data[first + i]) : -INFINITY;
@@ -100,8 +98,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   const bool is_greedy = in.temperature == 0.0;
   float values[kSize];
 
-  Softmax softmax{-INFINITY, is_greedy ? static_cast<float>(kLog2E) : static_cast<float>(kLog2E / in.temperature), 0.0f, kNone,
-                  -1};
+  Softmax softmax{-INFINITY, static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature), 0.0f, kNone, -1};
   for (int first = begin; first < size; first += stride) {
     logits.read(first, values);
 #pragma unroll
@@ -153,8 +150,6 @@ void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream) {
   launch(sample_rows<Element>, in.num_rows, warps * kWarp, 0, 0, stream, in);
 }
 
-template void decode_sample(const DecodeSample<float>&, cudaStream_t);
-template void decode_sample(const DecodeSample<BFloat16>&, cudaStream_t);
-template void decode_sample(const DecodeSample<Float16>&, cudaStream_t);
+const bool defined = define_kernel("decode_sample", decode_sample<float>, decode_sample<BFloat16>, decode_sample<Float16>);
 
 }  // namespace maxrl::cuda

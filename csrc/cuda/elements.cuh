@@ -62,33 +62,36 @@ union Chunk {
   uint4 bits;
   Element elements[kSize];
   uint32_t pairs[4];  // of half precision
+
   __device__ Chunk() {}
+  __device__ explicit Chunk(const Element* from) : bits(*reinterpret_cast<const uint4*>(from)) {}
+  __device__ static Chunk zeros() {
+    Chunk chunk;
+    chunk.bits = uint4{};
+    return chunk;
+  }
+  __device__ void write(Element* to) const { *reinterpret_cast<uint4*>(to) = bits; }
 };
 
 // Two numbers in one register, the first in the lower half.
-__device__ inline uint32_t rounded_pair(BFloat16, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+__device__ inline __nv_bfloat162 pair_of(BFloat16, float low, float high) { return __floats2bfloat162_rn(low, high); }
+__device__ inline __half2 pair_of(Float16, float low, float high) { return __floats2half2_rn(low, high); }
+template <typename Element>
+__device__ inline uint32_t rounded_pair(float low, float high) {
+  const auto pair = pair_of(Element{}, low, high);
   uint32_t bits;
   memcpy(&bits, &pair, sizeof bits);
   return bits;
 }
-__device__ inline uint32_t rounded_pair(Float16, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  uint32_t bits;
-  memcpy(&bits, &pair, sizeof bits);
-  return bits;
-}
-template <typename Pair>
-__device__ inline uint32_t greater_pair(uint32_t a, uint32_t b) {
-  Pair x, y;
+template <typename Element>
+__device__ inline uint32_t greater(uint32_t a, uint32_t b) {
+  decltype(pair_of(Element{}, 0.0f, 0.0f)) x, y;
   memcpy(&x, &a, sizeof x);
   memcpy(&y, &b, sizeof y);
   x = __hmax2(x, y);
   memcpy(&a, &x, sizeof a);
   return a;
 }
-__device__ inline uint32_t greater(BFloat16, uint32_t a, uint32_t b) { return greater_pair<__nv_bfloat162>(a, b); }
-__device__ inline uint32_t greater(Float16, uint32_t a, uint32_t b) { return greater_pair<__half2>(a, b); }
 
 template <typename Element, typename Real, int size>
 __device__ inline Chunk<Element> rounded(const Real (&values)[size]) {
@@ -96,7 +99,7 @@ __device__ inline Chunk<Element> rounded(const Real (&values)[size]) {
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     if constexpr (sizeof(Element) == 2) {
-      if (i % 2 == 0) chunk.pairs[i / 2] = rounded_pair(Element{}, values[i], values[i + 1]);
+      if (i % 2 == 0) chunk.pairs[i / 2] = rounded_pair<Element>(values[i], values[i + 1]);
     } else {
       chunk.elements[i] = values[i];
     }
@@ -122,8 +125,8 @@ __device__ inline void unpack(const Chunk<BFloat16>& chunk, float (&values)[8]) 
 template <typename Real, typename Element>
 __device__ inline Real greatest_of(const Chunk<Element>& chunk) {
   if constexpr (sizeof(Element) == 2) {
-    const uint32_t pair = greater(Element{}, greater(Element{}, chunk.pairs[0], chunk.pairs[1]),
-                                  greater(Element{}, chunk.pairs[2], chunk.pairs[3]));
+    const uint32_t pair =
+        greater<Element>(greater<Element>(chunk.pairs[0], chunk.pairs[1]), greater<Element>(chunk.pairs[2], chunk.pairs[3]));
     const Real low = to_real(Element{static_cast<uint16_t>(pair)}), high = to_real(Element{static_cast<uint16_t>(pair >> 16)});
     return low > high || high != high ? low : high;
   } else {

@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "../group_advantage.h"
-#include "../kernels.h"
 #include "launch.h"
 #include "reduce.cuh"
 
@@ -12,6 +11,7 @@ namespace maxrl::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;
+constexpr int64_t kMaxRankedGroupSize = 4096;  // a group is sorted in the shared memory of one block
 
 // Threads of a block for groups of up to n.
 inline int threads_for(int64_t n) {
@@ -59,9 +59,10 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
   const int per_thread = (n + blockDim.x - 1) / blockDim.x;
   const int begin = min(static_cast<int>(threadIdx.x) * per_thread, n), end = min(begin + per_thread, n);
   const double before = begin > 0 && begin < end ? values[begin - 1] : 0.0;
+  const auto gap_at = [values](int i) { return i > 0 ? values[i] - values[i - 1] : values[0]; };
   double largest_offset = 0.0, largest_slope = 0.0;
   for (int i = begin; i < end; ++i) {
-    const double gap = i > 0 ? values[i] - values[i - 1] : values[0];
+    const double gap = gap_at(i);
     largest_offset = fmax(largest_offset, fabs(offset[i] * gap));
     largest_slope = fmax(largest_slope, i > 0 ? fabs(slope[i] * gap) : 0.0);
   }
@@ -71,7 +72,7 @@ __device__ void rank_transform(double* values, int n, const double* table, doubl
 
   double base_coarse = 0.0, base_fine = 0.0, coarse = 0.0, fine = 0.0;
   for (int i = begin; i < end; ++i) {
-    const double gap = i > 0 ? values[i] - values[i - 1] : values[0];
+    const double gap = gap_at(i);
     const double base_term = offset[i] * gap, base_part = base_sum.coarse(base_term);
     base_coarse += base_part;
     base_fine += base_sum.fine(base_term - base_part);
@@ -145,22 +146,26 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, Tab
   if (size <= 0) return;
 
   double num_valid = 0.0, num_correct = 0.0, num_unusable = 0.0, largest = 0.0, scale = 1.0;
-  for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
-    const int64_t index = groups.index(begin + i);
-    if (!groups.exists(index)) continue;
+  const auto each_index = [&](const auto& use) {  // use(index, exists) for the rollouts of this thread
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
+      const int64_t index = groups.index(begin + i);
+      use(index, groups.exists(index));
+    }
+  };
+  each_index([&](int64_t index, bool exists) {
+    if (!exists) return;
     const double reward = to_double(rewards[index]);
     num_valid += 1.0;
     largest = fmax(largest, fabs(reward));
     num_correct += reward == 1.0;
-    num_unusable += f.kind == Kind::kBinary ? reward != 0.0 && reward != 1.0 : reward * 0.0 != 0.0;
-  }
+    num_unusable += !f.accepts(reward);
+  });
   const int64_t n = static_cast<int64_t>(block_reduce(num_valid, warps, Add()));
-  const bool fits = (f.kind == Kind::kMoments || n <= tables.largest) && (f.kind != Kind::kRank || size <= capacity);
+  const bool fits = (f.kind == Kind::kMoments || n <= tables.largest_table) && (f.kind != Kind::kRank || size <= capacity);
   if (block_reduce(num_unusable, warps, Add()) > 0.0 || !fits) {
-    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
-      const int64_t index = groups.index(begin + i);
-      advantages[index] = from_double<Advantage>(groups.exists(index) ? static_cast<double>(NAN) : 0.0);
-    }
+    each_index([&](int64_t index, bool exists) {
+      advantages[index] = from_double<Advantage>(exists ? static_cast<double>(NAN) : 0.0);
+    });
     return;
   }
   if constexpr (std::is_same_v<Reward, double>) scale = safe_scale(f, block_reduce(largest, warps, Greatest()));
@@ -173,16 +178,14 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, Tab
       return table ? table[(reward == 1.0 ? n + 1 : 0) + correct] : reward;
     };
     const auto each = [&](const auto& term) {
-      for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
-        const int64_t index = groups.index(begin + i);
-        if (groups.exists(index)) term(value_of(index));
-      }
+      each_index([&](int64_t index, bool exists) {
+        if (exists) term(value_of(index));
+      });
     };
     const Normaliser normalise = table ? Normaliser{0.0, 0.0, 1.0, 1.0} : normaliser(f, n, scale, each, warps);
-    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
-      const int64_t index = groups.index(begin + i);
-      advantages[index] = from_double<Advantage>(groups.exists(index) ? normalise(value_of(index)) : 0.0);
-    }
+    each_index([&](int64_t index, bool exists) {
+      advantages[index] = from_double<Advantage>(exists ? normalise(value_of(index)) : 0.0);
+    });
     return;
   }
 
@@ -206,33 +209,30 @@ __global__ void group_advantage_kernel(const Reward* rewards, Groups groups, Tab
 
 }  // namespace
 
+// A group with an unusable reward becomes NaN, since to report it the host would have to wait. So does an uneven group with
+// more rollouts than kMaxRankedGroupSize or than the tables take.
 template <typename Reward, typename Advantage>
-void group_advantage(const Reward* rewards, const Groups& groups, const Tables& tables, const Formula& formula,
-                     Advantage* advantages, cudaStream_t stream) {
+void group_advantage(const GroupAdvantage<Reward, Advantage>& in, cudaStream_t stream) {
+  const Groups& groups = in.groups;
+  const bool is_rank = in.formula.kind == Kind::kRank;
   if (groups.num_groups == 0 || groups.num_rewards == 0) return;  // a zero-sized grid is a launch error
-  if (formula.kind == Kind::kRank && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
+  if (is_rank && !groups.offsets && groups.group_size > kMaxRankedGroupSize)
     throw std::invalid_argument("ranks on a GPU take groups of at most " + std::to_string(kMaxRankedGroupSize) +
                                 " rollouts, got " + std::to_string(groups.group_size));
   // The host does not know the sizes of uneven groups; none is larger than the number of rewards.
   const int64_t largest = groups.offsets ? groups.num_rewards : groups.group_size;
   int capacity = 0;
-  if (formula.kind == Kind::kRank)
+  if (is_rank)
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
   const auto shared_bytes = static_cast<int64_t>(capacity * (sizeof(double) + sizeof(int32_t)));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;
   if (shared_bytes > 40 * 1024) allow_shared(kernel, shared_bytes);  // the kernel has static shared memory too
-  launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, rewards, groups, tables, formula, advantages,
-         capacity);
+  launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, in.rewards, groups, in.tables, in.formula,
+         in.advantages, capacity);
 }
 
-#define MAXRL_INSTANTIATE(Reward, Advantage) \
-  template void group_advantage(const Reward*, const Groups&, const Tables&, const Formula&, Advantage*, cudaStream_t);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, BFloat16)
-MAXRL_INSTANTIATE(int32_t, float)
-MAXRL_INSTANTIATE(int64_t, float)
-MAXRL_INSTANTIATE(bool, float)
-#undef MAXRL_INSTANTIATE
+const bool defined = define_kernel("group_advantage", group_advantage<float, float>, group_advantage<double, double>,
+                                   group_advantage<BFloat16, BFloat16>, group_advantage<int32_t, float>,
+                                   group_advantage<int64_t, float>, group_advantage<bool, float>);
 
 }  // namespace maxrl::cuda

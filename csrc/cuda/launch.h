@@ -3,10 +3,26 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
 
-#include "check.h"
+#define MAXRL_CUDA_CHECK(call)                                                                                   \
+  do {                                                                                                           \
+    const cudaError_t error_ = (call);                                                                           \
+    if (error_ != cudaSuccess)                                                                                   \
+      throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") + std::to_string(__LINE__) + ": " + \
+                               cudaGetErrorString(error_));                                                      \
+  } while (0)
 
 namespace maxrl::cuda {
+
+// Of rows, those of the second one show the distance.
+inline void check_alignment(const char* kernel, std::initializer_list<const void*> addresses) {
+  for (const void* const address : addresses)
+    if (reinterpret_cast<uintptr_t>(address) % 16)
+      throw std::invalid_argument(std::string(kernel) + " needs tensors and rows aligned to 16 bytes");
+}
 
 // The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none.
 struct LaunchShape {

@@ -2,7 +2,7 @@
 // bytes at a time, and computed in float32. All sums are added in an order that depends on the shapes alone.
 #include <stdexcept>
 
-#include "../kernels.h"
+#include "../layer.h"
 #include "elements.cuh"
 #include "launch.h"
 #include "reduce.cuh"
@@ -13,13 +13,6 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kKept = 4;  // chunks of a row that a thread keeps in registers
 
-template <typename Element>
-__device__ Chunk<Element> load(const Element* from) {
-  Chunk<Element> chunk;
-  chunk.bits = *reinterpret_cast<const uint4*>(from);
-  return chunk;
-}
-
 // Loads `size` numbers, one or two chunks.
 template <typename Element, int size>
 __device__ void load(const Element* from, float (&values)[size]) {
@@ -27,7 +20,7 @@ __device__ void load(const Element* from, float (&values)[size]) {
 #pragma unroll
   for (int start = 0; start < size; start += kSize) {
     float part[kSize];
-    unpack(load(from + start), part);
+    unpack(Chunk<Element>(from + start), part);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[start + i] = part[i];
   }
@@ -46,12 +39,6 @@ __device__ void store(Element* to, const float (&values)[size]) {
   }
 }
 
-// The sum over `lanes` neighbouring lanes, a power of two, in each of them. The whole warp must call it.
-__device__ float sum_over_lanes(float value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
-  return value;
-}
-
 // The warps that share a row; a block has several teams. A thread has the chunks part, part + size, ... of the row.
 struct RowTeam {
   int warps, size, part;
@@ -61,6 +48,13 @@ struct RowTeam {
       : warps(warps), size(warps * kWarp), part(static_cast<int>(threadIdx.x) % size),
         number(int64_t{blockIdx.x} * (kThreads / size) + threadIdx.x / size) {}
 
+  // use(k, c) for this thread's k-th chunk of a row, which is the row's chunk c.
+  template <typename Use>
+  __device__ void for_chunks(int chunks, const Use& use) const {
+#pragma unroll
+    for (int k = 0; k < kKept; ++k)
+      if (part + k * size < chunks) use(k, part + k * size);
+  }
   // The sum over the team. The whole block must call it; `of_warps` is shared memory.
   __device__ float sum(float value, float* of_warps) const {
     value = sum_over_lanes(value, kWarp);
@@ -84,11 +78,8 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(const __grid_con
   const int64_t start = team.number * in.size;
   Chunk<Element> kept[kKept];
   float squares = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kKept; ++k) {
-    const int c = team.part + k * team.size;
-    if (c >= chunks) continue;
-    kept[k] = load(in.x + start + c * kSize);
+  team.for_chunks(chunks, [&](int k, int c) {
+    kept[k] = Chunk<Element>(in.x + start + c * kSize);
     float values[kSize];
     unpack(kept[k], values);
     if (in.delta) {
@@ -97,24 +88,21 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(const __grid_con
 #pragma unroll
       for (int i = 0; i < kSize; ++i) values[i] += delta[i];
       kept[k] = rounded<Element>(values);
-      *reinterpret_cast<uint4*>(in.sum + start + c * kSize) = kept[k].bits;
+      kept[k].write(in.sum + start + c * kSize);
       unpack(kept[k], values);  // the norm is that of the sum as it is stored
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) squares += values[i] * values[i];
-  }
+  });
   const float rate = rsqrtf(team.sum(squares, of_warps) / in.size + in.eps);
-#pragma unroll
-  for (int k = 0; k < kKept; ++k) {
-    const int c = team.part + k * team.size;
-    if (c >= chunks) continue;
+  team.for_chunks(chunks, [&](int k, int c) {
     float values[kSize], weight[kSize];
     unpack(kept[k], values);
     load(in.weight + c * kSize, weight);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] *= rate * weight[i];
     store(in.normed + start + c * kSize, values);
-  }
+  });
 }
 
 // The gradient of an RMS norm x rate w in x is rate w g - slope x. Both numbers follow from two sums over the row.
@@ -136,12 +124,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int chunks = team.number < in.num_partials && row < in.num_rows ? in.size / kSize : 0;
     Chunk<Element> kept[kKept], grads[kKept];
     float squares = 0.0f, product = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kKept; ++k) {
-      const int c = team.part + k * team.size;
-      if (c >= chunks) continue;
-      kept[k] = load(in.sum + start + c * kSize);
-      grads[k] = load(in.grad_normed + start + c * kSize);
+    team.for_chunks(chunks, [&](int k, int c) {
+      kept[k] = Chunk<Element>(in.sum + start + c * kSize);
+      grads[k] = Chunk<Element>(in.grad_normed + start + c * kSize);
       float x[kSize], g[kSize], weight[kSize];
       unpack(kept[k], x);
       unpack(grads[k], g);
@@ -151,13 +136,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         squares += x[i] * x[i];
         product += weight[i] * g[i] * x[i];
       }
-    }
+    });
     squares = team.sum(squares, of_warps);
     const NormGradient norm(squares, team.sum(product, of_warps), in.size, in.eps);
-#pragma unroll
-    for (int k = 0; k < kKept; ++k) {
-      const int c = team.part + k * team.size;
-      if (c >= chunks) continue;
+    team.for_chunks(chunks, [&](int k, int c) {
       float x[kSize], g[kSize], weight[kSize], grad[kSize] = {};
       unpack(kept[k], x);
       unpack(grads[k], g);
@@ -169,21 +151,18 @@ __global__ void __launch_bounds__(kThreads, 2)
         grad_weight[k][i] += g[i] * x[i] * norm.rate;
       }
       store(in.grad_x + start + c * kSize, grad);
-    }
+    });
   }
   if (team.number >= in.num_partials) return;
-#pragma unroll
-  for (int k = 0; k < kKept; ++k) {
-    const int c = team.part + k * team.size;
-    if (c * kSize < in.size) store(in.grad_weight + team.number * in.size + c * kSize, grad_weight[k]);
-  }
+  team.for_chunks(in.size / kSize,
+                  [&](int k, int c) { store(in.grad_weight + team.number * in.size + c * kSize, grad_weight[k]); });
 }
 
 // One lane's part of a head: a chunk of its lower half and the chunk of the upper half that is rotated with it.
 template <typename Element>
 struct HeadPart {
   static constexpr int kSize = Chunk<Element>::kSize;
-  float low[kSize], high[kSize];
+  float low[kSize] = {}, high[kSize] = {};
 
   __device__ void read(const Element* head, int half) {
     load(head, low);
@@ -192,10 +171,6 @@ struct HeadPart {
   __device__ void write(Element* head, int half) const {
     store(head, low);
     store(head + half, high);
-  }
-  __device__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) low[i] = high[i] = 0.0f;
   }
   __device__ float dot(const HeadPart& other) const {
     float sum = 0.0f;
@@ -212,12 +187,11 @@ struct HeadPart {
   }
   // `at` is this lane's place in half a head.
   __device__ void rotate(const RotateHeads<Element>& in, int64_t row, int at, float direction) {
-    const int64_t position = in.positions ? in.positions[row] : row;
+    const int64_t angles = in.angles_of(row);
     float cos[kSize], sin[kSize];
-    if (position >= 0 && position < in.num_positions) {
-      const int64_t start = position * (in.head_dim / 2) + at;
-      load(in.cos + start, cos);
-      load(in.sin + start, sin);
+    if (angles >= 0) {
+      load(in.cos + angles + at, cos);
+      load(in.sin + angles + at, sin);
     } else {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) cos[i] = sin[i] = NAN;
@@ -242,8 +216,7 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_kernel(const __grid_con
   const bool exists = row < in.num_rows && at < half;
   const Element* norm = which < 2 ? in.norm[which] : nullptr;
   HeadPart<Element> part;
-  part.clear();
-  if (exists) part.read(in.from[which].data + row * in.from[which].stride + head * in.head_dim + at, half);
+  if (exists) part.read(in.source(which, row, head) + at, half);
   const float squares = sum_over_lanes(part.dot(part), lanes);
   if (!exists) return;
   if (norm) {
@@ -258,7 +231,7 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_kernel(const __grid_con
     part.multiply(weight);
   }
   if (which < 2) part.rotate(in, row, at, in.direction);
-  part.write(in.to[which] + row * in.to_stride[which] + head * in.head_dim + at, half);
+  part.write(in.target(which, row, head) + at, half);
 }
 
 template <typename Element>
@@ -273,16 +246,12 @@ __global__ void __launch_bounds__(kThreads)
   const int head = of_all - which * in.from[0].count;
   const bool has_part = partial < backward.num_partials && at < half;
   HeadPart<Element> grad_norm;
-  grad_norm.clear();
   for (int64_t first = 0; first < in.num_rows; first += backward.num_partials) {  // the same number of times in all threads
     const int64_t row = first + partial, place = (row * in.from[which].count + head) * in.head_dim + at;
     const bool exists = has_part && row < in.num_rows;
     HeadPart<Element> x, grad, weight;
-    x.clear();
-    grad.clear();
-    weight.clear();
     if (exists) {
-      x.read(in.from[which].data + row * in.from[which].stride + head * in.head_dim + at, half);
+      x.read(in.source(which, row, head) + at, half);
       grad.read(backward.grad[which] + place, half);
       weight.read(in.norm[which] + at, half);
       grad.rotate(in, row, at, -in.direction);
@@ -298,7 +267,7 @@ __global__ void __launch_bounds__(kThreads)
       x.low[i] = norm.rate * weight.low[i] - norm.slope * x.low[i];
       x.high[i] = norm.rate * weight.high[i] - norm.slope * x.high[i];
     }
-    x.write(in.to[which] + row * in.to_stride[which] + head * in.head_dim + at, half);
+    x.write(in.target(which, row, head) + at, half);
   }
   if (!has_part) return;
   float* to = backward.grad_norm + (partial * num_heads + of_all) * in.head_dim + at;
@@ -322,27 +291,29 @@ struct Place {
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwiGlu<Element> in) {
+  constexpr int kSize = Chunk<Element>::kSize;
   const Place<Element> place(in.size);
   if (place.row >= in.num_rows) return;
-  float gate[Chunk<Element>::kSize], up[Chunk<Element>::kSize];
+  float gate[kSize], up[kSize];
   load(in.gate + place.row * in.gate_stride + place.column, gate);
   load(in.up + place.row * in.up_stride + place.column, up);
 #pragma unroll
-  for (int i = 0; i < Chunk<Element>::kSize; ++i) gate[i] *= sigmoid(gate[i]) * up[i];
+  for (int i = 0; i < kSize; ++i) gate[i] *= sigmoid(gate[i]) * up[i];
   store(in.out + place.row * in.size + place.column, gate);
 }
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_constant__ SwiGluBackward<Element> backward) {
   const auto& in = backward.forward;
+  constexpr int kSize = Chunk<Element>::kSize;
   const Place<Element> place(in.size);
   if (place.row >= in.num_rows) return;
-  float gate[Chunk<Element>::kSize], up[Chunk<Element>::kSize], grad[Chunk<Element>::kSize];
+  float gate[kSize], up[kSize], grad[kSize];
   load(in.gate + place.row * in.gate_stride + place.column, gate);
   load(in.up + place.row * in.up_stride + place.column, up);
   load(backward.grad + place.row * in.size + place.column, grad);
 #pragma unroll
-  for (int i = 0; i < Chunk<Element>::kSize; ++i) {
+  for (int i = 0; i < kSize; ++i) {
     const float s = sigmoid(gate[i]), x = gate[i];
     gate[i] = grad[i] * up[i] * s * (1.0f + x * (1.0f - s));
     up[i] = grad[i] * x * s;
@@ -358,7 +329,6 @@ int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
 }
 
-template <typename Element>
 void check_size(const char* name, int size, int multiple, int most) {
   if (size < multiple || size % multiple || size > most)
     throw std::invalid_argument(std::string(name) + " must be a multiple of " + std::to_string(multiple) + " up to " +
@@ -369,7 +339,7 @@ void check_size(const char* name, int size, int multiple, int most) {
 template <typename Element>
 int warps_of_row(int size) {
   constexpr int kOfWarp = kWarp * kKept * Chunk<Element>::kSize;
-  check_size<Element>("hidden_size", size, Chunk<Element>::kSize, kWarps * kOfWarp);
+  check_size("hidden_size", size, Chunk<Element>::kSize, kWarps * kOfWarp);
   int warps = 1;
   while (warps * kOfWarp < size) warps *= 2;
   return warps;
@@ -386,9 +356,10 @@ void check_heads(const RotateHeads<Element>& in) {
 // The lanes of a head, a power of two.
 template <typename Element>
 int lanes_of_head(int head_dim) {
-  check_size<Element>("head_dim", head_dim, 2 * Chunk<Element>::kSize, 2 * Chunk<Element>::kSize * kWarp);
+  constexpr int kPair = 2 * Chunk<Element>::kSize;  // a chunk of each half
+  check_size("head_dim", head_dim, kPair, kPair * kWarp);
   int lanes = 1;
-  while (lanes * 2 * Chunk<Element>::kSize < head_dim) lanes *= 2;
+  while (lanes * kPair < head_dim) lanes *= 2;
   return lanes;
 }
 
@@ -433,32 +404,32 @@ template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
   check_alignment("swiglu", {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
   if (in.num_rows == 0) return;
-  check_size<Element>("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
+  check_size("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
   launch(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
 }
 
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream) {
   const SwiGlu<Element>& of = in.forward;
-  const int size = of.size;
   check_alignment("swiglu_backward", {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad, in.grad_gate,
                                       in.grad_up, in.grad_gate + in.grad_stride});
-  if (in.forward.num_rows == 0) return;
-  check_size<Element>("intermediate_size", size, Chunk<Element>::kSize, INT32_MAX);
-  launch(swiglu_backward_kernel<Element>, blocks_for(in.forward.num_rows * (size / Chunk<Element>::kSize)), kThreads, 0, 0,
-         stream, in);
+  if (of.num_rows == 0) return;
+  check_size("intermediate_size", of.size, Chunk<Element>::kSize, INT32_MAX);
+  launch(swiglu_backward_kernel<Element>, blocks_for(of.num_rows * (of.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream,
+         in);
 }
 
-#define MAXRL_INSTANTIATE(Element)                                                        \
-  template void add_rms_norm(const AddRmsNorm<Element>&, cudaStream_t);                   \
-  template void add_rms_norm_backward(const AddRmsNormBackward<Element>&, cudaStream_t);  \
-  template void rotate_heads(const RotateHeads<Element>&, cudaStream_t);                  \
-  template void rotate_heads_backward(const RotateHeadsBackward<Element>&, cudaStream_t); \
-  template void swiglu(const SwiGlu<Element>&, cudaStream_t);                             \
-  template void swiglu_backward(const SwiGluBackward<Element>&, cudaStream_t);
-MAXRL_INSTANTIATE(float)
-MAXRL_INSTANTIATE(BFloat16)
-MAXRL_INSTANTIATE(Float16)
-#undef MAXRL_INSTANTIATE
+namespace {
 
+template <typename Element>
+bool define() {
+  return define_kernel("add_rms_norm", add_rms_norm<Element>) &&
+         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element>) &&
+         define_kernel("rotate_heads", rotate_heads<Element>) &&
+         define_kernel("rotate_heads_backward", rotate_heads_backward<Element>) && define_kernel("swiglu", swiglu<Element>) &&
+         define_kernel("swiglu_backward", swiglu_backward<Element>);
+}
+const bool defined = define<float>() && define<BFloat16>() && define<Float16>();
+
+}  // namespace
 }  // namespace maxrl::cuda

@@ -1,7 +1,7 @@
 // The loss of PACS, a warp for each group, and log-ratio reward proxies, a warp for each sequence, on a GPU.
 #include <algorithm>
 
-#include "../kernels.h"
+#include "../pacs.h"
 #include "launch.h"
 #include "reduce.cuh"
 
@@ -33,32 +33,33 @@ __global__ void __launch_bounds__(kThreads) pacs_groups(Pacs<Real> in) {
 }
 
 // use(sequence, its first token, the token after its last) with a warp for each sequence.
-template <typename Real, typename Use>
-__device__ void for_sequences(const LogRatio<Real>& in, const Use& use) {
+template <typename Use>
+__device__ void for_sequences(const Sequences& in, const Use& use) {
   for (int64_t s = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; s < in.num_sequences; s += int64_t{gridDim.x} * kWarps)
     use(s, in.cu_seqlens[s], in.cu_seqlens[s + 1]);
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads) sum_log_ratios(const __grid_constant__ LogRatio<Real> in) {
+__global__ void __launch_bounds__(kThreads) sum_log_ratios(const __grid_constant__ LogRatio<Real> ratio) {
+  const Sequences& in = ratio.sequences;
   const int lane = threadIdx.x % kWarp;
   for_sequences(in, [&](int64_t s, int64_t begin, int64_t end) {
     double sum = 0.0;
 #pragma unroll 4  // loads of a long response in flight at a time
     for (int64_t t = begin + lane; t < end; t += kWarp)
-      if (!in.mask || in.mask[t]) sum += static_cast<double>(in.logprobs[t]) - static_cast<double>(in.ref_logprobs[t]);
+      if (!in.mask || in.mask[t]) sum += static_cast<double>(ratio.logprobs[t]) - static_cast<double>(ratio.ref_logprobs[t]);
     sum = warp_sum(sum);
-    if (lane == 0) in.proxies[s] = static_cast<Real>(in.beta * sum);
+    if (lane == 0) ratio.proxies[s] = static_cast<Real>(in.beta * sum);
   });
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kThreads) spread_grads(const __grid_constant__ LogRatioBackward<Real> backward) {
-  const auto& in = backward.forward;
+__global__ void __launch_bounds__(kThreads) spread_grads(const __grid_constant__ LogRatioBackward<Real> ratio) {
+  const Sequences& in = ratio.sequences;
   for_sequences(in, [&](int64_t s, int64_t begin, int64_t end) {
-    const auto grad = static_cast<Real>(in.beta * backward.grad_proxies[s]);
+    const auto grad = static_cast<Real>(in.beta * ratio.grad_proxies[s]);
     for (int64_t t = begin + threadIdx.x % kWarp; t < end; t += kWarp)
-      backward.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
+      ratio.gradient[t] = !in.mask || in.mask[t] ? grad : Real(0);
   });
 }
 
@@ -76,24 +77,24 @@ void pacs_loss(const Pacs<Real>& in, cudaStream_t stream) {
 
 template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream) {
-  if (in.num_sequences == 0) return;
-  launch(sum_log_ratios<Real>, blocks_for(in.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
+  if (in.sequences.num_sequences == 0) return;
+  launch(sum_log_ratios<Real>, blocks_for(in.sequences.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
 }
 
 template <typename Real>
 void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t stream) {
-  if (in.forward.num_sequences == 0) return;
-  launch(spread_grads<Real>, blocks_for(in.forward.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
+  if (in.sequences.num_sequences == 0) return;
+  launch(spread_grads<Real>, blocks_for(in.sequences.num_sequences, kMostBlocks), kThreads, 0, 0, stream, in);
 }
 
-#define MAXRL_INSTANTIATE(Real)                                        \
-  template void pacs_loss(const Pacs<Real>&, cudaStream_t);            \
-  template void log_ratio_reward(const LogRatio<Real>&, cudaStream_t); \
-  template void log_ratio_reward_backward(const LogRatioBackward<Real>&, cudaStream_t);
-MAXRL_INSTANTIATE(float)
-MAXRL_INSTANTIATE(double)
-#undef MAXRL_INSTANTIATE
+namespace {
 
-int64_t loss_workspace() { return workspace_size(LossSums::kSize); }
+template <typename Real>
+bool define() {
+  return define_kernel("pacs_loss", pacs_loss<Real>) && define_kernel("log_ratio_reward", log_ratio_reward<Real>) &&
+         define_kernel("log_ratio_reward_backward", log_ratio_reward_backward<Real>);
+}
+const bool defined = define<float>() && define<double>();
 
+}  // namespace
 }  // namespace maxrl::cuda

@@ -7,10 +7,13 @@ namespace maxrl::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-__device__ inline double warp_sum(double value) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+// The sum over `lanes` neighbouring lanes, a power of two, in each of them. The whole warp must call it.
+template <typename Value>
+__device__ inline Value sum_over_lanes(Value value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
+__device__ inline double warp_sum(double value) { return sum_over_lanes(value, kWarp); }
 
 template <typename Value>
 __device__ inline Value warp_max(Value value) {

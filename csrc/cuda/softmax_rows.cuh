@@ -271,7 +271,7 @@ __device__ void write_row(Element* gradient, const RowPart<Element>& part, int t
     Element* to = gradient + part.start_of(c);
     const Chunk<Element> out = chunk_of(c);
     if (is_aligned)
-      *reinterpret_cast<uint4*>(to) = out.bits;
+      out.write(to);
     else
       for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
   }
@@ -362,10 +362,9 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
                                        planned.rate, planned.target, memory.resolved, kept);
     } else {
       if (task.gradient.data) {
-        Chunk<Element> zeros;
-        zeros.bits = uint4{0, 0, 0, 0};
         write_row<kTeam>(
-            task.gradient.of(planned.t), part_of_row(), thread, [&](int) { return zeros; }, [](int) { return Element{}; });
+            task.gradient.of(planned.t), part_of_row(), thread, [](int) { return Chunk<Element>::zeros(); },
+            [](int) { return Element{}; });
       }
       sync_team();  // no thread writes the last row any more, whose place the plan of the next row takes
       plan_next();
@@ -386,15 +385,14 @@ struct RowLaunch {
 };
 
 inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
-  const bool has_clusters = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  if (!needs_gradient || row_bytes <= kWarpRowBytes) return {1, 0, has_clusters};
+  RowLaunch plan{1, 0, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
+  if (!needs_gradient || row_bytes <= kWarpRowBytes) return plan;
   const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // the kernel has some of its own
   const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
   int size = 1;
-  if (has_clusters)
+  if (plan.has_clusters)
     while (size < kMaxClusterSize && storage_of(size) > kPreferredStorage) size *= 2;
-  if (storage_of(size) > most) return {1, 0, has_clusters};
-  return {size, storage_of(size), has_clusters};
+  return storage_of(size) > most ? plan : RowLaunch{size, storage_of(size), plan.has_clusters};
 }
 
 template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
@@ -413,6 +411,7 @@ void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& tas
 template <typename Element, typename Real, typename Work>
 void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient, const Work& work,
                  cudaStream_t stream) {
+  if (in.num_tokens == 0) return;
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess) throw std::invalid_argument("a row has too many logits");
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element));
   const RowLaunch plan = plan_launch(row_bytes, gradient.data != nullptr);

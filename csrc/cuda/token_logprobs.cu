@@ -1,15 +1,19 @@
 // Log-probabilities and entropies of rows of logits on a GPU, and their backward pass.
-#include "../kernels.h"
 #include "softmax_rows.cuh"
 
 namespace maxrl::cuda {
 namespace {
 
+struct WithoutState {
+  struct State {};
+  template <int teams, typename StateOf>
+  __device__ void finish(const StateOf&) const {}
+};
+
 template <typename Real>
-struct ForwardWork {
+struct ForwardWork : WithoutState {
   Real *logprobs, *entropy;
 
-  struct State {};
   struct Plan {};
 
   __device__ bool plan(State&, int64_t, Plan&) const { return true; }
@@ -18,15 +22,12 @@ struct ForwardWork {
     entropy[t] = static_cast<Real>(softmax.entropy);
     return {0.0, 0.0};
   }
-  template <int teams, typename StateOf>
-  __device__ void finish(const StateOf&) const {}
 };
 
 template <typename Real>
-struct BackwardWork {
+struct BackwardWork : WithoutState {
   const Real *grad_logprobs, *grad_entropy;
 
-  struct State {};
   using Plan = RowGrads;
 
   __device__ bool plan(State&, int64_t t, Plan& grads) const {
@@ -34,8 +35,6 @@ struct BackwardWork {
     return grads.grad_logp != 0.0 || grads.grad_entropy != 0.0;
   }
   __device__ RowGrads evaluate(State&, int64_t, const Plan& grads, const Softmax&) const { return grads; }
-  template <int teams, typename StateOf>
-  __device__ void finish(const StateOf&) const {}
 };
 
 // One block per row, in place; the scale is read on the device.
@@ -53,35 +52,35 @@ __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_s
 }  // namespace
 
 template <typename Element, typename Real>
-void token_logprobs(Rows<const Element> logits, const TokenRows<Real>& in, Real* logprobs, Real* entropy, cudaStream_t stream) {
-  if (in.num_tokens == 0) return;
-  launch_rows<Element, Real>(logits, in, Rows<Element>{nullptr, 0}, ForwardWork<Real>{logprobs, entropy}, stream);
+void token_logprobs(const TokenLogprobs<Element, Real>& call, cudaStream_t stream) {
+  const ForwardWork<Real> work{{}, call.logprobs, call.entropy};
+  launch_rows(call.logits, call.tokens, Rows<Element>{}, work, stream);
 }
 
 template <typename Element, typename Real>
-void token_logprobs_backward(Rows<const Element> logits, const TokenRows<Real>& in, const Real* grad_logprobs,
-                             const Real* grad_entropy, Rows<Element> gradient, cudaStream_t stream) {
-  if (in.num_tokens == 0) return;
-  launch_rows<Element, Real>(logits, in, gradient, BackwardWork<Real>{grad_logprobs, grad_entropy}, stream);
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, cudaStream_t stream) {
+  const BackwardWork<Real> work{{}, call.grad_logprobs, call.grad_entropy};
+  launch_rows(call.logits, call.tokens, call.gradient, work, stream);
 }
 
 template <typename Element, typename Real>
-void scale(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale, cudaStream_t stream) {
-  if (num_rows == 0) return;
+void scale(const ScaleCall<Element, Real>& call, cudaStream_t stream) {
+  if (call.num_rows == 0) return;
   constexpr int64_t kMostBlocks = 4096;
-  launch(scale_rows<Element, Real>, std::min(num_rows, kMostBlocks), kRowThreads, 0, 0, stream, matrix, num_rows, row_size,
-         scale);
+  launch(scale_rows<Element, Real>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream, call.matrix, call.num_rows,
+         call.row_size, call.scale);
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                                      \
-  template void token_logprobs(Rows<const Element>, const TokenRows<Real>&, Real*, Real*, cudaStream_t);                      \
-  template void token_logprobs_backward(Rows<const Element>, const TokenRows<Real>&, const Real*, const Real*, Rows<Element>, \
-                                        cudaStream_t);                                                                        \
-  template void scale<Element, Real>(Rows<Element>, int64_t, int64_t, const double*, cudaStream_t);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, float)
-MAXRL_INSTANTIATE(Float16, float)
-#undef MAXRL_INSTANTIATE
+namespace {
 
+template <typename Element, typename Real>
+bool define() {
+  return define_kernel("token_logprobs", token_logprobs<Element, Real>) &&
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Real>) &&
+         define_kernel("scale", scale<Element, Real>);
+}
+const bool defined =
+    define<float, float>() && define<double, double>() && define<BFloat16, float>() && define<Float16, float>();
+
+}  // namespace
 }  // namespace maxrl::cuda

@@ -1,5 +1,4 @@
 // The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends only on the launch's shape.
-#include "../kernels.h"
 #include "softmax_rows.cuh"
 
 namespace maxrl::cuda {
@@ -40,19 +39,12 @@ struct LossWork {
 }  // namespace
 
 template <typename Element, typename Real>
-void token_loss(Rows<const Element> logits, const TokenLossInputs<Real>& in, const LossTerms& terms, Rows<Element> gradient,
-                double* workspace, cudaStream_t stream) {
-  if (in.rows.num_tokens == 0) return;  // the workspace is 0 already
-  launch_rows<Element, Real>(logits, in.rows, gradient, LossWork<Real>{in, terms, workspace}, stream);
+void token_loss(const TokenLossCall<Element, Real>& call, cudaStream_t stream) {
+  const LossWork<Real> work{call.inputs, call.terms, call.sums};
+  launch_rows(call.logits, call.inputs.tokens, call.gradient, work, stream);
 }
 
-#define MAXRL_INSTANTIATE(Element, Real)                                                                                \
-  template void token_loss(Rows<const Element>, const TokenLossInputs<Real>&, const LossTerms&, Rows<Element>, double*, \
-                           cudaStream_t);
-MAXRL_INSTANTIATE(float, float)
-MAXRL_INSTANTIATE(double, double)
-MAXRL_INSTANTIATE(BFloat16, float)
-MAXRL_INSTANTIATE(Float16, float)
-#undef MAXRL_INSTANTIATE
+const bool defined = define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
+                                   token_loss<BFloat16, float>, token_loss<Float16, float>);
 
 }  // namespace maxrl::cuda

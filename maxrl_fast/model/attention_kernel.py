@@ -41,6 +41,7 @@ def shared_prompt_attention(
         **_inputs(call, q, k, v, lengths, response_lengths, answers),
         o=call.keep(o),
         lse=call.keep(lse),
+        **dict.fromkeys(("grad", "grad_q", "grad_k", "grad_v"), 0),
     )
     return o, lse
 

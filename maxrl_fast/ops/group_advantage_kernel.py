@@ -16,7 +16,7 @@ from maxrl_fast.ops._gate import Call, operator, register_fake
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
 DTYPES = {getattr(torch, name): name for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")}
-_LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/kernels.h
+_LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/cuda/group_advantage.cu
 
 
 @operator()

@@ -130,10 +130,10 @@ class CpuDecoder:
         done = generation.statistics
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         return rollouts, RolloutStatistics(
-            prefill_seconds=done.prefill_seconds,
-            decode_seconds=done.decode_seconds,
-            decode_steps=done.steps,
-            prompt_tokens=done.prompt_tokens,
+            prefill_seconds=done["prefill_seconds"],
+            decode_seconds=done["decode_seconds"],
+            decode_steps=done["steps"],
+            prompt_tokens=done["prompt_tokens"],
             response_tokens=len(rollouts.tokens),
-            cache_bytes=done.peak_cache_bytes,
+            cache_bytes=done["peak_cache_bytes"],
         )

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.cpp does the same for the C++ decoder."""
+"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same for the C++ decoder."""
 
 import torch
 from torch import Tensor

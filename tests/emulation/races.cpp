@@ -1,5 +1,7 @@
 // `races PART` launches the CUDA kernels of one part, compiled for the CPU, so that ThreadSanitizer sees their memory accesses
 // (test_races.py). Sizes are the smallest ones that reach every barrier. Results are compared elsewhere.
+#include <cuda_runtime.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,7 +10,48 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "decoding.h"
+#include "group_advantage.h"
+#include "layer.h"
+#include "pacs.h"
+#include "token_loss.h"
+
+namespace maxrl::cuda {  // the kernels of csrc/cuda, which no header declares
+
+template <typename Element, typename Real>
+void token_loss(const TokenLossCall<Element, Real>& call, cudaStream_t stream);
+template <typename Element, typename Real>
+void token_logprobs(const TokenLogprobs<Element, Real>& call, cudaStream_t stream);
+template <typename Element, typename Real>
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, cudaStream_t stream);
+template <typename Element, typename Real>
+void scale(const ScaleCall<Element, Real>& call, cudaStream_t stream);
+template <typename Element>
+void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
+template <typename Element>
+void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream);
+template <typename Element>
+void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream);
+template <typename Element>
+void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream);
+template <typename Element>
+void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu(const SwiGlu<Element>& in, cudaStream_t stream);
+template <typename Element>
+void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
+template <typename Reward, typename Advantage>
+void group_advantage(const GroupAdvantage<Reward, Advantage>& in, cudaStream_t stream);
+template <typename Real>
+void pacs_loss(const Pacs<Real>& in, cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream);
+template <typename Real>
+void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t stream);
+
+}  // namespace maxrl::cuda
 
 namespace {
 
@@ -56,7 +99,7 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   mask.values[1] = mask.values[2] = false;
   const double denominator = static_cast<double>(num_tokens);
   TokenLossInputs<float> in{};
-  in.rows = {num_tokens, vocab_size, targets.data(), nullptr, 0.7};
+  in.tokens = {num_tokens, vocab_size, targets.data(), nullptr, 0.7};
   in.num_sequences = 2;
   in.cu_seqlens = cu_seqlens.data();
   in.advantages = advantages.data();
@@ -65,9 +108,9 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   in.mask = mask.data();
   in.denominator = &denominator;
   const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
-  std::vector<double> workspace(cuda::loss_workspace());
-  cuda::token_loss<Element, float>({logits.data, stride}, in, terms, {in_place ? logits.data : gradient.data, stride},
-                                   workspace.data(), nullptr);
+  std::vector<double> workspace(workspace_size(LossSums::kSize));
+  const Rows<Element> to{in_place ? logits.data : gradient.data, stride};
+  cuda::token_loss(TokenLossCall<Element, float>{{logits.data, stride}, in, terms, to, workspace.data()}, nullptr);
 }
 
 void token_logprobs() {
@@ -76,11 +119,12 @@ void token_logprobs() {
   const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
   std::vector<float> logprobs(num_tokens), entropy(num_tokens), grads{1.0f, 0.0f, 0.5f, -1.0f};
   const TokenRows<float> rows{num_tokens, vocab_size, targets.data(), nullptr, 1.0};
-  cuda::token_logprobs<float, float>({logits.data, vocab_size}, rows, logprobs.data(), entropy.data(), nullptr);
-  cuda::token_logprobs_backward<float, float>({logits.data, vocab_size}, rows, grads.data(), grads.data(),
-                                              {logits.data, vocab_size}, nullptr);
+  const Rows<const float> from{logits.data, vocab_size};
+  const Rows<float> to{logits.data, vocab_size};
+  cuda::token_logprobs(TokenLogprobs<float, float>{from, rows, logprobs.data(), entropy.data()}, nullptr);
+  cuda::token_logprobs_backward(TokenLogprobsBackward<float, float>{from, rows, grads.data(), grads.data(), to}, nullptr);
   const double factor = 2.0;
-  cuda::scale<float, float>({logits.data, vocab_size}, num_tokens, vocab_size, &factor, nullptr);
+  cuda::scale(ScaleCall<float, float>{to, num_tokens, vocab_size, &factor}, nullptr);
 }
 
 void decode_attention() {
@@ -187,8 +231,8 @@ void group_advantage() {
       for (float& reward : rewards) reward = static_cast<float>(generator() % (is_binary ? 2 : 7));
       const Numbers<double> table(2 * size + 2);
       const Groups groups{num_groups, size, total, nullptr, nullptr, nullptr};
-      cuda::group_advantage<float, float>(rewards.data(), groups, {table.data, nullptr, size}, formula, advantages.data(),
-                                          nullptr);
+      const Tables tables{table.data, nullptr, size};
+      cuda::group_advantage(GroupAdvantage<float, float>{rewards.data(), groups, tables, formula, advantages.data()}, nullptr);
     }
 }
 
@@ -206,7 +250,8 @@ void pacs() {
   in.proxies = proxies.data;
   in.labels = labels.data();
   in.denominator = static_cast<double>(total);
-  in.options = {Score::kGrpo, true};
+  in.score = Score::kGrpo;
+  in.balanced = true;
   in.loss = &loss;
   in.metrics = metrics.data();
   in.cross_entropy = cross_entropy.data();
@@ -217,9 +262,9 @@ void pacs() {
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Numbers<float> logprobs(700), ref(700), grads(3);
   std::vector<float> sums(3), grad_logprobs(700);
-  const LogRatio<float> ratios{700, 3, cu_seqlens.data(), nullptr, 0.5, logprobs.data, ref.data, sums.data()};
-  cuda::log_ratio_reward(ratios, nullptr);
-  cuda::log_ratio_reward_backward(LogRatioBackward<float>{ratios, grads.data, grad_logprobs.data()}, nullptr);
+  const Sequences sequences{700, 3, cu_seqlens.data(), nullptr, 0.5};
+  cuda::log_ratio_reward(LogRatio<float>{sequences, logprobs.data, ref.data, sums.data()}, nullptr);
+  cuda::log_ratio_reward_backward(LogRatioBackward<float>{sequences, grads.data, grad_logprobs.data()}, nullptr);
 }
 
 }  // namespace

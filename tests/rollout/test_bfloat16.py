@@ -27,7 +27,7 @@ def product(arithmetic, a, b):
     c, call = torch.full((len(a), len(b)), math.nan), Call(CPU)
     m, n, k = len(a), len(b), a.shape[1]
     address = {name: call.keep(x) for name, x in {"a": a, "b": b, "c": c}.items()}
-    _C.packed_product_cpu(arithmetic=arithmetic, m=m, n=n, k=k, **address)
+    _C.packed_product_cpu(arithmetic=arithmetic, m=m, n=n, k=k, **address, num_threads=1)
     return c
 
 

@@ -146,7 +146,7 @@ def run(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
             screen.console.print(table)
         draw_coverage(summary.curves(), config.measure.confidence, picture)
         estimates = summary.content(diversity, tally, evaluation.num_tokens) | {"num_distinct_prompts": num_distinct}
-        estimates |= scorer.take_components().over(Ranks())
+        estimates |= scorer.pop_components().over(Ranks())
         content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():

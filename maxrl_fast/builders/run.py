@@ -15,7 +15,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.plugins import place_of
-from maxrl_fast.rewards.classifier import CLASSIFIER
+from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
 from maxrl_fast.rollout.names import ENGINES

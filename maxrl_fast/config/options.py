@@ -183,7 +183,7 @@ class RewardOptions:
     reward_seconds: float = 5.0
     """Longest time of one call or request in seconds; a call that takes longer is killed and counts as failed."""
     reward_memory_gb: float = 2.0
-    """Memory limit of one process and of all that it starts, together, in 1e9 bytes."""
+    """Memory that one process may allocate after loading the function, in 1e9 bytes."""
     reward_isolation: Literal["process", "call"] = "process"
     """process: a process makes calls until one fails; call: each call has a fresh process, which no other call can change."""
     reward_env: Annotated[str, unset("NAME,NAME", "none")] = ""

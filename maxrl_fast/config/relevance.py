@@ -8,7 +8,7 @@ from typing import Any
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.config.options import ObjectiveOptions, RewardOptions, TaskOptions, several
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.judge import JUDGE
+from maxrl_fast.rewards.models import JUDGE
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objective_registry import OBJECTIVES, default_loss, is_custom, objective_options

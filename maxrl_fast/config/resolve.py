@@ -30,7 +30,7 @@ from maxrl_fast.hardware import resolve_device, resolve_dtype
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.plugins import is_file
-from maxrl_fast.rewards.classifier import CLASSIFIER
+from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask

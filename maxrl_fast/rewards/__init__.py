@@ -1,3 +1,122 @@
-"""Score responses: by the task, or by a Python function in worker processes."""
+"""What gives responses their rewards: the records that all sources share. `scoring.py` asks them, the other modules are them.
 
-# Every reward worker imports this package at its start, so nothing slow may be imported here.
+Every reward worker imports this package at its start, so nothing slow may be imported here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
+LONGEST_MESSAGE = 1000  # characters
+
+Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns of the prompt
+Progress = Callable[[], None]
+
+
+def no_progress() -> None:
+    """Ignore that scoring goes on."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why a response has no reward.
+
+    Args:
+        index: index of the response in its batch.
+        kind: "exception", "timeout", "crash" (the process ended), "memory", or "invalid" (the result is not a finite number).
+        message: one printable line.
+    """
+
+    index: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards in the order of the rows, 0 for those that failed, and the failures sorted by index.
+
+    A reward is NaN where the function does not apply, if that is allowed.
+    """
+
+    rewards: list[float]
+    failures: list[Failure]
+    num_left: int = 0  # rows without a result, because too many others failed
+    components: list[dict[str, float]] = field(default_factory=list)  # of each reward; empty: there are none
+
+
+class RewardSource(Protocol):
+    """What gives responses a reward: a Python function, a judge, a classifier, or several of them.
+
+    One that derives from this accepts every row, has no processes, and no option makes it faster.
+    """
+
+    name: str  # as in --reward
+
+    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+        """Return the rewards of rows, each with "prompt", "response" and columns; `group` rows have the same prompt.
+
+        Args:
+            max_failures: after more failures than this the remaining rows are left.
+            on_progress: called after every result, and every second.
+        """
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise InputError if it cannot take such a row."""
+        return
+
+    def lines(self) -> list[str]:
+        """Return what the start of a run says about it."""
+
+    def faster(self, factor: float) -> str:
+        """Return the option that makes it about this many times as fast; "" if there is none."""
+        return ""
+
+    def stacks(self) -> None:
+        """Write the stacks of its processes to standard error."""
+        return
+
+    def close(self) -> None:
+        """End what it has started."""
+        return
+
+
+class ResultBatch:
+    """The results (`function.py`) of the rows of one `score`, in the order in which they come."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._results, self._failures = [dict[str, Any]()] * num_rows, list[Failure]()
+        self.num_left = num_rows
+
+    def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
+        """Keep the results of these rows. One failure of a whole call is that of all its rows."""
+        self.num_left -= len(rows)
+        for row, result in zip(rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True):
+            self._results[row] = result
+            if "kind" in result:
+                self._failures.append(Failure(row, result["kind"], printable(result["message"])))
+
+    def is_done(self, max_failures: int | None) -> bool:
+        """Return whether all rows have a result, or too many have failed."""
+        return not self.num_left or (max_failures is not None and len(self._failures) > max_failures)
+
+    def scores(self) -> Scores:
+        """Return the results as rewards."""
+        return Scores(
+            [math.nan if (reward := result.get("reward", 0.0)) is None else reward for result in self._results],
+            sorted(self._failures, key=lambda failure: failure.index),
+            self.num_left,
+            [result.get("components", {}) for result in self._results],
+        )
+
+
+def printable(text: str) -> str:
+    """Return text of the reward code as one short printable line: it may contain escape sequences."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_MESSAGE])
+
+
+def power_of_two(number: float) -> int:
+    """Return the nearest power of two that is at least 2."""
+    return 2 ** max(1, round(math.log2(number)))

@@ -1,8 +1,12 @@
-"""Score responses by the task itself, or by a Python function in worker processes."""
+"""Who scores responses: the task itself, or a source of rewards, several as a weighted sum, or a vote of the responses."""
 
 import json
+import math
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +15,7 @@ from torch import Tensor
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rewards.pool import Failure
-from maxrl_fast.rewards.weighted import RewardSource
+from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 
@@ -30,7 +33,7 @@ class ScoredTask(Protocol):
         """Return a prompt or a response as text."""
 
 
-class Means:
+class MetricAccumulator:
     """Sums and counts of the components of rewards, by name."""
 
     def __init__(self) -> None:
@@ -41,14 +44,14 @@ class Means:
         self._sums[name] = self._sums.get(name, 0.0) + total
         self._counts[name] += count
 
-    def update(self, other: "Means") -> None:
+    def update(self, other: "MetricAccumulator") -> None:
         """Add the values of another."""
         for name, total in other._sums.items():
             self.add(name, total, other._counts[name])
 
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks, by metric."""
-        whole = Means()
+        whole = MetricAccumulator()
         for line in ranks.texts(json.dumps([[name, total, self._counts[name]] for name, total in self._sums.items()])):
             for name, total, count in json.loads(line):
                 whole.add(name, total, count)
@@ -88,7 +91,7 @@ class Scorer:
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._source_error, self._gave_up = "", False
         self._answers = Counter[str]()  # since the last call of `take_answers`
-        self._components = Means()  # since the last call of `take_components`
+        self._components = MetricAccumulator()  # since the last call of `pop_components`
 
     @property
     def weights(self) -> dict[str, float]:
@@ -171,9 +174,9 @@ class Scorer:
         self._answers.update({"all": 1, "missing": length == 0, "too_long": length > self._answer_limit})
         return 0 < length <= self._answer_limit
 
-    def take_components(self) -> Means:
+    def pop_components(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call."""
-        components, self._components = self._components, Means()
+        components, self._components = self._components, MetricAccumulator()
         return components
 
     def take_answers(self) -> Counter[str]:
@@ -242,3 +245,113 @@ class Scorer:
 def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
     """Return packed sequences as lists."""
     return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
+
+
+class WeightedRewards:
+    """The weighted sum of several rewards.
+
+    A reward that is NaN does not apply to its response and is left out of the sum, as in TRL. A response to which none applies,
+    or for which one fails, has no reward: it counts as a failure.
+
+    Args:
+        sources: in the order of `weights`.
+    """
+
+    def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
+        self._sources = [*zip(short_names([source.name for source in sources]), sources, weights, strict=True)]
+        self.name = " ".join(source.name for source in sources)
+        self.weights = {name: weight for name, _, weight in self._sources}  # by the names that the components have
+        self._seconds = [0.0] * len(sources)  # of each, so far
+
+    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+        """Return the sums. The components are each source's value, by its name, and its components, by NAME.COMPONENT."""
+        sums, components = [math.nan] * len(rows), [dict[str, float]() for _ in rows]
+        failures = dict[int, Failure]()  # by row
+        for s, (name, source, weight) in enumerate(self._sources):
+            start = time.perf_counter()
+            scores = source.score(rows, max_failures, on_progress, group)
+            self._seconds[s] += time.perf_counter() - start
+            own = [replace(failure, message=f"{name}: {failure.message}") for failure in scores.failures]
+            if scores.num_left:
+                return Scores([0.0] * len(rows), own, scores.num_left, components)
+            failures = {failure.index: failure for failure in own} | failures
+            for i, reward in enumerate(scores.rewards):
+                if i not in failures and not math.isnan(reward):
+                    sums[i] = weight * reward + (0.0 if math.isnan(sums[i]) else sums[i])
+                    components[i][name] = reward
+                    components[i] |= {f"{name}.{part}": x for part, x in scores.components[i].items()}
+        for i, reward in enumerate(sums):
+            if math.isnan(reward):
+                failures.setdefault(i, Failure(i, "invalid", "no reward applies to this response: all are None or NaN"))
+        rewards = [0.0 if i in failures else reward for i, reward in enumerate(sums)]
+        return Scores(rewards, [failures[i] for i in sorted(failures)], 0, components)
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise InputError if one cannot take such a row."""
+        for _, source, _ in self._sources:
+            source.check(row)
+
+    def lines(self) -> list[str]:
+        """Return what the start of a run says about each, and the sum."""
+        lines = [line for _, source, _ in self._sources for line in source.lines()]
+        return [*dict.fromkeys(lines), "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources)]
+
+    def faster(self, factor: float) -> str:
+        """Return the option that makes the slowest of them about this many times as fast."""
+        return self._sources[self._seconds.index(max(self._seconds))][1].faster(factor)
+
+    def stacks(self) -> None:
+        """Write the stacks of all processes to standard error."""
+        for _, source, _ in self._sources:
+            source.stacks()
+
+    def close(self) -> None:
+        """End what they have started."""
+        for _, source, _ in self._sources:
+            source.close()
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return a short name for each reward: its function or model, with its file or a number where two would be the same.
+
+    Raises:
+        InputError: if a reward is named twice.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"--reward must name each function once, got {name} twice")
+    short = [name.rpartition(":")[2].rpartition("/")[2] for name in names]
+    if len(set(short)) < len(short):
+        short = [f"{Path(name.rpartition(':')[0]).stem}.{last}" for name, last in zip(names, short, strict=True)]
+    return short if len(set(short)) == len(short) else [f"{last}_{i}" for i, last in enumerate(short, start=1)]
+
+
+class MajorityVote(RewardSource):
+    """Reward 1 for the most frequent answer among the responses to a prompt, 0 for the others (SRT, Shafayat et al. 2025; TTRL,
+    Zuo et al. 2025).
+
+    Answers are compared as text. Responses without an answer do not vote and get 0; of equally frequent answers the one that
+    was sampled first wins.
+
+    Args:
+        answer: returns the answer in a response, "" if it has none, such as Task.answer.
+    """
+
+    name = "majority vote"
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self._answer = answer
+
+    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+        """Return the rewards of rows; each `group` of them answers one prompt."""
+        answers, rewards = [self._answer(row["response"]) for row in rows], list[float]()
+        for start in range(0, len(answers), group):
+            of_prompt = answers[start : start + group]
+            votes = Counter(answer for answer in of_prompt if answer).most_common(1)  # of a tie, the first
+            rewards += [float(bool(votes) and answer == votes[0][0]) for answer in of_prompt]
+            on_progress()
+        return Scores(rewards, [], components=[{} for _ in rows])
+
+    def lines(self) -> list[str]:
+        """Return what the start of a run says about it."""
+        return ["reward: 1 for the answer that most responses to the prompt give; evaluation has labels"]

@@ -133,7 +133,7 @@ class RunLoop:
         scorer, learner = evaluator.scorer, self.trainer.learner
         with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
             scorer.take_answers()
-            scorer.take_components()
+            scorer.pop_components()
             kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
 
             def keep(samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]) -> None:
@@ -151,7 +151,7 @@ class RunLoop:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
         self.progress.evaluations[step] = evaluation
-        rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.take_components().over(self.ranks)
+        rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.pop_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
         self.files.write("pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)})
         for sample in kept.records:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.boxed import boxed
+from maxrl_fast.rewards.verifiers import boxed
 
 GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answer-key)
 
@@ -105,7 +105,7 @@ DATASETS = {
         test_hub="madrylab/gsm8k-platinum:main",
         gold=gsm8k_answer,
         form=BOX,
-        reward="maxrl_fast.rewards.mathematics:score",
+        reward="maxrl_fast.rewards.verifiers:mathematics",
         answer=boxed,
         answer_limit=256,
     ),
@@ -118,7 +118,7 @@ DATASETS = {
         test_hub="HuggingFaceH4/MATH-500",
         gold=math_answer,
         form=BOX,
-        reward="maxrl_fast.rewards.mathematics:score",
+        reward="maxrl_fast.rewards.verifiers:mathematics",
         answer=boxed,
         answer_limit=256,
         max_new_tokens=2048,

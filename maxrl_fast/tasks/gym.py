@@ -1,5 +1,6 @@
 """The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with a verifier, no download."""
 
+import importlib
 import importlib.metadata
 import os
 import zlib
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import TAGS
 from maxrl_fast.tasks.text_answers import text_answers
@@ -48,7 +50,7 @@ class GymTask:
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
-    reward: str | None = "maxrl_fast.rewards.gym_score:score"
+    reward: str | None = "maxrl_fast.rewards.verifiers:gym"
     answer_limit: int | None = None
 
     def __init__(
@@ -64,7 +66,7 @@ class GymTask:
         allow_special_tokens: bool = False,
     ):
         try:
-            from maxrl_fast.rewards import gym_score as gym
+            importlib.import_module("reasoning_gym")
         except ImportError as error:
             raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
         hashed = [part for part in HASHED if part == name or (name == "composite" and f'"{part}"' in config)]
@@ -73,10 +75,10 @@ class GymTask:
                 f"reasoning-gym's {hashed[0]} generates other questions in every process unless Python's hash seed is fixed: "
                 "set PYTHONHASHSEED=0 in the environment"
             )
-        self._gym, self._dataset, self._config, self._seed = gym, name, config or "{}", seed
+        self._dataset, self._config, self._seed = name, config or "{}", seed
         try:
-            first = gym.dataset(name, self._config, 0)
-            sample = gym.entry(name, self._config, 0, 0)
+            first = verifiers.gym_dataset(name, self._config, 0)
+            sample = verifiers.gym_entry(name, self._config, 0, 0)
         except Exception as error:  # its checks raise any exception, AssertionError too
             cause = f"{type(error).__name__}: {error}"
             raise InputError(f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}") from error
@@ -98,7 +100,7 @@ class GymTask:
         """Return the token ids of question i of a split, and its arguments for the reward function."""
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
-            entry = self._gym.entry(self._dataset, self._config, seed, i % self._size)
+            entry = verifiers.gym_entry(self._dataset, self._config, seed, i % self._size)
             question, answer = entry["question"], entry["answer"]
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
             if is_test == (split == "test"):
@@ -123,7 +125,7 @@ class GymTask:
         """Return training prompts and one rollout of each, the data set's answer."""
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
-        entries = [self._gym.entry(self._dataset, self._config, line["seed"], line["index"]) for line in prompts.columns]
+        entries = [verifiers.gym_entry(self._dataset, self._config, line["seed"], line["index"]) for line in prompts.columns]
         answers = [entry["answer"] for entry in entries]
         if None in answers:
             raise InputError(f"--sft-steps must be 0, as {self.name} has questions without an answer")
@@ -143,7 +145,7 @@ class GymTask:
 
     def answer(self, response: str) -> str:
         """Return the content of the last answer tags or the last box, or the whole response if it has neither."""
-        return self._gym.answer(response)
+        return verifiers.gym_answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         """Return text, without special tokens unless they are asked for."""

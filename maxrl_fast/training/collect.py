@@ -11,7 +11,7 @@ from torch import Tensor
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, Samples
-from maxrl_fast.rewards.scoring import Means, Scorer
+from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.length_penalty import LengthPenalty
@@ -114,7 +114,7 @@ class RolloutCollector:
             InputError: where rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
-        errors, answers, components, num_mixed = Counter[str](), Counter[str](), Means(), 0
+        errors, answers, components, num_mixed = Counter[str](), Counter[str](), MetricAccumulator(), 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
             batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers, components)
             batches.append(batch)
@@ -143,7 +143,7 @@ class RolloutCollector:
         rewards = (batch.rewards + penalties).masked_fill(~batch.known, 0.0)
         return replace(batch, rewards=rewards, metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())})
 
-    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: Means) -> RolloutBatch:
+    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator) -> RolloutBatch:
         """Return one batch of prompts; how its responses answered and what their rewards consist of is added to the others."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
@@ -157,14 +157,14 @@ class RolloutCollector:
         if self.policy_reward is not None:
             return self._by_policy(self.policy_reward, step, prompts, rollouts, lap.seconds, components)
         scorer.take_answers()  # forget the answers of an evaluation, or of greedy responses
-        scorer.take_components()
+        scorer.pop_components()
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
         own_parts, before, after = scorer.components, first * self.num_rollouts, (first + own) * self.num_rollouts
         parts = [*({} for _ in range(before)), *own_parts, *({} for _ in range(after, len(rollouts)))]
         each_reward = self._each_reward(rewards) if self.needs_parts else None
         answers.update(scorer.take_answers())
-        components.update(scorer.take_components())
+        components.update(scorer.pop_components())
         greedy_rewards = None
         if self.needs_greedy:
             with clock("rollout"):
@@ -183,7 +183,7 @@ class RolloutCollector:
         prompts: Prompts,
         rollouts: Rollouts,
         rollout_seconds: float,
-        components: Means,
+        components: MetricAccumulator,
     ) -> RolloutBatch:
         """Return the batch with the rewards of the policy, which all ranks compute together."""
         with self.clock("reward"):

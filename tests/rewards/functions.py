@@ -1,14 +1,14 @@
 """Reward functions that misbehave in different ways."""
 
+import contextlib
 import ctypes
-import gc
 import json
-import mmap
 import os
 import resource
 import shutil
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -77,37 +77,6 @@ def eat_bytes():
     return len(bytearray(1 << 40))
 
 
-def fill(data, path, size):
-    """Write `size` bytes in steps, and add a byte to a file for each step of 10 MB."""
-    for start in range(0, size, 10_000_000):
-        for page in range(start, start + 10_000_000, 4096):
-            data[page] = 1
-        with open(path, "a") as file:
-            file.write(".")
-        time.sleep(0.02)
-
-
-def share_memory(path, size):
-    fill(mmap.mmap(-1, size), path, size)
-
-
-def share_file(path, size):
-    """Fill a file in memory that is mapped, and never written to otherwise."""
-    with open(f"/dev/shm/{os.path.basename(path)}-{os.getpid()}", "w+b") as file:
-        os.unlink(file.name)
-        file.truncate(size)
-        fill(mmap.mmap(file.fileno(), size), path, size)
-
-
-def fill_children(path, size, number):
-    """Start processes that share the work, each with less than the limit."""
-    for _ in range(number):
-        if os.fork() == 0:
-            fill(mmap.mmap(-1, size // number, flags=mmap.MAP_PRIVATE), path, size // number)
-            time.sleep(1000)
-    time.sleep(1000)
-
-
 def exit_python():
     sys.exit(3)
 
@@ -139,67 +108,32 @@ def fork_and_raise():
     return 1.0
 
 
-def leave_child(path, leave_group=False):
+def leave_child(path):
     """Leave a child that keeps running and keeps the connection open."""
     child = os.fork()
     if child == 0:
-        if leave_group:
-            os.setsid()
         time.sleep(1000)
     with open(path, "w") as file:
         file.write(str(child))
     return 1.0
 
 
-def leave_child_and_hang(path, leave_group):
-    leave_child(path, leave_group)
+def leave_child_and_hang(path):
+    leave_child(path)
     time.sleep(1000)
 
 
-def leave_child_and_exit(path, leave_group):
-    leave_child(path, leave_group)
+def leave_child_and_exit(path):
+    leave_child(path)
     os._exit(3)
-
-
-def leave_orphan(path):
-    """Leave a daemon, whose parent ends at once and which leads its own session."""
-    middle = os.fork()
-    if middle == 0:
-        leave_child(path, leave_group=True)
-        os._exit(0)
-    os.waitpid(middle, 0)
-    return 1.0
-
-
-def leave_daemon(path):
-    """Leave a daemon with another parent, session, environment and working directory than this process."""
-    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            os.chdir("/")
-            os.closerange(0, 1000)
-            os.execve(sys.executable, [sys.executable, "-c", code, path], {})
-        os._exit(0)
-    wait_for_text(path)
-    return 1.0
-
-
-def wait_for_text(path):
-    while not (os.path.exists(path) and os.path.getsize(path)):
-        time.sleep(0.01)
-
-
-def leave_daemon_and_hang(path):
-    leave_daemon(path)
-    time.sleep(1000)
 
 
 def leave_children(number):
     """Leave zombies, i.e. children that have ended and were not waited for."""
     for _ in range(number):
-        if os.fork() == 0:
+        if not (child := os.fork()):
             os._exit(0)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     return os.getpid()
 
 
@@ -281,27 +215,27 @@ def write_to_all(text, repeat=1):
     return 1.0
 
 
-def sockets():
-    return [thing for thing in gc.get_objects() if isinstance(thing, socket.socket) and thing.fileno() >= 0]
+def write_to_sockets(data):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, data)
 
 
 def answer_twice():
     """Also send an answer to the next call."""
-    for connection in sockets():
-        connection.sendall(b'{"call": 2, "reward": 7.0}\n')
+    write_to_sockets(b'{"call": 2, "results": [{"reward": 7.0}], "left": false}\n')
     return 1.0
 
 
 def answer_nan():
-    for connection in sockets():
-        connection.sendall(b'{"call": 1, "reward": NaN}\n')
+    write_to_sockets(b'{"call": 1, "results": [{"reward": NaN}], "left": false}\n')
     time.sleep(1000)
 
 
 def flood():
     while True:
-        for connection in sockets():
-            connection.sendall(b"x" * 100_000)
+        write_to_sockets(b"x" * 100_000)
 
 
 def die_later(seconds):
@@ -349,7 +283,7 @@ def delete_folder():
 
 def patch_worker(fails):
     """Have the worker answer 7 to every later call."""
-    sys.modules["maxrl_fast.rewards.worker"].to_reward = lambda result: 7.0
+    sys.modules["maxrl_fast.rewards.function"].to_result = lambda *_: {"reward": 7.0}
     return 1.0 / (not fails)
 
 
@@ -368,7 +302,7 @@ def variable(name):
 
 
 def lineage():
-    """Return the pids of this process, its template and its keeper."""
+    """Return the pids of this process, its template and its supervisor."""
     pids = [os.getpid()]
     for _ in range(2):
         pids.append(int(Path(f"/proc/{pids[-1]}/stat").read_text().rpartition(")")[2].split()[1]))

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForS
 
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.classifier import Classifier
+from maxrl_fast.rewards.models import Classifier
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import base, read
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards.in_process import MAX_HUNG, InProcessReward
-from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.pool import MAX_HUNG, InProcessReward, RewardPool
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 

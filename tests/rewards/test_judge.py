@@ -11,8 +11,8 @@ from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.config.options import SCORE, RewardOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.rewards import judge as module
-from maxrl_fast.rewards.judge import Judge
+from maxrl_fast.rewards import models as module
+from maxrl_fast.rewards.models import Judge
 from maxrl_fast.tasks.maze import MazeTask
 from tests.test_train import base, read
 

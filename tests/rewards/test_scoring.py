@@ -11,8 +11,7 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rewards.in_process import InProcessReward
-from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.training.learner import Learner
@@ -225,18 +224,18 @@ def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys, reward, sent
 
 
 def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
-    """It has a thread, so that it is loaded again and not forked."""
+    """It has a thread, so that it is loaded again and not forked: first to see the thread, then by the worker."""
     rewards.write_text(
         REWARDS + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-        "if os.path.exists(__file__ + '.started'):\n    raise RuntimeError('once only')\n"
-        "open(__file__ + '.started', 'w')\n"
+        "open(__file__ + '.started', 'a').write('.')\n"
+        "if os.path.getsize(__file__ + '.started') > 2:\n    raise RuntimeError('twice only')\n"
     )
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:crashes", "--out", str(tmp_path / "run")]
     rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     assert "cannot be restarted" in error
-    assert "once only" in error
+    assert "twice only" in error
 
 
 def test_config_json_names_the_function(rewards, tmp_path):

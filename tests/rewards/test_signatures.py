@@ -3,8 +3,8 @@
 import pytest
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.rewards.function import mismatch, signature_of
 from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.signature import mismatch, signature_of
 
 FUNCTIONS = """
 import asyncio, time
@@ -144,8 +144,7 @@ def of(parameters):
 )
 def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, sentence):
     signature = of(parameters)
-    given = ["answer", "prompts", "completions"] if signature["style"] == "batch" else ["prompt", "response", "answer"]
-    found = mismatch(signature, given)
+    found = mismatch(signature, {"prompt": "p", "response": "r", "answer": "a"})
     assert found.startswith("your function") == bool(sentence)
     assert sentence in found
 

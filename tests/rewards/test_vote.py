@@ -10,8 +10,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rewards.vote import MajorityVote
+from maxrl_fast.rewards.scoring import MajorityVote, Scorer
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from tests.test_train import base, read
 

@@ -15,8 +15,8 @@ from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.rewards.pool import Scores
-from maxrl_fast.rewards.weighted import WeightedRewards, short_names
+from maxrl_fast.rewards import Scores
+from maxrl_fast.rewards.scoring import WeightedRewards, short_names
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from tests.test_train import base, read
 
@@ -63,7 +63,7 @@ def scored(functions, names, weights=()):
     )
     try:
         values = scorer.score(task.prompts("train", 0, 2), Rollouts.given(RESPONSES)).tolist()
-        return values, scorer.take_components().over(Ranks()), *scorer.failures(Ranks(), "now")
+        return values, scorer.pop_components().over(Ranks()), *scorer.failures(Ranks(), "now")
     finally:
         scorer.close()
 
@@ -138,7 +138,7 @@ class Timed:
 
 def test_the_cure_for_slow_rewards_is_that_of_the_slowest(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("maxrl_fast.rewards.weighted.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("maxrl_fast.rewards.scoring.time.perf_counter", lambda: clock[0])
     rewards = WeightedRewards([Timed("a:f", 1, clock), Timed("a:g", 5, clock), Timed("a:h", 2, clock)], [1, 1, 1])
     assert rewards.score([{}]).rewards == [3.0]
     assert rewards.faster(4) == "a:g 4"

@@ -18,7 +18,7 @@ from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards import gym_score as gym
+from maxrl_fast.rewards import verifiers
 from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.tasks.gym import HASHED
 from tests.run.test_resume import assert_same, stop_at
@@ -64,11 +64,14 @@ def test_every_data_set(name, policy, monkeypatch):
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns
     assert line["question"] in task.decode(prompts.tokens.tolist())
-    made = gym.entry(line["name"], line["config"], line["seed"], line["index"])
+    made = verifiers.gym_entry(line["name"], line["config"], line["seed"], line["index"])
     assert made["question"] == line["question"]
     if task.has_demonstrations:
         answer = f"<answer>{made['answer']}</answer>"
-        assert gym.dataset(line["name"], line["config"], line["seed"]).score_answer(gym.answer(answer), made) == 1.0
+        assert (
+            verifiers.gym_dataset(line["name"], line["config"], line["seed"]).score_answer(verifiers.gym_answer(answer), made)
+            == 1.0
+        )
 
 
 QUESTIONS = """
@@ -120,7 +123,7 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
 
 def test_questions_are_generated_one_at_a_time(policy, monkeypatch):
     """Training prompts are made in a thread, and some generators seed NumPy's global random numbers."""
-    task, own, busy, overlaps = task_of("lcm", policy), gym.entry, threading.Lock(), []
+    task, own, busy, overlaps = task_of("lcm", policy), verifiers.gym_entry, threading.Lock(), []
 
     def entry(*arguments):
         is_alone = busy.acquire(blocking=False)
@@ -130,7 +133,7 @@ def test_questions_are_generated_one_at_a_time(policy, monkeypatch):
             busy.release()
         return own(*arguments)
 
-    monkeypatch.setattr(gym, "entry", entry)
+    monkeypatch.setattr(verifiers, "gym_entry", entry)
     thread = threading.Thread(target=task.prompts, args=("train", 0, 30))
     thread.start()
     task.prompts("test", 0, 30)
@@ -192,5 +195,5 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     assert torch.tensor([sample["tokens"] for sample in samples]).max() <= 4
     for record in (*samples, *read_rollouts(tmp_path / "whole")):
         columns = record["columns"]
-        made = gym.entry(columns["name"], columns["config"], columns["seed"], columns["index"])
+        made = verifiers.gym_entry(columns["name"], columns["config"], columns["seed"], columns["index"])
         assert (record["answer"], columns["question"]) == (made["answer"], made["question"])

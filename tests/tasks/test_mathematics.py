@@ -16,9 +16,8 @@ from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.boxed import boxed
-from maxrl_fast.rewards.mathematics import score
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.verifiers import boxed, mathematics
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub
@@ -70,7 +69,7 @@ def test_the_last_box_is_the_answer(text, content):
     ],
 )
 def test_mathematically_equal_answers_are_correct(response, answer, reward):
-    assert score("a prompt", response, answer, difficulty=3) == reward
+    assert mathematics("a prompt", response, answer, difficulty=3) == reward
 
 
 def test_the_correct_answer_is_found_in_each_line():

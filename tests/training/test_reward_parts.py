@@ -7,9 +7,8 @@ from maxrl_fast import ops
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.pool import Failure, Scores
-from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rewards.weighted import RewardSource, WeightedRewards
+from maxrl_fast.rewards import Failure, RewardSource, Scores
+from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector

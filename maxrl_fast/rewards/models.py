@@ -1,4 +1,4 @@
-"""Rewards by a language model behind an HTTP server with OpenAI's interface, such as vLLM's: `--reward openai:URL/MODEL`."""
+"""Models that score responses: a judge behind an HTTP server, and a reward model in the trainer."""
 
 import hashlib
 import http.client
@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -17,11 +17,15 @@ from threading import Event, Lock, Thread, Timer, get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
-from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.rewards.pool import PROGRESS_INTERVAL, Failure, Scores, power_of_two
-from maxrl_fast.rewards.process import CallError
-from maxrl_fast.rewards.weighted import RewardSource
+import torch
 
+from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.model.huggingface_checkpoint import Quiet
+from maxrl_fast.model.prompt_process import PromptEncoder
+from maxrl_fast.model.tokenizer import load_tokenizer
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, ResultBatch, RewardSource, Rows, Scores, no_progress, power_of_two
+
+CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
 TRIES = 4  # of a request
 PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
@@ -29,10 +33,17 @@ REPLY_BYTES, SHOWN = 1 << 20, 200
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of HTTP: the server is busy or not ready
 
 
+class RequestError(Exception):
+    """A question has no score. It holds the kind of its failure, and the cause."""
+
+    def __init__(self, kind: str, cause: str) -> None:
+        self.kind, self.cause = kind, cause
+
+
 class _Retry(Exception):
     """A request failed in a way that may pass. It holds the failure, and the seconds that the server asks to wait."""
 
-    def __init__(self, failure: CallError, pause: float = 0.0) -> None:
+    def __init__(self, failure: RequestError, pause: float = 0.0) -> None:
         self.failure, self.pause = failure, pause
 
 
@@ -81,13 +92,7 @@ class Judge(RewardSource):
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._lock, self._next = Lock(), 0.0  # when the next request may start
 
-    def score(
-        self,
-        rows: Sequence[dict[str, Any]],
-        max_failures: int | None = None,
-        on_progress: Callable[[], None] = lambda: None,
-        group: int = 1,
-    ) -> Scores:
+    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
         """Return the scores of rows. Requests that fail after all tries, and replies without a score, are failures.
 
         Raises:
@@ -109,25 +114,25 @@ class Judge(RewardSource):
 
         for _ in range(min(self._concurrency, len(asked))):
             Thread(target=answer, daemon=True).start()
-        rewards, failures, num_left = [0.0] * len(rows), list[Failure](), len(rows)
+        batch = ResultBatch(len(rows))
         try:
-            while num_left and (max_failures is None or len(failures) <= max_failures):
+            while not batch.is_done(max_failures):
                 on_progress()
                 try:
                     question, outcome = outcomes.get(timeout=PROGRESS_INTERVAL)
                 except Empty:
                     continue
+                if isinstance(outcome, RequestError):
+                    result: dict[str, Any] = {"kind": outcome.kind, "message": outcome.cause}
+                elif isinstance(outcome, Exception):
+                    raise outcome
+                else:
+                    result = {"reward": outcome}
                 for i in asked[question]:
-                    if isinstance(outcome, CallError):
-                        failures.append(Failure(i, outcome.kind, outcome.cause))
-                    elif isinstance(outcome, Exception):
-                        raise outcome
-                    else:
-                        rewards[i] = outcome
-                num_left -= len(asked[question])
+                    batch.add(range(i, i + 1), [result])
         finally:
             stop.set()
-        return Scores(rewards, sorted(failures, key=lambda failure: failure.index), num_left, [{} for _ in rows])
+        return batch.scores()
 
     def _question(self, row: dict[str, Any]) -> str:
         """Return the template with the row's columns, in one pass: braces in a response are text."""
@@ -137,7 +142,7 @@ class Judge(RewardSource):
         """Return the score of a question, from the cache or the server.
 
         Raises:
-            CallError: if there is none.
+            RequestError: if there is none.
         """
         identity = hashlib.sha256(json.dumps([self._url, self._model, question]).encode()).hexdigest()
         path = self._cache / identity[:2] / f"{identity}.txt"
@@ -159,7 +164,7 @@ class Judge(RewardSource):
         with suppress(ValueError, TypeError):  # the group has no number, or has not matched
             if found and math.isfinite(score := float(found[-1][1])):
                 return score
-        raise CallError("invalid", f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}")
+        raise RequestError("invalid", f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}")
 
     def _ask(self, question: str, stop: Event) -> str:
         """Return the reply to a question, after several tries if need be."""
@@ -173,7 +178,7 @@ class Judge(RewardSource):
                     stop.wait(min(max(PAUSE * 2**i, error.pause), MOST_PAUSE))
             if stop.is_set():
                 break
-        raise CallError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
+        raise RequestError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
 
     def _wait_for_turn(self, stop: Event) -> None:
         if self._rate:
@@ -188,7 +193,7 @@ class Judge(RewardSource):
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.netloc, timeout=self._time_limit)  # of connecting, and of each read
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-        late = _Retry(CallError("timeout", f"the judge took longer than {self._time_limit:g} s"))
+        late = _Retry(RequestError("timeout", f"the judge took longer than {self._time_limit:g} s"))
         try:
             connection.connect()
             with _shut_down_at(connection.sock, deadline):
@@ -198,13 +203,13 @@ class Judge(RewardSource):
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
-            raise _Retry(CallError("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")) from error
+            raise _Retry(RequestError("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")) from error
         finally:
             connection.close()
         if time.monotonic() >= deadline:  # the content may be cut
             raise late
         if response.status != 200:
-            failure = CallError("exception", f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}")
+            failure = RequestError("exception", f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}")
             if response.status in RETRIED:
                 raise _Retry(failure, _seconds(response.getheader("Retry-After")))
             raise failure
@@ -213,7 +218,7 @@ class Judge(RewardSource):
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             reply = None
         if not isinstance(reply, str):
-            raise CallError("invalid", f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}")
+            raise RequestError("invalid", f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}")
         return reply
 
     def lines(self) -> list[str]:
@@ -277,3 +282,94 @@ def _seconds(text: str | None) -> float:
 def default_cache() -> Path:
     """Return the folder of replies: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxrl_fast" / "judge"
+
+
+class Classifier(RewardSource):
+    """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
+
+    Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
+    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
+
+    Args:
+        name: hf:DIR.
+
+    Raises:
+        InputError: if transformers is missing or cannot read the directory, or the model has more than two labels.
+    """
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        self.name, self._device = name, device
+        directory = Path(name.removeprefix(CLASSIFIER))
+        if not directory.is_dir():
+            raise InputError(f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}")
+        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
+        self._tokenizer = load_tokenizer(directory)
+        from transformers import AutoModelForSequenceClassification  # load_tokenizer has checked that it is installed
+
+        try:
+            with Quiet():
+                model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                    directory,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    dtype=dtype,
+                    output_loading_info=True,
+                )
+        except Exception as error:  # transformers raises many kinds of errors
+            raise InputError(f"cannot read the classifier of --reward {name}: {type(error).__name__}: {error}") from error
+        if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random
+            raise InputError(f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}")
+        if model.config.num_labels not in (1, 2):
+            raise InputError(f"--reward {name} must have one label, or two, got {model.config.num_labels}")
+        self._model: Any = model.to(device).eval()
+        # A decoder reads its score at the last token that is not padding, so padding must be a token that ends no text.
+        pad = self._tokenizer.pad_token_id
+        self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
+        self._model.config.pad_token_id = pad if self._can_pad else None
+        self._tokenizer.padding_side = "right"
+        longest = model.config.to_dict().get("max_position_embeddings") or 2**31
+        self._longest = min(int(longest), int(min(self._tokenizer.model_max_length, 2**31)))
+
+    @torch.no_grad()
+    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+        """Return the scores of rows. Texts that are longer than the model takes are failures."""
+        encoded, scores = [self._encode(row) for row in rows], ResultBatch(len(rows))
+        for i, tokens in enumerate(encoded):
+            if not 0 < len(tokens) <= self._longest:
+                message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
+                scores.add(range(i, i + 1), [{"kind": "invalid", "message": message}])
+        fitting = [i for i, tokens in enumerate(encoded) if 0 < len(tokens) <= self._longest]
+        order = sorted(fitting, key=lambda i: len(encoded[i]))
+        size = BATCH if self._can_pad else 1
+        for batch in (order[start : start + size] for start in range(0, len(order), size)):
+            on_progress()
+            for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
+                wrong = {"kind": "invalid", "message": f"the reward model must give a finite number, got {reward}"}
+                scores.add(range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong])
+        return scores.scores()
+
+    def _encode(self, row: dict[str, Any]) -> list[int]:
+        prompt, response, tokenizer = row["prompt"], row["response"], self._tokenizer
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+        else:
+            text = "\n\n".join(message["content"] for message in messages) + response
+        tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        return tokens
+
+    def _forward(self, batch: list[list[int]]) -> list[float]:
+        padded = self._tokenizer.pad({"input_ids": batch}, return_tensors="pt") if self._can_pad else None
+        if padded is None:
+            tokens = torch.tensor(batch)
+            padded = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs = {key: padded[key].to(self._device) for key in ("input_ids", "attention_mask")}
+        logits = self._model(**inputs).logits.float().cpu()
+        values: list[float] = (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]).tolist()
+        return values
+
+    def lines(self) -> list[str]:
+        """Return what scores, for the start of a run."""
+        labels = "the logit of its label" if self._model.config.num_labels == 1 else "the probability of its second label"
+        return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"]

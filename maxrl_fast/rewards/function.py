@@ -1,0 +1,339 @@
+"""How a user's reward function is loaded and called, and what it may return: in a worker or in a thread of the trainer.
+
+The parameters' names say how it is called (`signature_of`). A result is a dict of JSON: {"reward": x}, with "components" if the
+function returned a dict, or {"kind": ..., "message": ...} for a failure. A reward of None does not apply to its response. Each
+worker imports this module at its start, so it imports only a few standard modules.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from maxrl_fast.rewards import Rows
+
+MESSAGE_LENGTH = 500  # characters
+MOST_COMPONENTS, NAME_LENGTH = 32, 100  # of one result; characters of a component's name
+LARGEST_FLOAT32 = 3.4028234663852886e38
+SHORT_REPR = reprlib.Repr()
+SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
+
+Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
+ROW = "row"  # f(prompt, response, **columns) -> number
+ROWS = "rows"  # async def f(prompt, response, **columns) -> number: several run at a time
+BATCH = "batch"  # f(completions, prompts, **columns) -> list of numbers, for all responses to a prompt
+STYLES = {
+    ROW: "called with each response",
+    ROWS: "async, called with each response, at most {concurrency} at a time in each process",
+    BATCH: "called with all responses to a prompt at once",
+}
+OF_BATCHES = ("completions", "responses", "prompts")
+# What other trainers and other people call the arguments.
+RENAMED = {
+    **dict.fromkeys(("completion", "solution_str", "solution", "output", "generation", "generated", "text"), "response"),
+    **dict.fromkeys(("prompt_str", "input", "query", "instruction"), "prompt"),
+}
+NOT_GIVEN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "extra_info")
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """What a worker is asked at once: the rewards of consecutive rows."""
+
+    rows: range
+    arguments: Any  # keyword arguments; a list of them for an async function of single responses
+
+
+class LoadError(Exception):
+    """The function cannot be loaded. The message says why."""
+
+
+class InvalidReward(Exception):
+    """The function did not return a finite number. The message says what it returned."""
+
+
+def load(name: str) -> tuple[Callable[..., Any], str]:
+    """Return the function "path/to/file.py:name" or "package.module:name", and its file.
+
+    Raises:
+        LoadError: if it cannot be loaded.
+    """
+    place, _, attribute = name.rpartition(":")
+    path = Path(place).resolve() if place.endswith(".py") else None
+    if path and not path.is_file():
+        raise LoadError(f"there is no file {place}")
+    try:
+        module = _load_file(path) if path else importlib.import_module(place)
+        function = getattr(module, attribute, None)
+    except SyntaxError as error:
+        raise LoadError(f"syntax error in {error.filename}, line {error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
+    except BaseException as error:
+        raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
+    if function is None:
+        raise LoadError(f"{place} has no {attribute}")
+    if not callable(function):
+        raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
+    return function, getattr(module, "__file__", None) or ""
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Return the module in a file that need not be part of a package. As in a script, it can import modules beside it."""
+    sys.path.insert(0, str(path.parent))
+    is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}" if is_taken else path.stem, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Return how to call a function, by its parameters and by whether it is async.
+
+    One that names `response` is called with each response, and one that names `completions`, `responses` or `prompts` with
+    lists.
+    """
+    import inspect  # the workers of data sets of prompts need not wait for it
+
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # written in C
+        return {"style": ROW, "names": [], "required": [], "takes_any": True}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in named]
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    takes_lists = "response" not in names and any(name in names for name in OF_BATCHES)
+    return {
+        "style": BATCH if takes_lists else ROWS if is_async else ROW,
+        "names": names,
+        "required": [p.name for p in named if p.default is p.empty],
+        "takes_any": any(p.kind is p.VAR_KEYWORD for p in parameters),
+    }
+
+
+def work_items(signature: Signature, rows: Rows, group: int, concurrency: int) -> list[WorkItem]:
+    """Return the calls for these rows: one for each row, or each group, or as many rows as run side by side."""
+    style = signature["style"]
+    size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
+    items = []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        arguments = part[0] if style == ROW else part if style == ROWS else batch_arguments(part, signature)
+        items.append(WorkItem(range(start, start + len(part)), arguments))
+    return items
+
+
+def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, Any]:
+    """Return the arguments of a function of lists: `prompts`, every column, and `completions`, or `responses` if it names them.
+
+    As in TRL, a completion of a chat prompt is a list with the assistant's message. Responses are always text.
+    """
+    columns = dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "response"))
+    arguments = {key: [row.get(key) for row in rows] for key in columns}
+    arguments["prompts"] = [row["prompt"] for row in rows]
+    if "responses" in signature["names"]:
+        arguments["responses"] = [row["response"] for row in rows]
+    if "completions" in signature["names"] or "responses" not in signature["names"]:
+        arguments["completions"] = [
+            row["response"] if isinstance(row["prompt"], str) else [{"role": "assistant", "content": row["response"]}]
+            for row in rows
+        ]
+    return arguments
+
+
+def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
+    """Return a sentence on the first parameter that does not fit a row, with the nearest fix; "" if all fit."""
+    given = [*(batch_arguments([row], signature) if signature["style"] == BATCH else row)]
+    extra = [name for name in given if name not in signature["names"]]
+    for name in signature["required"]:
+        if name not in given:
+            return f"your function asks for `{name}`: {_fix(name, given, extra)}"
+    if extra and not signature["takes_any"]:
+        return (
+            f"your function does not take `{extra[0]}`: add **columns to its parameters, which collects what they do not name"
+        )
+    return ""
+
+
+def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
+    """Return the nearest fix. A new name must be one of `extra`: those that the function has already cannot be given twice."""
+    if (own := RENAMED.get(name)) in extra:
+        return f"rename it to `{own}`"
+    if (one := name.removesuffix("s")) in extra:
+        return f"rename it to `{one}`, or ask for `completions` and return a list"
+    if name in NOT_GIVEN:
+        return "this trainer does not give it; leave it out, or give it a default"
+    close = get_close_matches(name, extra, n=1, cutoff=0.5)
+    nearest = f"did you mean `{close[0]}`? " if close else ""
+    return f"{nearest}the arguments are {', '.join(given)}; give it a default, or name a column of the data"
+
+
+class Caller:
+    """Calls a function in its style. Coroutines run in one event loop, which clients may keep.
+
+    Args:
+        file: whose lines errors name.
+        is_optional: whether None and NaN mean that the function does not apply to a response; otherwise they are failures.
+    """
+
+    def __init__(self, function: Callable[..., Any], file: str, style: str, time_limit: float, is_optional: bool) -> None:
+        self._function, self._file, self._style = function, file, style
+        self._time_limit, self._is_optional = time_limit, is_optional
+        if style != ROW:
+            import asyncio  # only here: it delays the start of a worker
+
+            self._asyncio, self._loop = asyncio, asyncio.new_event_loop()
+
+    def call(self, arguments: Any) -> list[dict[str, Any]]:
+        """Return the result for each response of a call, or one failure for all.
+
+        Args:
+            arguments: keyword arguments; for an async function of single responses, a list of them.
+        """
+        try:
+            if self._style == ROW:
+                return [to_result(self._function(**arguments), self._is_optional)]
+            if self._style == ROWS:
+                return self._loop.run_until_complete(self._call_rows(arguments))
+            result = self._function(**arguments)
+            if isinstance(result, Coroutine):
+                result = self._loop.run_until_complete(result)
+            return self._split(result, len(arguments["prompts"]))
+        except BaseException as error:
+            return [failure_of(error, self._file)]
+
+    def close(self) -> None:
+        """Close the event loop."""
+        if self._style != ROW:
+            self._loop.close()
+
+    async def _call_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Call an async function for all rows at the same time. Each has the time limit for itself."""
+
+        async def call(row: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return to_result(await self._function(**row), self._is_optional)
+            except self._asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                return failure_of(error, self._file)
+
+        tasks = [self._asyncio.ensure_future(call(row)) for row in rows]
+        done, pending = await self._asyncio.wait(tasks, timeout=self._time_limit)
+        for task in pending:
+            task.cancel()
+        late = {"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}
+        return [task.result() if task in done else late for task in tasks]
+
+    def _split(self, result: Any, count: int) -> list[dict[str, Any]]:
+        """Return the result for each response of a function's list.
+
+        Raises:
+            InvalidReward: if it is not a list with `count` items.
+        """
+        listed = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(listed, (list, tuple)) or len(listed) != count:
+            wanted = f"a function of `completions` must return a list with a number for each of the {count} completions"
+            given = f"a list of {len(listed)}" if isinstance(listed, (list, tuple)) else SHORT_REPR.repr(result)
+            raise InvalidReward(f"{wanted}, got {given}")
+        results = []
+        for item in listed:
+            try:
+                results.append(to_result(item, self._is_optional))
+            except InvalidReward as error:
+                results.append(failure_of(error, self._file))
+        return results
+
+
+def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
+    """Return the result that what a function returned for a response means.
+
+    A dict of components has its reward under "reward", else it is their sum. Components that are None or NaN are left out.
+
+    Raises:
+        InvalidReward: if it is not a float32 number or a dict of them. None and NaN are allowed if it is optional.
+    """
+    if not isinstance(result, dict):
+        value = to_number(result)
+        if value is None and not is_optional:
+            raise InvalidReward(_NO_NUMBER.format("None", "NoneType") if result is None else _NOT_FINITE.format("nan"))
+        return {"reward": value}
+    if len(result) > MOST_COMPONENTS or not all(isinstance(name, str) and len(name) <= NAME_LENGTH for name in result):
+        raise InvalidReward(
+            f"a dict of components must have at most {MOST_COMPONENTS} names of at most {NAME_LENGTH} characters, "
+            f"got {SHORT_REPR.repr(result)}"
+        )
+    values = {name: to_number(value, f"component {name!r}: ") for name, value in result.items()}
+    components = {name: value for name, value in values.items() if value is not None}
+    if "reward" in values:
+        reward = components.pop("reward", None)
+    else:
+        reward = to_number(sum(components.values()), "the sum of the components: ") if components else None
+    if reward is None and not is_optional:
+        raise InvalidReward(f"the function must return a reward, got a dict without one: {SHORT_REPR.repr(result)}")
+    return {"reward": reward, "components": components}
+
+
+_NO_NUMBER = "the function must return a number, got {} of type {}"
+_NOT_FINITE = "the function must return a finite number of float32, got {}"
+
+
+def to_number(result: Any, where: str = "") -> float | None:
+    """Return a number, or a tensor or array of one element, as a float; None and NaN as None.
+
+    Raises:
+        InvalidReward: if it is anything else, or not finite in float32.
+    """
+    value = result
+    if not isinstance(result, (int, float)) and hasattr(result, "item"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it has more than one element
+            value = result.item()
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)):
+        raise InvalidReward(where + _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__))
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidReward(where + _NOT_FINITE.format("an integer that is too large")) from None
+    if math.isnan(number):
+        return None
+    if not abs(number) <= LARGEST_FLOAT32:
+        raise InvalidReward(where + _NOT_FINITE.format(number))
+    return number
+
+
+def failure_of(error: BaseException, file: str) -> dict[str, Any]:
+    """Return the kind and message of a failure as a result."""
+    if isinstance(error, InvalidReward):
+        return {"kind": "invalid", "message": str(error)}
+    if isinstance(error, MemoryError):
+        return {"kind": "memory", "message": "the call needed more memory than its limit"}
+    return {"kind": "exception", "message": describe_error(error, file)}
+
+
+def describe_error(error: BaseException, file: str) -> str:
+    """Return the type and message of an error and, if its traceback passes through `file`, the last line there."""
+    try:
+        text = str(error)[:MESSAGE_LENGTH]
+    except BaseException:
+        text = "(its message cannot be printed)"
+    line, trace = 0, error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(file)}, line {line})" if line else "")

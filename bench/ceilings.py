@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.measure import argument_parser, gemm_throughput, machine, milliseconds, prepare, run_command
-from maxrl_fast.hardware import memory_bytes, resolve_dtype
+from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:

@@ -40,8 +40,8 @@ from bench.gpu_run import ROOT, run_step
 from bench.gpu_steps import PARTS, Step, dry_steps, gpu_steps, missing
 from bench.gpu_table import lines, rows
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import write_json
-from maxrl_fast.hardware import memory_bytes, versions
+from maxrl_fast.runtime.device import memory_bytes, versions
+from maxrl_fast.runtime.files import write_json
 
 VARIABLE = "MAXRL_FAST_GPU_RESULTS"
 NEEDED = ("numpy", "safetensors", "pytest")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_device, versions
+from maxrl_fast.runtime.device import resolve_device, versions
 from maxrl_fast.training.stopwatch import Lap, Stopwatch
 
 COLD_BYTES = 256 << 20  # more than any second-level cache

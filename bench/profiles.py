@@ -23,7 +23,7 @@ from bench.layouts import LayoutUpdates
 from bench.measure import argument_parser, describe, keep, machine, prepare, run_command, synchronize
 from bench.train_step import qwen, step17
 from bench.whole_step import FIRST_PROMPT, RandomAdvantages, timed_trainer, warm_started
-from maxrl_fast.hardware import resolve_dtype
+from maxrl_fast.runtime.device import resolve_dtype
 
 LINES = 25  # of a table; the JSON document has as many
 WARM_UP = 3  # calls before the one that is profiled

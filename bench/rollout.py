@@ -42,12 +42,12 @@ from bench.measure import (
     run_command,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import resolve_dtype
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.runtime.device import resolve_dtype
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import MazeTask
 

@@ -36,10 +36,10 @@ from bench.measure import argument_parser, describe, machine, milliseconds, prep
 from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_step
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
-from maxrl_fast.hardware import memory_bytes, resolve_dtype
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.flash_choice import first_right
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
+from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 from maxrl_fast.tasks.maze import MazeTask
 
 STEPS = 5  # of the job that are timed, after the first

@@ -17,10 +17,8 @@ from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.hardware import resolve_device
 from maxrl_fast.launch import Job, Trained, find_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.plugins import check_protocol
@@ -29,6 +27,8 @@ from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.run.log import Log
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.state import random_states, set_random_states
+from maxrl_fast.runtime.device import resolve_device
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
 

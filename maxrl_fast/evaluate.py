@@ -18,7 +18,6 @@ from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
 from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -36,14 +35,15 @@ from maxrl_fast.evaluation.outcome import (
 from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.files.durable import atomic_file, locked
-from maxrl_fast.hardware import versions
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.output import protect_output
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.files import atomic_file, locked
+from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.version import FLAG, version_text

@@ -17,11 +17,7 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.distributed.watch import Watch
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.files.durable import locked
-from maxrl_fast.hardware import Machine
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.model.policy_model import PolicyModel
@@ -35,6 +31,10 @@ from maxrl_fast.run.resume import Saved, check_same, find_saved
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.run.supervise import Ending, close, supervise
+from maxrl_fast.runtime.device import Machine
+from maxrl_fast.runtime.files import locked
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.watch import Watch
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.rehearsal import rehearse
 from maxrl_fast.training.sharding import is_sharded

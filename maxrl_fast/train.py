@@ -20,12 +20,12 @@ from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, places
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import LATECOMER, Ranks, leave, said_by_first
 from maxrl_fast.errors import InputError, ServerError, StorageError
-from maxrl_fast.hardware import Machine, resolve_device
 from maxrl_fast.launch import Job, find_policy
-from maxrl_fast.output import protect_output
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.runtime.device import Machine, resolve_device
+from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.ranks import LATECOMER, Ranks, leave, said_by_first
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.sharding import fills_half
 from maxrl_fast.version import FLAG, version_text

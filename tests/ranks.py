@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.tokens import Tokens
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters, whole
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy

@@ -14,9 +14,9 @@ import torch
 
 import maxrl_fast
 from maxrl_fast import api
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError
 from maxrl_fast.evaluate import main as evaluate
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main
 from maxrl_fast.training.learner import Learner

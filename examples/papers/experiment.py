@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import atomic_file
-from maxrl_fast.hardware import versions
+from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.files import atomic_file
 
 RESULTS = Path("runs/papers")  # not the committed results beside this file, which only --out replaces
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.files.durable import write_json
+from maxrl_fast.runtime.files import write_json
 from maxrl_fast.training.objective_registry import OBJECTIVES
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import StepRecord, Trainer

@@ -4,7 +4,6 @@ import torch
 
 from maxrl_fast.builders.policy import dtype_of
 from maxrl_fast.config.options import ResolvedConfig
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
@@ -13,6 +12,7 @@ from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.exactness import check_engine
 

@@ -9,11 +9,11 @@ import torch
 
 from maxrl_fast.config.options import ResolvedConfig, RewardOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
 from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import MajorityVote, Scorer, WeightedRewards
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT, lost_object
 from maxrl_fast.training.learner import Learner

@@ -10,13 +10,13 @@ from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.config.resolve import default_rates
-from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.hardware import Machine
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops._gate import kernels_for
 from maxrl_fast.rollout.names import ENGINES
+from maxrl_fast.runtime.device import Machine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.policy_reward import LABELS

@@ -24,9 +24,9 @@ from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.files.untrusted import read_json
 from maxrl_fast.model.hub import check_model, directory_of, find_model
 from maxrl_fast.rollout.names import check_engine_name
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.tasks import Task
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import ResolvedConfig
-from maxrl_fast.hardware import Machine
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
@@ -20,6 +19,7 @@ from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
 

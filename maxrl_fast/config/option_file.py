@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES, check_regular
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 
 if sys.version_info >= (3, 11):
     import tomllib

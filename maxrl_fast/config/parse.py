@@ -26,9 +26,9 @@ from maxrl_fast.config.options import Config, ObjectiveOptions, as_json, several
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 from maxrl_fast.plugins import describe_installed, is_file, is_installed
 from maxrl_fast.run.resume import checkpoints_of
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
 
 Options = dict[str, Any]  # by name
 AUTO = "auto"  # the value of --resume

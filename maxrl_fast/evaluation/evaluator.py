@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 from maxrl_fast.config.options import SCORE
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
-from maxrl_fast.files.untrusted import check_regular
+from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks import Task
 
 RESULTS = "eval.json"

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import is_correct
 from maxrl_fast.records import Samples
+from maxrl_fast.runtime.ranks import Ranks
 
 MOST_PROMPTS = 4096  # in a record, about 50 kB
 

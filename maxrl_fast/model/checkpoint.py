@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maxrl_fast.errors import InputError, UnsupportedModelError
-from maxrl_fast.files.durable import atomic_directory
-from maxrl_fast.files.untrusted import check_regular, read_json, shown
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 from maxrl_fast.model.huggingface import HuggingFaceSizes
+from maxrl_fast.runtime.files import atomic_directory, check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks

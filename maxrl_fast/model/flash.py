@@ -17,7 +17,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, causal_mask, length_buckets, padding_mask, tile
-from maxrl_fast.transfers import to_device
+from maxrl_fast.runtime.device import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
 

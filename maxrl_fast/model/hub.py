@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.hub import why_unreachable
 from maxrl_fast.model.tokenizer import FILES as TOKENIZER_FILES
+from maxrl_fast.runtime.hub import why_unreachable
 
 HUB = "hf://"
 FOLDER = "--model must be the folder of a checkpoint"

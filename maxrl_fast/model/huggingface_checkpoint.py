@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import read_json, shown
 from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
+from maxrl_fast.runtime.files import read_json, shown
 
 MAX_LAYERS = 1000  # of a directory without weights
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.

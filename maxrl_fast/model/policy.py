@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from maxrl_fast.errors import InputError, UnsupportedModelError
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.checkpoint import load_checkpoint, read_checked_config, read_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.runtime.device import memory_bytes
 
 
 def new_policy(

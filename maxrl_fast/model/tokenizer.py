@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import TOKENIZER_BYTES, check_regular
+from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES, check_regular, shown
 from maxrl_fast.report.samples import Thinned, read_samples
 from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
 from maxrl_fast.run.kept_rollouts import read_rollouts
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
 
 FILE_BYTES = 1 << 30
 EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for each prompt

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
+from maxrl_fast.runtime.ranks import Ranks
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 

@@ -12,13 +12,13 @@ import time
 import torch
 from torch import Tensor
 
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.grid import Grid, Shape
+from maxrl_fast.runtime.device import memory_bytes
 
 BURST = 8  # steps between two synchronisations with the device
 PREFILL_TOKENS = 32768  # of prompts computed together; more are no faster, and their tensors are not counted in the limit

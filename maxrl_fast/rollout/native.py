@@ -3,7 +3,6 @@
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
@@ -12,6 +11,7 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.runtime.device import memory_bytes
 
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
 

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maxrl_fast.distributed.ranks import Ranks, own_gpu
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
+from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.ranks import Ranks, own_gpu
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
 NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not

@@ -22,12 +22,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.vllm import check_version, logprobs_mode, named_weights, without_unknown
+from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
 QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer

@@ -20,10 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from maxrl_fast.background import Background
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
-from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import PolicySizes
@@ -32,6 +29,9 @@ from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
+from maxrl_fast.runtime.background import Background
+from maxrl_fast.runtime.files import atomic_directory, point, temporary_path, write_checksums
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 

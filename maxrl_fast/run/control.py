@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.distributed.watch import STUCK, dump_stacks
-from maxrl_fast.output import write_directly
+from maxrl_fast.runtime.output import write_directly
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.watch import STUCK, dump_stacks
 from maxrl_fast.training.stopwatch import Stopwatch
 
 ECHO = 1.0  # seconds in which a repeated signal counts as the same one: the terminal sends it, and torchrun forwards it

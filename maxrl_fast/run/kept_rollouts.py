@@ -18,8 +18,7 @@ from typing import IO, Any
 import zstandard
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import atomic_file
-from maxrl_fast.files.untrusted import check_regular
+from maxrl_fast.runtime.files import atomic_file, check_regular
 
 OPEN_PART = "rollouts.jsonl"
 PART_BYTES = 1 << 24  # a part of this size is closed

@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
-from maxrl_fast.output import take_errors
 from maxrl_fast.records import Samples
 from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.screen import Screen
+from maxrl_fast.runtime.output import take_errors
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.changes import changes
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.durable import DamagedError, verify_checksums
-from maxrl_fast.hardware import versions
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.run.fingerprints import differences
 from maxrl_fast.run.progress import Progress
+from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.files import DamagedError, verify_checksums
+from maxrl_fast.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)

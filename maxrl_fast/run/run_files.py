@@ -13,8 +13,6 @@ from typing import Any
 from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.relevance import Choices, not_taken
 from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.files.durable import atomic_file, refused, write_json
-from maxrl_fast.hardware import versions
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.run.kept_rollouts import RolloutLog
 from maxrl_fast.run.log import flat
@@ -22,6 +20,8 @@ from maxrl_fast.run.plots import draw_curves
 from maxrl_fast.run.progress import Progress
 from maxrl_fast.run.resume import Saved, ended_before_first_step
 from maxrl_fast.run.trackers import Tracker
+from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.files import atomic_file, refused, write_json
 
 LOGS = ("metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "diagnostics")
 DRAWN = ("metrics", "eval")

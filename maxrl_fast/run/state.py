@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.linear import adapter_config, adapters
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 
 OBJECTIVE = "objective."  # begins the names of the objective's own tensors

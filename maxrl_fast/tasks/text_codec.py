@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import read_json
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.prompt_process import Message, Prompt, PromptEncoder
 from maxrl_fast.model.tokenizer import encode_response, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Prompts, pack
+from maxrl_fast.runtime.files import read_json
 
 
 class TextCodec:

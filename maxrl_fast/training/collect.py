@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.policy_reward import PolicyReward

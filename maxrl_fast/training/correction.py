@@ -17,9 +17,9 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_number
 from maxrl_fast.records import sequence_sums
+from maxrl_fast.runtime.device import to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.transfers import to_host
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import own_part, whole
 from maxrl_fast.model.policy_model import PolicyModel
@@ -21,13 +20,14 @@ from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.records import Samples, gather_sequences
+from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.passes import Passes, run_batch
 from maxrl_fast.training.sharding import gradients_stay
-from maxrl_fast.transfers import to_device, to_host
 
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 

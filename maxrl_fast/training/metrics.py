@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from maxrl_fast.runtime.device import to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import UpdateMetrics
-from maxrl_fast.transfers import to_host
 
 
 def step_metrics(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.model.linear import own_part
-from maxrl_fast.transfers import to_host
+from maxrl_fast.runtime.device import to_host
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from maxrl_fast.model.attention import SharedPromptLayout
 from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
-from maxrl_fast.transfers import to_device, to_host
+from maxrl_fast.runtime.device import to_device, to_host
 
 
 @dataclass(frozen=True)

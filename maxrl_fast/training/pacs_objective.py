@@ -12,10 +12,10 @@ from torch import Tensor
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
+from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
-from maxrl_fast.transfers import to_device, to_host
 
 
 @dataclass

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.sharding import reshard
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums
+from maxrl_fast.runtime.device import to_device
 from maxrl_fast.tasks import AnsweredTask, ReferenceAnswer, Task
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.transfers import to_device
 
 LABELS = ("logprob", "mean_logprob", "rlpr")  # of --labels
 PROBABILITY = "probability"

@@ -12,6 +12,7 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import whole
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Samples
+from maxrl_fast.runtime.device import to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
@@ -21,7 +22,6 @@ from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
 from maxrl_fast.training.sharding import gradients_stay
-from maxrl_fast.transfers import to_host
 
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 

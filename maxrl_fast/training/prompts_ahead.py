@@ -2,8 +2,8 @@
 
 import atexit
 
-from maxrl_fast.background import Background
 from maxrl_fast.records import Prompts
+from maxrl_fast.runtime.background import Background
 from maxrl_fast.tasks import Task
 
 EXIT_SECONDS = 10.0  # that the end of the process waits for the thread

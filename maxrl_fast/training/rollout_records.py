@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.kept_samples import finite, sample_records
 from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
+from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.transfers import to_device, to_host
 
 
 def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:

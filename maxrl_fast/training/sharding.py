@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from maxrl_fast.distributed.ranks import Ranks
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.formed_attention import PLAIN, AttentionForm
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
 
 

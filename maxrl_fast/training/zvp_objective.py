@@ -7,10 +7,10 @@ from torch import Tensor
 
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import gather_sequences
+from maxrl_fast.runtime.device import to_device
 from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objective import Needs
-from maxrl_fast.transfers import to_device
 
 
 @dataclass

@@ -18,9 +18,9 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.objective_registry import OBJECTIVES
 from tests.fuzzing import settings

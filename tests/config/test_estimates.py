@@ -9,7 +9,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.hardware import Machine
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 
 

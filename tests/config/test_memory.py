@@ -15,14 +15,14 @@ from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import Machine
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
+from maxrl_fast.runtime.device import Machine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings

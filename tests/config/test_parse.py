@@ -14,9 +14,9 @@ from maxrl_fast.config.hints import OTHER_NAMES, as_flag
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import TINY
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from maxrl_fast import train
-from maxrl_fast.distributed.attempt import name_of_attempt
-from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.runtime.ranks import Ranks, name_of_attempt
 from maxrl_fast.training.sharding import is_sharded
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
@@ -240,7 +239,7 @@ def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(t
 
 LATE = """  # gloo's thread still lets go of a tensor when the process ends
 import sys, threading, time, torch, torch.distributed as dist
-from maxrl_fast.distributed.ranks import Ranks, leave
+from maxrl_fast.runtime.ranks import Ranks, leave
 
 class Slow:
     def __del__(self):
@@ -364,7 +363,7 @@ FAILING = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.runtime.ranks import Ranks
 ranks = Ranks.of_environment()
 if ranks.is_first:
     Path({pid!r}).write_text(str(os.getpid()))

@@ -7,7 +7,6 @@ from datetime import date
 import pytest
 import torch
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
@@ -15,6 +14,7 @@ from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
 from tests import brute_force
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
@@ -18,6 +17,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.group_objective import GroupObjective

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maxrl_fast.ops._gate import Call
 from maxrl_fast.records import Rollouts
-from maxrl_fast.transfers import to_device
+from maxrl_fast.runtime.device import to_device
 from tests.gpu_path.pretend import GPU
 
 

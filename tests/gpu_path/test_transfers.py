@@ -2,7 +2,7 @@
 
 import torch
 
-from maxrl_fast.transfers import to_device, to_host
+from maxrl_fast.runtime.device import to_device, to_host
 from tests.gpu_path.pretend import GPU
 
 TENSORS = [torch.tensor([2**52 + 1, -3]), torch.tensor(0.1), torch.tensor([[True, False]]), torch.zeros(0, 3)]

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.files.untrusted import JSON_BYTES
 from maxrl_fast.model import prompt_process
 from maxrl_fast.model.checkpoint import kept_files, load_checkpoint, read_config, save_checkpoint
 from maxrl_fast.model.prompt_process import Worker
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
+from maxrl_fast.runtime.files import JSON_BYTES
 from maxrl_fast.tasks import text_codec
 from maxrl_fast.tasks.maze import PATH, MazeTask
 from maxrl_fast.tasks.text_codec import TextCodec

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from maxrl_fast import ops, train
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.test_train import base, read

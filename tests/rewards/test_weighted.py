@@ -11,12 +11,12 @@ from maxrl_fast.config import evaluation_parse
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.config.parse import parse
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.rewards import Scores
 from maxrl_fast.rewards.scoring import WeightedRewards, short_names
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from tests.test_train import base, read
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
-from maxrl_fast.hardware import memory_bytes
 from maxrl_fast.model.huggingface_checkpoint import policy_of
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
 from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed, named_weights
+from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.exactness import check_engine
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_model

@@ -4,11 +4,11 @@ import sys
 
 import torch
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.vllm import VllmEngine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.runtime.ranks import Ranks
 from tests.test_train import SMALL, read
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ STUCK = """
 import sys, time
 from maxrl_fast import train
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.distributed.ranks import Ranks
+from maxrl_fast.runtime.ranks import Ranks
 
 generate = NativeEngine.generate
 

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 
 from maxrl_fast import launch, train
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.files.durable import locked, write_checksums
 from maxrl_fast.run import state
 from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.runtime.files import locked, write_checksums
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
 
@@ -417,7 +417,7 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
 
 @pytest.mark.parametrize(("code", "number"), [(1, errno.ENOSPC), (2, errno.EROFS)])
 @pytest.mark.parametrize(
-    "write", ["files.durable.os.pwrite", "run.run_files.write_json", "run.run_files.EventFile", "run.events.RecordWriter.write"]
+    "write", ["runtime.files.os.pwrite", "run.run_files.write_json", "run.run_files.EventFile", "run.events.RecordWriter.write"]
 )
 def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(tmp_path, monkeypatch, capfd, write, code, number):
     error = OSError(number, os.strerror(number))

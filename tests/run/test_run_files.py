@@ -10,12 +10,12 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.events import EventFile
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdatePlan

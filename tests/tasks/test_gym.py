@@ -15,11 +15,11 @@ from maxrl_fast import train
 from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.run.kept_rollouts import read_rollouts
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
 from tests.run.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy

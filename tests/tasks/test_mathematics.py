@@ -13,11 +13,11 @@ from maxrl_fast import train
 from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rewards.verifiers import boxed, mathematics
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub

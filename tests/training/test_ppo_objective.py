@@ -15,9 +15,9 @@ from maxrl_fast.config.memory import count, estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError, NonFiniteError
-from maxrl_fast.hardware import Machine
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
 from maxrl_fast.training.loss_settings import LossSettings

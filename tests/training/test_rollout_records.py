@@ -8,9 +8,9 @@ import zlib
 import pytest
 import torch
 
-from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.kept_rollouts import read_rollouts
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.rollout_records import first_groups, rollout_records

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from maxrl_fast.output import write_directly
+from maxrl_fast.runtime.output import write_directly
 
 SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as dead
 START_LIMIT = 300.0  # the same before its first heartbeat

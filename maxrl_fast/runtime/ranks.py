@@ -10,6 +10,7 @@ import datetime
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -18,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from maxrl_fast.distributed.attempt import name_of_attempt
-from maxrl_fast.distributed.watch import START_LIMIT, Watch
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.runtime.watch import START_LIMIT, Watch
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
 LATECOMER = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
@@ -209,3 +209,35 @@ def said_by_first(ranks: Ranks) -> Iterator[None]:
         except SystemExit as error:
             time.sleep(LATECOMER if error.code else 0)  # else torchrun would end the first rank because this one ended
             raise
+
+
+PAUSE = 0.05  # seconds between two looks at the store
+
+
+def name_of_attempt(store: Store, rank: int, size: int, limit: float) -> str:
+    """Return a prefix of keys that only the ranks of this start use, the same on all of them, once all have come.
+
+    Every rank makes up a name. The first rank lists the names that it finds, its own first, until every rank has found its name
+    in the list. So the ranks need not know how often they were started: torchrun on several machines does not count alike.
+
+    Args:
+        limit: seconds to wait for the other ranks.
+
+    Raises:
+        RuntimeError: where a rank has not come within the limit.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + limit
+    others = range(1, size)
+    if rank:
+        store.set(f"name/{rank}", own)
+    while time.monotonic() < end:
+        if rank == 0:
+            if store.check([f"{own}/came/{other}" for other in others]):
+                return own
+            names = [store.get(f"name/{other}").decode() for other in others if store.check([f"name/{other}"])]
+            store.set("names", " ".join([own, *names]))
+        elif store.check(["names"]) and own in (names := store.get("names").decode().split()):
+            store.set(f"{names[0]}/came/{rank}", "")
+            return names[0]
+        time.sleep(PAUSE)
+    raise RuntimeError(f"rank {rank} has waited {limit:.0f} s for the other processes to start")

@@ -228,6 +228,12 @@ def answer_twice():
     return 1.0
 
 
+def answer_other():
+    """Answer another call, and not one's own."""
+    write_to_sockets(b'{"call": 1000000, "results": [{"reward": 7.0}], "left": false}\n')
+    time.sleep(1000)
+
+
 def answer_nan():
     write_to_sockets(b'{"call": 1, "results": [{"reward": NaN}], "left": false}\n')
     time.sleep(1000)

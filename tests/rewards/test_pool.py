@@ -203,6 +203,7 @@ CRASHES = {
     "kill_self": "was killed by SIGKILL",
     "close_all": "exited with code 1",
     "answer_twice": "wrote to the connection",
+    "answer_other": "wrote to the connection",
     "flood": "wrote to the connection",
 }
 

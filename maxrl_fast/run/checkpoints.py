@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from maxrl_fast.background import Background
+from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.distributed.ranks import Ranks
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.files.durable import atomic_directory, point, temporary_path, write_checksums
@@ -29,7 +30,7 @@ from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
+from maxrl_fast.run.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
 from maxrl_fast.training.learner import Learner

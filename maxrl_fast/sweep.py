@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from maxrl_fast.config.changes import OF_ONE_START, changes
-from maxrl_fast.config.grid import Run, grid, options_of
+from maxrl_fast.config.sweep_grid import Run, options_of, sweep_grid
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
 from maxrl_fast.report import command as report
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if Ranks.of_environment().size > 1:
             wanted = "a sweep starts its runs itself and cannot run under torchrun"
             raise InputError(f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can start")
-        runs = grid(options_of(rest), out)
+        runs = sweep_grid(options_of(rest), out)
         if own.dry_run:
             for run in runs:
                 screen.say(shlex.join(run.command))

@@ -18,7 +18,7 @@ from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, places
+from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.launch import Job, find_policy
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
         time.sleep(0 if ranks.is_first else LATECOMER)
-        sentence = f"{error}{places(str(error), arguments)}"
+        sentence = f"{error}{source_location(str(error), arguments)}"
         Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         code = 2
     return code if ranks.size == 1 else leave(code)

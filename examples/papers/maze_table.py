@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 from training_runs import records
 
 import maxrl_fast
+from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
-from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.runtime.device import versions
 
 RECIPE = Path(__file__).with_name("maze_paper.toml")

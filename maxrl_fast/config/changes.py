@@ -4,33 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Options that say how a run was started,
-OF_ONE_START = ("out", "config", "resume", "allow_changes", "dry_run")
-# options that change nothing that is learned,
-FREE = (
-    *("save_every", "keep_checkpoints", "eval_every", "stall_limit"),
-    *("reward_workers", "reward_seconds", "reward_memory_gb", "reward_isolation", "reward_env", "max_reward_error_rate"),
-    *("reward_concurrency", "judge_rate"),
-    *("diagnose_every", "keep_rollouts", "log_to", "vllm_url"),
-)
-# options that fix the shape of the policy,
-POLICY = (
-    "model_backend",
-    "hidden_size",
-    "intermediate_size",
-    "layers",
-    "heads",
-    "kv_heads",
-    "rope_theta",
-    "lora_rank",
-    "lora_targets",
-)
-# and options that change the numbers by rounding alone. All others change the mathematics, or, as eval_prompts
-# and eval_samples do, what is measured: the evaluation after the checkpoint is made again, and `best` compares evaluations.
-ROUNDING = (
-    *("device", "threads", "sharding", "token_budget", "checkpoint_activations", "compile", "kv_cache_gb"),
-    "vllm_tensor_parallel",
-)
+from maxrl_fast.config.metadata import Resume, names_with, options_of
+from maxrl_fast.config.options import Config
+
+OF_ONE_START = names_with(Config, Resume.START)
 
 
 @dataclass(frozen=True)
@@ -44,24 +21,32 @@ class Changes:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Return the options whose values changed between a run and its resumption."""
-    differing = [name for name in now if name in before and before[name] != now[name] and name not in (*OF_ONE_START, *FREE)]
-    if now["lr_schedule"] == "constant" and "steps" in differing:
-        differing.remove("steps")  # otherwise the learning rate depends on the number of steps
-    said = {name: _said(name, before, now) for name in differing}
-    if "steps" in said:
+    said = {name: _said(name, before, now) for name in _differing(before, now)}
+    if now["lr_schedule"] == "constant":
+        said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
+    elif "steps" in said:
         said["steps"] += f", on which the learning rate of --lr-schedule {now['lr_schedule']} depends"
-    return Changes(
-        policy=tuple(text for name, text in said.items() if name in POLICY),
-        mathematics=tuple(text for name, text in said.items() if name not in (*POLICY, *ROUNDING)),
-        rounding=tuple(text for name, text in said.items() if name in ROUNDING),
-    )
+    kinds: dict[Resume, list[str]] = {kind: [] for kind in Resume}
+    for name, text in said.items():
+        kinds[_meaning(name)].append(text)
+    return Changes(*(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.MATHEMATICS, Resume.ROUNDING)))
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start, and on those that now have other values."""
-    differing = [name for name in now if name in before and before[name] != now[name] and name not in OF_ONE_START]
-    others = "; ".join(_said(name, before, now) for name in differing)
+    others = "; ".join(_said(name, before, now) for name in _differing(before, now))
     return "options: the run's own, from its config.json" + (f", but for {others}" if others else "")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    common = (name for name in now if name in before and _meaning(name) != Resume.START)
+    return [name for name in common if before[name] != now[name]]
+
+
+def _meaning(name: str) -> Resume:
+    """Return what a change of an option means; an option of another version changes the mathematics."""
+    option = options_of(Config).get(name)
+    return (option and option.find(Resume)) or Resume.MATHEMATICS
 
 
 def _said(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

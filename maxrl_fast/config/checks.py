@@ -1,64 +1,33 @@
 """What can be known to be wrong with a configuration before any work."""
 
+import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
+from maxrl_fast.config.conditions import Choices
 from maxrl_fast.config.hints import nearest
-from maxrl_fast.config.options import Config, CorrectionName, several
-from maxrl_fast.config.relevance import refuse_not_taken
+from maxrl_fast.config.metadata import check_limits, inapplicable_options
+from maxrl_fast.config.options import Config, CorrectionName, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.run.trackers import check_tracker
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
 from maxrl_fast.training.policy_reward import LABELS
 
-# Names of options, what their values must be, and whether a value is that. None is always right: not given.
-_FROM_1 = (
-    "prompts rollouts max_new_tokens sft_batch updates_per_step token_budget hidden_size intermediate_size layers heads "
-    "kv_heads eval_prompts eval_samples threads reward_workers reward_concurrency max_prompt_tokens vllm_tensor_parallel "
-    "bundle_size"
-)
-_FROM_0 = (
-    "sft_steps steps warmup_steps eval_every save_every keep_checkpoints lora_rank dynamic_sampling diagnose_every top_k "
-    "ref_reset_interval keep_rollouts overlong_buffer"
-)
-_RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    (_FROM_1, "at least 1", lambda x: x >= 1),
-    (_FROM_0, "at least 0", lambda x: x >= 0),
-    (f"{_FROM_1} {_FROM_0}", "below 2^31", lambda x: x < 2**31),
-    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    (
-        "temperature kv_cache_gb sft_lr lr clip_grad rope_theta lora_alpha reward_seconds reward_memory_gb stall_limit beta "
-        "overlong_penalty alpha critic_lr",
-        "a finite number above 0",
-        lambda x: 0 < x < math.inf,
-    ),
-    (
-        "importance_cap clip_high weight_decay entropy_coef siren kl_coef judge_rate value_clip",
-        "finite and at least 0",
-        lambda x: 0 <= x < math.inf,
-    ),
-    ("reward_threshold", "finite", math.isfinite),
-    ("min_p max_reward_error_rate gae_gamma gae_lambda", "in [0, 1]", lambda x: 0 <= x <= 1),
-    ("top_p top_entropy", "above 0 and at most 1", lambda x: 0 < x <= 1),
-    ("clip_low beta2 sft_beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-)
-
 
 def check(config: Config) -> None:
     """Refuse everything that can be known to be wrong before any work.
 
     Raises:
-        InputError: with a sentence that says what was wanted and what came.
+        InputError: with an expected/got message.
     """
     options = config.flat()
     name = options["objective"]
@@ -71,8 +40,9 @@ def check(config: Config) -> None:
         )
     check_task(options["task"])
     check_engine_name(options["rollout"])
-    refuse_not_taken(options, Config().flat())
-    check_ranges(options)
+    refuse_inapplicable(Config, options)
+    check_reward_weights(options)
+    check_limits(Config, options)
     _check_objective(config, options)
     _check_loss(config, options)
     _check_correction(config)
@@ -90,17 +60,31 @@ def check_task(name: str) -> None:
         raise InputError(unknown_task(name))
 
 
-def check_ranges(options: Mapping[str, Any]) -> None:
-    """Raise InputError naming the first option whose value is out of its range; None is a value not given."""
-    rewards, weights = (several(options.get(name)) for name in ("reward", "reward_weights"))
+def check_tracker(name: str | None) -> None:
+    """Raise InputError if the tracker is not installed."""
+    if name is not None and importlib.util.find_spec(name) is None:
+        raise InputError(f"--log-to {name} is not installed: pip install 'maxrl_fast[{name}]'")
+
+
+def check_reward_weights(options: Mapping[str, Any]) -> None:
+    """Raise InputError where --reward-weights are not a finite number for each reward."""
+    rewards, weights = as_list(options["reward"]), as_list(options["reward_weights"])
     if weights and len(weights) != len(rewards):
         raise InputError(f"reward_weights must be a number for each of the {len(rewards)} rewards, got {len(weights)}")
     if not all(map(math.isfinite, weights)):
         raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
-    for names, wanted, holds in _RANGES:
-        for name in names.split():
-            if options.get(name) is not None and not holds(options[name]):
-                raise InputError(f"{name} must be {wanted}, got {options[name]}")
+
+
+def refuse_inapplicable(config: type, options: Mapping[str, Any]) -> None:
+    """Refuse options of Config or EvaluationConfig that the run does not take and that differ from their defaults.
+
+    Raises:
+        InputError: naming the option and what does not take it.
+    """
+    defaults = config().flat()
+    for name, who in inapplicable_options(config, Choices.of(options)).items():
+        if options[name] != defaults[name]:
+            raise InputError(f"{who} takes no {name}, got {options[name]!r}")
 
 
 def objective_of(config: Config) -> Objective:
@@ -169,7 +153,7 @@ def _check_correction(config: Config) -> None:
     options, objective = config.rollout, objective_of(config)
     name, whose = correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
-        raise InputError(f"{whose} takes no correction: its loss has no place for weights of tokens, got {name}")
+        raise InputError(f"{whose} does not support --correction: its loss takes no token weights, got {name}")
     if name == "sequence_mask" and objective.needs.token_weights:
         raise InputError(f"{whose} weights single tokens by either sign, so correction cannot be sequence_mask")
     if options.rollout == "vllm" and options.top_p < 1 and options.temperature != 1:
@@ -210,7 +194,7 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     if not objective.owns_loss:
         return
     if options["top_entropy"] != 1:
-        raise InputError(f"{name} takes no top_entropy: its loss has no place for weights of tokens")
+        raise InputError(f"{name} does not support --top-entropy: its loss takes no token weights")
     for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
         if options[option] not in (None, needed):
             raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
@@ -237,13 +221,13 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:
     """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
-    rewards = several(options["reward"])
+    rewards = as_list(options["reward"])
     if len(rewards) < 2:
         raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
             raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
-    weights = several(options["reward_weights"]) or [1.0]
+    weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
         raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")
 

@@ -6,9 +6,10 @@ import torch
 
 import maxrl_fast
 from maxrl_fast.config.checks import loss_of, objective_of
+from maxrl_fast.config.conditions import Choices
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
-from maxrl_fast.config.options import ResolvedConfig
-from maxrl_fast.config.relevance import Choices, not_taken
+from maxrl_fast.config.metadata import inapplicable_options
+from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import default_rates
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
@@ -84,7 +85,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
         model: for its sizes; it may be on the meta device.
     """
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
-    hidden = {*not_taken(Choices.of(flat)), "dry_run"}
+    hidden = {*inapplicable_options(Config, Choices.of(flat)), "dry_run"}
     lines = ["configuration"]
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"

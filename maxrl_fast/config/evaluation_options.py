@@ -6,31 +6,44 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions, as_json, unset
+from maxrl_fast.config.conditions import NO_VLLM_SERVER
+from maxrl_fast.config.metadata import (
+    AT_LEAST_1,
+    BetweenZeroAndOne,
+    Count,
+    CountOrZero,
+    Default,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    UnitInterval,
+)
+from maxrl_fast.config.options import RewardOptions, TaskOptions, as_json
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
     """What is measured."""
 
-    prompts: Annotated[int | None, unset("INT", "256, or all that are held out")] = None
+    prompts: Annotated[Count | None, Default("256, or all that are held out")] = None
     """Number of prompts: the first of the split."""
-    samples: int = 256
+    samples: Annotated[int, AT_LEAST_1] = 256
     """Responses to each prompt (n)."""
-    k: Annotated[tuple[int, ...], unset("INT ...", "1 2 4 ... up to --samples")] = ()
+    k: Annotated[tuple[int, ...], Default("1 2 4 ... up to --samples", "INT ...")] = ()
     """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
-    baseline: Annotated[str | None, unset("DIR", "none")] = None
+    baseline: Annotated[str | None, Default("none", "DIR")] = None
     """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished evaluation of the same
     prompts, samples and sampling."""
-    bootstrap: int = 1000
+    bootstrap: Annotated[int, AT_LEAST_1] = 1000
     """Bootstrap resamples of the prompts for the intervals."""
-    confidence: float = 0.95
+    confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
-    embeddings: Annotated[Path | None, unset("DIR", "none, counts of token n-grams")] = None
+    embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
     """Local embedding model (transformers, safetensors) by which diversity is measured: its mean last hidden state."""
-    compare: Annotated[tuple[Path, ...], unset("RUN ...", "none")] = ()
+    compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
     """Compare these folders of finished evaluations, in a table and a picture; takes no CHECKPOINT."""
 
 
@@ -38,22 +51,22 @@ class MeasureOptions:
 class SamplingOptions:
     """How responses are sampled. The papers evaluate language models with --temperature .6 --top-p .95."""
 
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Top-k sampling: sample from this many of the most probable tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
-    min_p: float = 0.0
+    min_p: UnitInterval = 0.0
     """Min-p sampling: sample from tokens with at least this fraction of the most probable token's probability."""
-    max_new_tokens: Annotated[int | None, unset("INT", "the run's, else the task's")] = None
+    max_new_tokens: Annotated[Count | None, Default("the run's, else the task's")] = None
     """Response limit, in tokens."""
     rollout: str = "native"
     """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
-    kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
+    kv_cache_gb: Annotated[Positive | None, Default("an eighth of the memory, a quarter of a GPU's"), NO_VLLM_SERVER] = None
     """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit wait for others to
     end."""
-    seed: Annotated[int | None, unset("INT", "the run's, else 0")] = None
+    seed: Annotated[Seed | None, Default("the run's, else 0")] = None
     """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number alone (vllm: on the batch)."""
 
 
@@ -61,15 +74,15 @@ class SamplingOptions:
 class PlaceOptions:
     """Where it is computed and written."""
 
-    out: Annotated[Path | None, unset("DIR", "evaluations/<name>-<time>")] = None
+    out: Annotated[Path | None, Default("evaluations/<name>-<time>", "DIR")] = None
     """Folder of results, new or empty."""
-    task_seed: Annotated[int | None, unset("INT", "the run's, else 0")] = None
+    task_seed: Annotated[Seed | None, Default("the run's, else 0")] = None
     """Seed of the mazes and of the order of training prompts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
-    threads: Annotated[int | None, unset("INT", "those this process may use")] = None
+    threads: Annotated[Count | None, Default("those this process may use")] = None
     """Number of CPU threads."""
 
 

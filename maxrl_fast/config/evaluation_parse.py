@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from maxrl_fast.config import parse as training
-from maxrl_fast.config.checks import check_ranges, check_task
+from maxrl_fast.config.checks import check_reward_weights, check_task, refuse_inapplicable
 from maxrl_fast.config.evaluation_options import (
     EvaluationConfig,
     ResolvedEvaluationConfig,
@@ -19,8 +19,8 @@ from maxrl_fast.config.evaluation_options import (
     ResolvedPlace,
     ResolvedSampling,
 )
+from maxrl_fast.config.metadata import check_limits
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.relevance import refuse_not_taken
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
@@ -126,26 +126,19 @@ def check(config: EvaluationConfig) -> None:
     """Refuse everything that can be known to be wrong before any work.
 
     Raises:
-        InputError: with a sentence that says what was wanted and what came.
+        InputError: with an expected/got message.
     """
-    measure, sampling = config.measure, config.sampling
-    for name, value in (("samples", measure.samples), ("bootstrap", measure.bootstrap)):
-        if value < 1:
-            raise InputError(f"{name} must be at least 1, got {value}")
-    if not 0 < measure.confidence < 1:
-        raise InputError(f"confidence must be above 0 and below 1, got {measure.confidence}")
+    measure, sampling, options = config.measure, config.sampling, config.flat()
+    check_limits(EvaluationConfig, options)
     for k in measure.k:
         if not 1 <= k <= (sys.maxsize if measure.compare else measure.samples):
             raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
     if sampling.temperature == 0 and measure.samples > 1:
         raise InputError(f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}")
-    if config.place.task_seed is not None and not 0 <= config.place.task_seed < 2**63:
-        raise InputError(f"task_seed must be in [0, 2^63), got {config.place.task_seed}")
     check_task(config.task.task)
-    check_engine_name(config.sampling.rollout)
-    options = config.flat()
-    refuse_not_taken(options, EvaluationConfig().flat())
-    check_ranges(options if sampling.temperature else options | {"temperature": 1.0})  # greedy decoding is no way to train
+    check_engine_name(sampling.rollout)
+    refuse_inapplicable(EvaluationConfig, options)
+    check_reward_weights(options)
 
 
 def resolve(

@@ -59,7 +59,7 @@ class OptionFile:
                 return f"{self.path}, line {i + 1}"
         return str(self.path)  # a key that is written with escapes
 
-    def places(self, sentence: str, overridden: Mapping[str, Any]) -> str:
+    def source_location(self, sentence: str, overridden: Mapping[str, Any]) -> str:
         """Return " (lr: FILE, line N)" where a sentence refuses a value of this file, or nothing.
 
         Args:
@@ -90,7 +90,7 @@ def _refuses(sentence: str, key: str, value: Any) -> bool:
     """Return whether a message is about an option: it begins with the name, ends with it, or says the name and the value."""
     flag = key.replace("_", "-")
     name = rf"(?:--)?(?:{re.escape(key)}|{re.escape(flag)})"
-    if re.match(rf"{name} (?:must|needs|takes)\b", sentence) or re.search(rf"takes no {name}\b", sentence):
+    if re.match(rf"{name} (?:must|needs|takes)\b", sentence) or re.search(rf"(?:takes no|does not support) {name}\b", sentence):
         return True
     is_named = re.search(rf"\b{name}\b", sentence)
     return bool(is_named and re.search(rf"got\b.*(?<!\w){re.escape(str(value))}(?!\w)", sentence))

@@ -6,20 +6,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from maxrl_fast.config import conditions as when
+from maxrl_fast.config.metadata import (
+    Aka,
+    BelowOne,
+    Count,
+    CountOrZero,
+    Default,
+    Finite,
+    Note,
+    NotNegative,
+    Positive,
+    Resume,
+    Seed,
+    Share,
+    UnitInterval,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
+from maxrl_fast.rewards.models import SCORE
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
-SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # of a judge, as in "Score: 8/10" or "8"
-
-
-def unset(metavar: str, default: str) -> Any:
-    """For options whose default is worked out when the run starts: how --help shows them."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 def _one_or_none(texts: list[str]) -> str:
@@ -45,7 +55,7 @@ def as_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def several(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return the values that `as_json` made one value of."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -73,52 +83,67 @@ def numbers_by_name(option: str, texts: Sequence[str]) -> dict[str, float]:
 class ObjectiveOptions:
     """What is maximised. Only the options that the objective takes are shown."""
 
-    objective: str = "maxpo"
+    objective: Annotated[
+        str,
+        Note.MAY_NAME_CODE,
+        Aka("advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage scale_rewards"),
+        Aka("verifree", value="verifree"),
+    ] = "maxpo"
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists them all),
     FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
-    k: Annotated[int | None, unset("INT", "4")] = None
+    k: Annotated[int | None, Default("4"), when.OBJECTIVE] = None
     """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo."""
-    order: Annotated[int | None, unset("INT", "N-1")] = None
+    order: Annotated[int | None, Default("N-1"), when.OBJECTIVE] = None
     """Order at which maxrl is truncated, 1 to N-1."""
-    eps: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    eps: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
     """Added to the divisor: the standard deviation of the rewards, or their mean."""
-    ddof: Annotated[int | None, unset("INT", "the estimator's")] = None
+    ddof: Annotated[int | None, Default("the estimator's"), when.OBJECTIVE] = None
     """1: sample standard deviation; 0: population standard deviation."""
-    tau: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    tau: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
     """Weight of the log-probs in differential_smoothing."""
-    alpha: Annotated[float | None, unset("FLOAT", "0.1")] = None
+    alpha: Annotated[Positive | None, Default("0.1"), when.OBJECTIVE] = None
     """Weight of the tokens' entropies in rl_zvp, per nat."""
-    bundle_size: Annotated[int | None, unset("INT", "5")] = None
+    bundle_size: Annotated[Count | None, Default("5"), when.OBJECTIVE] = None
     """Prompts in a bundle of riskpo; it divides --prompts."""
-    quantile: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    quantile: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
     """Quantile of the group's rewards that is the baseline of qae."""
-    penalty: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    penalty: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
     """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
-    score_range: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
-    """Half of the range in which hero puts the scores of rollouts that its verifier takes for the same, below .5."""
-    correct_weight: Annotated[float | None, unset("FLOAT", "the estimator's")] = None
+    score_range: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
+    """HERO: half-width of the score range within a verifier class, below .5."""
+    correct_weight: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
     """Weight of correct rollouts in w_reinforce."""
-    clamp_delta: Annotated[float | None, unset("FLOAT", "0")] = None
+    clamp_delta: Annotated[float | None, Default("0"), when.OBJECTIVE] = None
     """Clamp probability ratios of responses to at most this distance from 1, in the off-policy objectives; 0: do not."""
-    false_positive_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
+    false_positive_rate: Annotated[float | None, Default("must be given"), when.OBJECTIVE] = None
     """Probability that the verifier accepts a wrong rollout."""
-    false_negative_rate: Annotated[float | None, unset("FLOAT", "must be given")] = None
+    false_negative_rate: Annotated[float | None, Default("must be given"), when.OBJECTIVE] = None
     """Probability that the verifier rejects a correct rollout."""
-    beta: Annotated[float | None, unset("FLOAT", "1")] = None
+    beta: Annotated[Positive | None, Default("1"), when.OBJECTIVE] = None
     """Scale of PACS's reward proxies, in reward per nat of log-ratio."""
-    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, unset("STR", "rloo")] = None
+    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, Default("rloo"), when.OBJECTIVE] = None
     """Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."""
-    class_weight: Annotated[Literal["balanced", "none"] | None, unset("STR", "balanced")] = None
+    class_weight: Annotated[Literal["balanced", "none"] | None, Default("balanced"), when.OBJECTIVE] = None
     """PACS's weights of correct and wrong rollouts: balanced in every group, or none."""
-    ref_reset_interval: Annotated[int | None, unset("INT", "50")] = None
+    ref_reset_interval: Annotated[CountOrZero | None, Default("50"), when.OBJECTIVE] = None
     """Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."""
-    gae_gamma: Annotated[float | None, unset("FLOAT", "1")] = None
+    gae_gamma: Annotated[UnitInterval | None, Default("1"), when.OBJECTIVE, Aka("gamma discount")] = None
     """Discount of the reward per token in the generalized advantage estimates of ppo."""
-    gae_lambda: Annotated[float | None, unset("FLOAT", "1")] = None
+    gae_lambda: Annotated[UnitInterval | None, Default("1"), when.OBJECTIVE, Aka("lam lambd lambda_ gae_lam")] = None
     """Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."""
-    value_clip: Annotated[float | None, unset("FLOAT", "0.2")] = None
+    value_clip: Annotated[
+        NotNegative | None,
+        Default("0.2"),
+        when.OBJECTIVE,
+        Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
+    ] = None
     """Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."""
-    critic_lr: Annotated[float | None, unset("FLOAT", "2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
+    critic_lr: Annotated[
+        Positive | None,
+        Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
+        when.OBJECTIVE,
+        Aka("critic_learning_rate value_lr vf_lr"),
+    ] = None
     """Learning rate of ppo's critic, constant from the first step."""
 
 
@@ -126,35 +151,51 @@ class ObjectiveOptions:
 class TaskOptions:
     """Where prompts come from. Only the options that the task takes are shown."""
 
-    task: str = "maze"
+    task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
     """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of reasoning-gym; dataset, prompts
     of --data scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS, your own task; or the name
     of an installed one."""
-    maze_size: int = 9
+    maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
-    chain_length: int = 64
+    chain_length: Annotated[int, when.CHAIN] = 64
     """States of the chain; the MaxPO paper has 1000."""
-    gym_config: str = ""
+    gym_config: Annotated[str, when.GYM_TASK] = ""
     """Options of a data set of reasoning-gym as a JSON object, such as {"min_terms": 2, "max_terms": 2}."""
-    task_args: str = ""
+    task_args: Annotated[str, when.CUSTOM_TASK] = ""
     """Arguments of the class of your own task or an installed one as a JSON object, such as {"length": 6}."""
-    data: Annotated[Path | None, unset("FILE", "none")] = None
+    data: Annotated[
+        Path | None, Default("none", "FILE"), when.DATASET, Aka("train_file train_files prompt_data train_data dataset_path")
+    ] = None
     """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments of the reward function."""
-    test_data: Annotated[Path | None, unset("FILE", "none, a tenth of --data")] = None
+    test_data: Annotated[
+        Path | None,
+        Default("none, a tenth of --data", "FILE"),
+        when.DATASET,
+        Aka("val_files val_file eval_dataset eval_data eval_prompt_data validation_file test_file"),
+    ] = None
     """JSON Lines or Parquet file of held-out prompts."""
-    hub: Annotated[str | None, unset("NAME[:CONFIG]", "the task's")] = None
+    hub: Annotated[
+        str | None, Default("the task's", "NAME[:CONFIG]"), when.DATASET, Aka("dataset_name dataset dataset_config")
+    ] = None
     """Data set of the Hugging Face hub in place of --data; its train split is used."""
-    prompt_key: Annotated[str | None, unset("STR", "prompt; question for gsm8k, problem for math")] = None
+    prompt_key: Annotated[
+        str | None,
+        Default("prompt; question for gsm8k, problem for math"),
+        when.DATASET,
+        Aka("input_key prompt_column prompt_field"),
+    ] = None
     """Key of the prompt in a line."""
-    answer_key: Annotated[str | None, unset("STR", "answer")] = None
+    answer_key: Annotated[str | None, Default("answer"), when.WITH_ANSWERS, Aka("label_key answer_column")] = None
     """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth."""
-    prompt_suffix: Annotated[str | None, unset("STR", "the papers' for gsm8k and math")] = None
+    prompt_suffix: Annotated[str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT] = None
     """Text added to prompts that are text."""
-    plain_prompts: bool = False
+    plain_prompts: Annotated[bool, when.READS_TEXT] = False
     """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat template."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[
+        Count, when.READS_TEXT, Aka("max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len")
+    ] = 1024
     """Longer prompts are left out."""
-    allow_special_tokens: bool = False
+    allow_special_tokens: Annotated[bool, when.READS_TEXT] = False
     """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise they are refused."""
 
 
@@ -162,49 +203,64 @@ class TaskOptions:
 class RewardOptions:
     """How responses are scored."""
 
-    reward: Annotated[tuple[str, ...], unset("FILE:FUNCTION ...", "the task's own")] = ()
+    reward: Annotated[
+        tuple[str, ...],
+        Default("the task's own", "FILE:FUNCTION ..."),
+        when.TASK_IS_NO_REWARD,
+        Note.NAMES_CODE,
+        Aka(
+            "reward_funcs reward_function custom_reward_function reward_fn remote_rm_url reward_pretrain",
+            "custom_rm_path reward_model_path rm_type reward_model_name_or_path",
+        ),
+    ] = ()
     """Python functions(prompt, response, **columns) -> float that score responses, as rewards.py:length or package.module:f, in
     processes of their own; hf:DIR, a reward model (a Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an
     HTTP server with OpenAI's interface."""
-    reward_weights: Annotated[tuple[float, ...], unset("FLOAT ...", "1 for each")] = ()
+    reward_weights: Annotated[tuple[float, ...], Default("1 for each", "FLOAT ..."), when.WITH_REWARDS] = ()
     """Weights of the functions in the reward, which is their weighted sum."""
-    reward_threshold: Annotated[float | None, unset("FLOAT", "none")] = None
+    reward_threshold: Annotated[Finite | None, Default("none"), when.NOT_0_OR_1] = None
     """Rewards above this become 1, all others 0."""
-    reward_workers: int = 2
+    reward_workers: Annotated[Count, when.IN_PROCESSES, Resume.FREE, Aka("num_workers reward_num_workers")] = 2
     """Number of processes that run each function."""
-    reward_concurrency: int = 16
+    reward_concurrency: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 16
     """Calls of an async function that one process makes at a time; requests to a judge at a time."""
-    judge_template: Annotated[Path | None, unset("FILE", "none")] = None
+    judge_template: Annotated[Path | None, Default("none", "FILE"), when.WITH_JUDGE] = None
     """Text file of the question to the judge, with {prompt}, {response} and other columns in braces."""
-    judge_score: Annotated[str, unset("REGEX", "the last number behind the word score, or at the start")] = SCORE
+    judge_score: Annotated[str, Default("the last number behind the word score, or at the start", "REGEX"), when.WITH_JUDGE] = (
+        SCORE
+    )
     """The first group of the last match in the judge's reply is the score."""
-    judge_rate: Annotated[float, unset("FLOAT", "0, no limit")] = 0.0
+    judge_rate: Annotated[NotNegative, Default("0, no limit"), when.WITH_JUDGE, Resume.FREE] = 0.0
     """Largest number of requests to the judge in a second; 0: no limit."""
-    reward_seconds: float = 5.0
+    reward_seconds: Annotated[Positive, when.BY_FUNCTIONS, Resume.FREE] = 5.0
     """Longest time of one call or request in seconds; a call that takes longer is killed and counts as failed."""
-    reward_memory_gb: float = 2.0
+    reward_memory_gb: Annotated[Positive, when.IN_PROCESSES, Resume.FREE] = 2.0
     """Memory that one process may allocate after loading the function, in 1e9 bytes."""
-    reward_isolation: Literal["process", "call"] = "process"
+    reward_isolation: Annotated[Literal["process", "call"], when.IN_PROCESSES, Resume.FREE] = "process"
     """process: a process makes calls until one fails; call: each call has a fresh process, which no other call can change."""
-    reward_env: Annotated[str, unset("NAME,NAME", "none")] = ""
+    reward_env: Annotated[str, Default("none", "NAME,NAME"), when.IN_PROCESSES, Resume.FREE] = ""
     """Environment variables that the function needs besides a short list without keys and tokens, such as OPENAI_API_KEY. The
     first whose name ends with KEY or TOKEN is sent to a judge."""
-    max_reward_error_rate: float = 0.1
+    max_reward_error_rate: Annotated[UnitInterval, when.BY_FUNCTIONS, Resume.FREE] = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
 
 
 @dataclass(frozen=True)
 class ShapingOptions:
-    """What training makes of the rewards; evaluation leaves them as they are."""
+    """Reward shaping, in training only."""
 
-    labels: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
+    labels: Annotated[
+        Literal["given", "vote", "logprob", "mean_logprob", "rlpr"],
+        Aka("srt ttrl majority_vote self_reward", value="vote"),
+        Aka("rlpr probability_reward", value="rlpr"),
+    ] = "given"
     """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most responses to the prompt
-    give, 0 for others, without any label (SRT, TTRL); logprob: the policy's log-prob of the reference answer behind the
+    give, 0 for others, without any label (SRT, TTRL); logprob: the policy's log-prob of the reference answer, given the
     response's reasoning; mean_logprob: its mean over the answer's tokens; rlpr: the reward of RLPR."""
-    overlong_buffer: int = 0
+    overlong_buffer: Annotated[CountOrZero, Aka("overlong_buffer_len overlong_buffer_cfg soft_punish_cache")] = 0
     """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
     longer they are; 0: none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: Annotated[Positive, when.WITH_BUFFER, Aka("overlong_penalty_factor")] = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
 
 
@@ -212,34 +268,95 @@ class ShapingOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: str = "native"
+    rollout: Annotated[str, Note.MAY_NAME_CODE, Aka("use_vllm vllm vllm_mode vllm_num_engines", value="vllm")] = "native"
     """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
-    vllm_tensor_parallel: int = 1
-    """Number of neighbouring processes of torchrun that share one vLLM engine; it divides their number."""
-    vllm_url: Annotated[str | None, unset("URL", "vLLM runs in the trainer's processes")] = None
+    vllm_tensor_parallel: Annotated[
+        Count,
+        when.VLLM,
+        when.NO_VLLM_SERVER,
+        Resume.ROUNDING,
+        Aka("vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size"),
+    ] = 1
+    """vLLM tensor-parallel size; must divide the world size."""
+    vllm_url: Annotated[
+        str | None,
+        Default("vLLM runs in the trainer's processes", "URL"),
+        when.VLLM,
+        Resume.FREE,
+        Aka("vllm_server_base_url vllm_server_host"),
+    ] = None
     """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this machine's TMPDIR."""
-    prompts: int = 32
+    prompts: Annotated[
+        Count,
+        Aka(
+            "per_device_train_batch_size train_batch_size batch_size rollout_batch_size global_batch_size",
+            "prompts_per_step num_prompts generation_batch_size",
+        ),
+    ] = 32
     """Prompts per step (G)."""
-    rollouts: int = 16
+    rollouts: Annotated[
+        Count,
+        Aka(
+            "num_generations n rollout_n n_samples_per_prompt num_rollouts group_size samples_per_prompt",
+            "n_rollouts num_samples num_return_sequences rollouts_per_prompt samples rollouts_per_example",
+        ),
+    ] = 16
     """Rollouts per prompt (N)."""
-    dynamic_sampling: int = 0
+    dynamic_sampling: Annotated[CountOrZero, Aka("dynamic_filtering filter_groups")] = 0
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all equal (DAPO); 0: one batch."""
-    max_new_tokens: Annotated[int | None, unset("INT", "the task's; 32 for 9x9 mazes")] = None
+    max_new_tokens: Annotated[
+        Count | None,
+        Default("the task's; 32 for 9x9 mazes"),
+        Aka(
+            "max_completion_length max_response_length generate_max_len max_tokens max_length response_length",
+            "rollout_max_response_len max_gen_len max_completion_tokens",
+        ),
+    ] = None
     """Response limit, in tokens."""
-    temperature: float = 1.0
+    temperature: Annotated[Positive, Aka("rollout_temperature sampling_temperature")] = 1.0
     """Temperature of the sampling and of the loss."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
-    kv_cache_gb: Annotated[float | None, unset("FLOAT", "an eighth of the memory, a quarter of a GPU's")] = None
+    kv_cache_gb: Annotated[
+        Positive | None,
+        Default("an eighth of the memory, a quarter of a GPU's"),
+        when.NO_VLLM_SERVER,
+        Resume.ROUNDING,
+        Aka("vllm_gpu_memory_utilization gpu_memory_utilization"),
+    ] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
-    correction: Annotated[CorrectionName | None, unset("STR", "none with native or the objective's own loss, else tis")] = None
+    correction: Annotated[
+        CorrectionName | None,
+        Default("none with native or the objective's own loss, else tis"),
+        Note.FOLLOWS_OBJECTIVE,
+        Aka(
+            "rollout_is rollout_rs vllm_importance_sampling_mode vllm_importance_sampling_correction use_tis",
+            "rollout_correction",
+        ),
+        Aka("off_policy_mask_threshold use_opsm opsm_delta", value="sequence_mask"),
+    ] = None
     """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
     sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
-    importance_cap: Annotated[float | None, unset("FLOAT", "2 for tis and tis_sequence")] = None
+    importance_cap: Annotated[
+        NotNegative | None,
+        Default("2 for tis and tis_sequence"),
+        when.TAKES_CAP,
+        Note.FOLLOWS_OBJECTIVE,
+        Aka(
+            "vllm_importance_sampling_cap vllm_importance_sampling_clip_max tis_imp_ratio_cap",
+            "importance_sampling_cap rollout_is_threshold",
+        ),
+    ] = None
     """Largest importance weight, of a token for tis and of a response for tis_sequence; without --correction it asks for tis,
     and 0 for none."""
-    correction_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the correction's own")] = ()
+    correction_options: Annotated[
+        tuple[str, ...],
+        Default("the correction's own", "NAME=VALUE ..."),
+        when.TAKES_NUMBERS,
+        Note.FOLLOWS_OBJECTIVE,
+        Aka("rollout_rs_threshold vllm_importance_sampling_clip_min"),
+    ] = ()
     """Numbers of the correction: low and high of icepop and mis, delta of sequence_mask."""
 
     def correction_numbers(self) -> dict[str, float]:
@@ -251,16 +368,16 @@ class RolloutOptions:
 class WarmStartOptions:
     """Supervised learning on solutions, before reinforcement learning."""
 
-    sft_data: Annotated[Path | None, unset("FILE", "none, the task's solutions")] = None
+    sft_data: Annotated[Path | None, Default("none, the task's solutions", "FILE"), when.DATASET] = None
     """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a response; or messages, of which
     the last is the assistant's."""
-    sft_steps: Annotated[int | None, unset("INT", "100; with --sft-data an epoch; with --model alone 0")] = None
+    sft_steps: Annotated[CountOrZero | None, Default("100; with --sft-data an epoch; with --model alone 0")] = None
     """Number of steps of supervised learning; 0: none."""
-    sft_batch: int = 32
+    sft_batch: Count = 32
     """Solutions per step."""
-    sft_lr: Annotated[float | None, unset("FLOAT", "2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
+    sft_lr: Annotated[Positive | None, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
-    sft_beta2: Annotated[float | None, unset("FLOAT", "--beta2")] = None
+    sft_beta2: Annotated[BelowOne | None, Default("--beta2"), Note.SELDOM] = None
     """AdamW's decay of the second moment in the warm start."""
 
 
@@ -268,25 +385,48 @@ class WarmStartOptions:
 class OptimizerOptions:
     """Reinforcement learning updates (AdamW, float32 weights and moments)."""
 
-    steps: int = 90
+    steps: Annotated[
+        CountOrZero,
+        Aka(
+            "max_steps num_train_epochs total_training_steps total_epochs num_episodes epochs num_epochs num_steps",
+            "num_rollout iterations train_steps",
+        ),
+    ] = 90
     """Number of reinforcement learning steps."""
-    lr: Annotated[float | None, unset("FLOAT", "3e-4; with --model 1e-6, with --lora-rank too 1e-5")] = None
+    lr: Annotated[
+        Positive | None,
+        Default("3e-4; with --model 1e-6, with --lora-rank too 1e-5"),
+        Aka("learning_rate actor_learning_rate optim_lr"),
+    ] = None
     """Peak learning rate."""
-    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    lr_schedule: Annotated[Literal["constant", "cosine"], Aka("lr_scheduler_type lr_scheduler lr_decay_style scheduler")] = (
+        "cosine"
+    )
     """Learning rate after the warm-up: constant, or a cosine to a tenth of the peak."""
-    warmup_steps: int = 25
+    warmup_steps: Annotated[
+        CountOrZero, Aka("warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps")
+    ] = 25
     """Steps of linear warm-up, while the second moments settle: with few, an early large gradient undoes the warm start."""
-    updates_per_step: int = 1
+    updates_per_step: Annotated[Count, Aka("ppo_mini_batch_size mini_batch_size steps_per_generation")] = 1
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[NotNegative, Aka("l2 adam_weight_decay")] = 0.01
     """Decoupled weight decay, on matrices only."""
-    beta2: float = 0.99
+    beta2: Annotated[BelowOne, Aka("adam_beta2 adam_betas")] = 0.99
     """AdamW's decay of the second moment."""
-    clip_grad: float = 0.1
+    clip_grad: Annotated[Positive, Aka("max_grad_norm grad_clip max_norm gradient_clipping grad_norm")] = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
-    token_budget: int = 4096
+    token_budget: Annotated[
+        Count,
+        Resume.ROUNDING,
+        Aka(
+            "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu max_tokens_per_gpu",
+            "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
+        ),
+    ] = 4096
     """Token limit, prompts counted once, of one forward and backward pass; gradients of several passes add up."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: Annotated[
+        bool, Resume.ROUNDING, Aka("gradient_checkpointing enable_gradient_checkpointing activation_checkpointing")
+    ] = False
     """Keep only each layer's input for the backward pass and recompute the layer there: less memory, a third more work."""
 
 
@@ -294,30 +434,59 @@ class OptimizerOptions:
 class LossOptions:
     """The token loss."""
 
-    loss: Annotated[str | None, unset("STR", "ppo; reinforce for pacs, verifree and the off-policy objectives")] = None
+    loss: Annotated[
+        str | None,
+        Default("ppo; reinforce for pacs, verifree and the off-policy objectives"),
+        Note.FOLLOWS_OBJECTIVE,
+        Note.MAY_NAME_CODE,
+        Aka("policy_loss_type loss_fn policy_loss loss_mode"),
+        Aka("importance_sampling_level", value="gspo"),
+    ] = None
     """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives` lists them all),
     an installed loss, or FILE.py:FUNCTION. With one update per step the ratio is 1, and the built-in losses have the same
     gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
-    loss_options: Annotated[tuple[str, ...], unset("NAME=VALUE ...", "the loss's own")] = ()
+    loss_options: Annotated[
+        tuple[str, ...],
+        Default("the loss's own", "NAME=VALUE ..."),
+        when.TAKES_LOSS_OPTIONS,
+        Note.FOLLOWS_LOSS,
+        Aka(
+            "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg vespo_lambda_pos",
+            "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
+        ),
+    ] = ()
     """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
-    clip_low: float = 0.2
+    clip_low: Annotated[
+        BelowOne,
+        when.TAKES_CLIPS,
+        Aka(
+            "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low clip_eps",
+            "clip_range",
+        ),
+    ] = 0.2
     """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo, luspo, clip_cov and simko."""
-    clip_high: float = 0.2
+    clip_high: Annotated[NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")] = 0.2
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
-    aggregation: Annotated[str | None, unset("STR", "the objective's")] = None
+    aggregation: Annotated[
+        str | None,
+        Default("the objective's"),
+        Note.FOLLOWS_OBJECTIVE,
+        Note.FOLLOWS_LOSS,
+        Aka("loss_type loss_agg_mode loss_reduction"),
+    ] = None
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
     (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
-    top_entropy: float = 1.0
+    top_entropy: Annotated[Share, Aka("top_entropy_quantile entropy_top_ratio")] = 1.0
     """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper);
     costs one more forward pass. The others still count in the average. 1: all."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[NotNegative, Aka("entropy_coeff entropy_loss_coef entropy_bonus ent_coef")] = 0.0
     """Coefficient of the entropy bonus, per nat."""
-    siren: float = 0.0
+    siren: Annotated[NotNegative, Note.SELDOM] = 0.0
     """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its value at the start, over the
     tokens with high entropy and their likely continuations alone (0.005 in the paper); 0: none."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[NotNegative, Aka("beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef")] = 0.0
     """Coefficient of the divergence from the reference policy, the policy when reinforcement learning begins, per nat."""
-    kl: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    kl: Annotated[Literal["k1", "k2", "k3", "k3+"], when.WITH_KL, Aka("kl_loss_type kl_estimator kl_penalty")] = "k3"
     """Estimator of the divergence from the reference policy."""
 
     def own_numbers(self) -> dict[str, float]:
@@ -329,29 +498,37 @@ class LossOptions:
 class ModelOptions:
     """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that transformers has."""
 
-    model: Annotated[str | None, unset("MODEL", "none, a new model")] = None
+    model: Annotated[
+        str | None,
+        Default("none, a new model", "MODEL"),
+        Aka(
+            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model base_model model_id", "tokenizer"
+        ),
+    ] = None
     """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub. The sizes
     below are then its own."""
-    model_backend: Literal["auto", "native", "transformers"] = "auto"
+    model_backend: Annotated[Literal["auto", "native", "transformers"], when.WITH_MODEL, Resume.POLICY] = "auto"
     """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers (docs/models.md lists which), or
     auto: native where it has the model."""
-    hidden_size: int = 128
+    hidden_size: Annotated[Count, Resume.POLICY] = 128
     """Size of the hidden states."""
-    intermediate_size: int = 256
+    intermediate_size: Annotated[Count, Resume.POLICY] = 256
     """Size of the feed-forward layers."""
-    layers: int = 4
+    layers: Annotated[Count, Resume.POLICY] = 4
     """Number of layers."""
-    heads: int = 8
+    heads: Annotated[Count, Resume.POLICY] = 8
     """Number of query heads; the size of a head is hidden_size / heads."""
-    kv_heads: int = 4
+    kv_heads: Annotated[Count, Resume.POLICY] = 4
     """Number of key/value heads."""
-    rope_theta: float = 100.0
+    rope_theta: Annotated[Positive, Resume.POLICY, Note.SELDOM] = 100.0
     """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL paper has 1e6."""
-    lora_rank: int = 0
+    lora_rank: Annotated[CountOrZero, Resume.POLICY, Aka("lora_r use_peft r peft")] = 0
     """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the checkpoints; 0: off."""
-    lora_alpha: float = 32.0
+    lora_alpha: Annotated[Positive, when.WITH_LORA] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    lora_targets: Annotated[str, when.WITH_LORA, Resume.POLICY, Aka("lora_target_modules target_modules")] = (
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    )
     """Linear layers that get adapters."""
 
     @property
@@ -364,19 +541,30 @@ class ModelOptions:
 class EvaluationOptions:
     """Evaluation on held-out prompts, and what is reported."""
 
-    eval_every: int = 0
+    eval_every: Annotated[
+        CountOrZero, Resume.FREE, Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq")
+    ] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
-    eval_prompts: Annotated[int | None, unset("INT", "256, or all that are held out")] = None
+    eval_prompts: Annotated[
+        Count | None, Default("256, or all that are held out"), Aka("limit num_eval_prompts max_eval_samples")
+    ] = None
     """Number of held-out prompts."""
-    eval_samples: int = 16
+    eval_samples: Annotated[Count, Aka("n_samples_per_eval_prompt eval_num_samples num_generations_eval")] = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
-    diagnose_every: int = 0
+    diagnose_every: Annotated[CountOrZero, Resume.FREE] = 0
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own gradient, which cost a second
     backward pass; 0: none."""
-    keep_rollouts: int = 8
+    keep_rollouts: Annotated[CountOrZero, Resume.FREE, Note.SELDOM] = 8
     """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages: whole groups as far as this
     number goes, and many of the same prompts in each epoch of a data set; 0: none."""
-    log_to: Annotated[Literal["wandb", "trackio"] | None, unset("STR", "none")] = None
+    log_to: Annotated[
+        Literal["wandb", "trackio"] | None,
+        Default("none"),
+        Resume.FREE,
+        Note.NAMES_CODE,
+        Aka("report_to logger"),
+        Aka("use_wandb wandb wandb_project", value="wandb"),
+    ] = None
     """Send metrics to wandb or trackio too, beside TensorBoard's files."""
 
 
@@ -384,37 +572,59 @@ class EvaluationOptions:
 class RunOptions:
     """The run itself."""
 
-    out: Annotated[Path | None, unset("DIR", "runs/<objective>-<time>")] = None
+    out: Annotated[
+        Path | None,
+        Default("runs/<objective>-<time>", "DIR"),
+        Resume.START,
+        Aka(
+            "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save logging_dir",
+            "out_dir log_dir",
+        ),
+    ] = None
     """Folder of results: new, empty, or of a run that ended before its first step."""
-    resume: Annotated[Path | None, unset("DIR", "none")] = None
+    resume: Annotated[
+        Path | None,
+        Default("none", "DIR"),
+        Resume.START,
+        Note.NOT_IN_A_FILE,
+        Aka("resume_from_checkpoint resume_from_path load_checkpoint resume_mode resume_from load"),
+    ] = None
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
     the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""
-    allow_changes: bool = False
+    allow_changes: Annotated[bool, when.RESUMES, Resume.START] = False
     """Resume even if other options or files than the run's change what is computed."""
-    config: Annotated[Path | None, unset("FILE", "none")] = None
+    config: Annotated[Path | None, Default("none", "FILE"), Resume.START, Note.NOT_IN_A_FILE] = None
     """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides the file."""
-    seed: int = 0
+    seed: Annotated[Seed, Aka("data_seed random_seed")] = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING, Aka("use_cpu no_cuda")] = "auto"
     """Device to compute on."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Aka("torch_dtype precision mixed_precision"), Aka("bf16", value="bfloat16")
+    ] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and moments are always
     float32."""
-    compile: bool = False
+    compile: Annotated[bool, Resume.ROUNDING, Aka("torch_compile use_torch_compile")] = False
     """Fuse each layer's operations before and after attention by torch.compile, in training and in PyTorch's decoding. The
     first steps take longer."""
-    sharding: Literal["auto", "none", "full"] = "auto"
+    sharding: Annotated[
+        Literal["auto", "none", "full"], Resume.ROUNDING, Aka("fsdp deepspeed zero_stage fsdp_config", value="full")
+    ] = "auto"
     """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full
     where the training state would take more than half of a GPU's memory."""
-    threads: Annotated[int | None, unset("INT", "those this process may use")] = None
+    threads: Annotated[
+        Count | None, Default("those this process may use"), Resume.ROUNDING, Aka("num_threads n_threads cpu_threads")
+    ] = None
     """Number of CPU threads."""
-    save_every: int = 50
+    save_every: Annotated[CountOrZero, Resume.FREE, Aka("save_steps save_freq save_interval save_strategy")] = 50
     """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[
+        CountOrZero, Resume.FREE, Aka("save_total_limit max_ckpt_num max_actor_ckpt_to_keep"), Note.SELDOM
+    ] = 3
     """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
-    stall_limit: float = 1800.0
+    stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
     """Seconds that a stage of a step may take without progress; then the run prints the stacks of its processes and ends."""
-    dry_run: Annotated[str | None, OPTIONAL_VALUE, unset("[GPUSxGB]", "off")] = None
+    dry_run: Annotated[str | None, OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")] = None
     """Print the resolved configuration with estimates of memory and work, and stop. Without a value they are for this machine
     and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, which this machine need not have."""
 

@@ -6,12 +6,11 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from maxrl_fast.config import options
-from maxrl_fast.config.parse import field_docstrings
+from maxrl_fast.config.metadata import Default, Note, Option, read_options
+from maxrl_fast.config.options import Config
 
 _HEAD = """# Options
 
@@ -25,12 +24,10 @@ overrides the file. A table, an unknown key or a wrong value is refused with the
 verl, OpenRLHF and others give an option, as for a misspelled one, the message has the name here: `--num-generations 8` is
 answered by "did you mean --rollouts?".
 """
-_NOT_IN_A_FILE = ("config", "resume")
-_METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 
 
 @dataclass(frozen=True)
-class Option:
+class Row:
     """A row of the page, in Markdown."""
 
     flag: str
@@ -40,13 +37,11 @@ class Option:
     help: str
 
 
-def groups() -> Iterator[tuple[str, str, list[Option]]]:
+def groups() -> Iterator[tuple[str, str, list[Row]]]:
     """Name, purpose and options of every group, in the order of --help."""
-    for group in dataclasses.fields(options.Config):
-        cls = type(getattr(options.Config(), group.name))
-        hints, helps = get_type_hints(cls, include_extras=True), field_docstrings(cls)
-        rows = [_option(option, hints[option.name], helps[option.name]) for option in dataclasses.fields(cls)]
-        yield group.name.replace("_", " "), inspect.cleandoc(cls.__doc__ or ""), rows
+    for group in dataclasses.fields(Config):
+        cls = type(getattr(Config(), group.name))
+        yield group.name.replace("_", " "), inspect.cleandoc(cls.__doc__ or ""), [_row(x) for x in read_options(cls)]  # type: ignore[arg-type]
 
 
 def page() -> str:
@@ -57,29 +52,22 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _option(option: "dataclasses.Field[Any]", hint: Any, help_text: str) -> Option:
-    shown = None
-    if get_origin(hint) is Annotated:
-        hint, *notes = get_args(hint)
-        shown = next((note for note in notes if hasattr(note, "help_behavior_hint")), None)  # of tyro.conf.arg
-    default = _default(option.default)
-    if shown is not None and isinstance(shown.help_behavior_hint, str):
-        default = _escaped(shown.help_behavior_hint.removeprefix("(default: ").removesuffix(")"))
+def _row(option: Option) -> Row:
+    shown = option.find(Default)
+    default = _default(option.default) if shown is None else _escaped(shown.text)
     name = "--" + option.name.replace("_", "-")
-    flag = f"`{name}`" if hint is not bool else f"`{name}`, `--no-{name[2:]}`"
-    key = "none" if option.name in _NOT_IN_A_FILE else f"`{option.name}`"
-    return Option(flag, key, _kind(hint, shown.metavar if shown else None), default, _escaped(help_text))
+    flag = f"`{name}`" if option.kind is not bool else f"`{name}`, `--no-{name[2:]}`"
+    key = "none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`"
+    return Row(flag, key, _kind(option), default, _escaped(option.help))
 
 
-def _kind(hint: Any, metavar: str | None) -> str:
+def _kind(option: Option) -> str:
     """Choices where there are some, else what --help shows in the value's place."""
-    if NoneType in get_args(hint):  # X | None
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    if get_origin(hint) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(hint))
-    if hint is bool:
-        return "flag"
-    return f"`{metavar or _METAVARS.get(hint, str(hint))}`"
+    kinds = [kind for kind in (get_args(option.kind) or [option.kind]) if kind is not NoneType]  # of X | None
+    literal = option.kind if get_origin(option.kind) is Literal else kinds[0]
+    if get_origin(literal) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(literal))
+    return "flag" if option.kind is bool else f"`{option.metavar}`"
 
 
 def _default(value: Any) -> str:
@@ -94,7 +82,7 @@ def _escaped(text: str) -> str:
     return "".join(part if i % 2 else re.sub(r"([*<\[\]])", r"\\\1", part) for i, part in enumerate(parts)).replace("|", r"\|")
 
 
-def _table(rows: list[Option]) -> str:
+def _table(rows: list[Row]) -> str:
     lines = ["| flag | key | value | default | |", "|---|---|---|---|---|"]
     lines += [f"| {row.flag} | {row.key} | {row.kind} | {row.default} | {row.help} |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -10,46 +10,35 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import docstring_parser
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
+from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.config import conditions as when
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.hints import OTHER_NAMES, flag_hint, key_hint, refuse_unknown_flags
+from maxrl_fast.config.conditions import Choices
+from maxrl_fast.config.hints import OTHER_NAMES, as_flag, flag_hint, key_hint, refuse_unknown_flags
+from maxrl_fast.config.metadata import Note, inapplicable_options, names_with, options_of, read_options
 from maxrl_fast.config.option_file import OptionFile
-from maxrl_fast.config.options import Config, ObjectiveOptions, as_json, several
-from maxrl_fast.config.relevance import Choices, not_taken
+from maxrl_fast.config.options import Config, as_json, as_list
 from maxrl_fast.config.resolve import absolute_function
+from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.plugins import describe_installed, is_file, is_installed
-from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
 
 Options = dict[str, Any]  # by name
 AUTO = "auto"  # the value of --resume
-ESTIMATOR_OPTIONS = (
-    "eps",
-    "ddof",
-    "tau",
-    "quantile",
-    "penalty",
-    "correct_weight",
-    "clamp_delta",
-    "false_positive_rate",
-    "false_negative_rate",
-)
-OF_CORRECTION = ("correction", "importance_cap", "correction_options")
-# Options whose defaults follow from the objective: a run that resumes with another takes that one's.
-OF_OBJECTIVE = (*(option.name for option in dataclasses.fields(ObjectiveOptions)), "loss", "aggregation", *OF_CORRECTION)
-# The same for another loss, of options that may have been given for the one before.
-OF_LOSS = ("loss_options", "aggregation")
-SEVERAL = ("reward", "reward_weights", "loss_options", "correction_options")  # options of one value or of several
-CODE = ("objective", "task", "reward", "loss", "rollout", "log_to")  # options that can name code
+OPTIONS = options_of(Config)
+ESTIMATOR_OPTIONS = tuple(name for name in OPTIONS if any(name in row.options for row in ESTIMATORS.values()))
+SEVERAL = tuple(option.name for option in OPTIONS.values() if option.takes_several)
+CODE = tuple(option.name for option in OPTIONS.values() if {Note.MAY_NAME_CODE, Note.NAMES_CODE} & {*option.notes})
 AnyOptions = TypeVar("AnyOptions")
 
 
@@ -71,7 +60,7 @@ def parse(arguments: Sequence[str]) -> Config:
     run, is_auto = flags.get("resume"), flags.get("resume") == AUTO
     if is_auto:
         run = _run_in(flags.get("out") or of_file.get("out"))
-    # A run that ended before its first checkpoint is begun anew, with the options of this command.
+    # A run that ended before its first checkpoint restarts with this command's options.
     of_run = {} if run is None or (is_auto and not checkpoints_of(Path(run))) else _options_of_run(Path(run))
     if run is not None and of_run:
         overriding = {name: value for name, value in _find(arguments, CODE).items() if value is not None}
@@ -79,10 +68,10 @@ def parse(arguments: Sequence[str]) -> Config:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     objective = _find(arguments, ("objective",))["objective"] or of_file.get("objective")
     if of_run and objective and absolute_function(str(objective)) != of_run.get("objective"):
-        of_run = {name: value for name, value in of_run.items() if name not in OF_OBJECTIVE}
+        of_run = _without_notes(of_run, when.OBJECTIVE, Note.FOLLOWS_OBJECTIVE)
     loss = _find(arguments, ("loss",))["loss"] or of_file.get("loss")
     if of_run and loss and loss != of_run.get("loss"):
-        of_run = {name: value for name, value in of_run.items() if name not in OF_LOSS}
+        of_run = _without_notes(of_run, Note.FOLLOWS_LOSS)
     hidden = hidden_options(of_run | of_file, arguments)
     of_run = {name: value for name, value in of_run.items() if name not in hidden}  # their defaults, written down
     refuse(of_file, hidden)
@@ -95,14 +84,19 @@ def parse(arguments: Sequence[str]) -> Config:
     return config.replace(resume=None if run is None else Path(run), allow_changes=config.run.allow_changes and run is not None)
 
 
-def places(sentence: str, arguments: Sequence[str]) -> str:
+def _without_notes(options: Options, *notes: Any) -> Options:
+    """Return the options that have none of these notes."""
+    return {name: value for name, value in options.items() if not {*notes} & {*OPTIONS[name].notes}}
+
+
+def source_location(sentence: str, arguments: Sequence[str]) -> str:
     """Return " (lr: FILE, line 3)" where a message refuses a value that the file of --config gives, or nothing."""
     try:
         file = _file_of(arguments)
     except InputError:  # which is the message
         return ""
     given = _find(arguments, list(file.options))
-    return file.places(sentence, {name: value for name, value in given.items() if value is not None})
+    return file.source_location(sentence, {name: value for name, value in given.items() if value is not None})
 
 
 def _file_of(arguments: Sequence[str]) -> OptionFile:
@@ -175,7 +169,7 @@ def foreign_code(out: Path, options: Options) -> str:
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
         return ""
-    code = [f"{name} {shown(value)}" for name in CODE if _is_code(name, options) for value in several(options[name])]
+    code = [f"{name} {shown(value)}" for name in CODE if _is_code(name, options) for value in as_list(options[name])]
     whose = " and ".join(map(_user, owners))
     names = ", ".join(code) or "no code of its own"
     return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {names}"
@@ -183,7 +177,7 @@ def foreign_code(out: Path, options: Options) -> str:
 
 def _is_code(name: str, options: Options) -> bool:
     """Return whether an option names code: a function of a file or module, or a tracker."""
-    if options.get(name) is None or name in ("reward", "log_to"):
+    if options.get(name) is None or Note.NAMES_CODE in OPTIONS[name].notes:
         return options.get(name) is not None
     return is_file(str(options[name])) or is_installed(name, str(options[name]))
 
@@ -203,13 +197,7 @@ def hidden_options(options: Options, arguments: Sequence[str]) -> dict[str, str]
     """
     names = [option.name for option in dataclasses.fields(Choices)]
     choices = options | {name: value for name, value in _find(arguments, names).items() if value is not None}
-    for name in ("lora_rank", "kl_coef"):
-        with contextlib.suppress(ValueError, TypeError):  # what is no number is refused later
-            choices[name] = float(choices.get(name, 0))
-    for name in ("objective", "task", "rollout", "loss"):  # a number in a file is refused later
-        if choices.get(name) is not None:
-            choices[name] = str(choices[name])
-    hidden = not_taken(Choices.of(choices))
+    hidden = inapplicable_options(Config, Choices.of(choices))
     refuse({name.removeprefix("no_"): None for name in _names_of_flags(arguments)}, hidden)
     return hidden
 
@@ -219,7 +207,7 @@ def refuse(given: Iterable[str], hidden: Mapping[str, str]) -> None:
     for name in given:
         if name == "estimator_options":
             own = ", ".join(f"--{option.replace('_', '-')}" for option in ESTIMATOR_OPTIONS)
-            raise InputError(f"--estimator-options is gone: what it held are options of their own, {own}")
+            raise InputError(f"--estimator-options was removed; use {own}")
         if name in hidden:
             # Where another library means something else by the name, as by beta, PACS's, the weight of the divergence.
             hint = flag_hint(name, Config().flat().keys() - hidden) if name in OTHER_NAMES else ""
@@ -236,13 +224,18 @@ def _find(arguments: Sequence[str], names: Sequence[str]) -> Options:
 
 
 def parse_shown(
-    kind: type[AnyOptions], arguments: Sequence[str], hidden: Iterable[str], prog: str, default: Any = None
+    kind: type[AnyOptions], arguments: Sequence[str], hidden: Collection[str], prog: str, default: Any = None
 ) -> AnyOptions:
     """Return `kind`, a dataclass of groups of options, from flags; the hidden options are not among them nor in --help."""
+    more: Options = {}
+    if {"-h", "--help"} & {*arguments}:
+        seldom = [name for name in names_with(kind, Note.SELDOM) if name not in hidden]
+        others = f"More, in docs/options.md: {', '.join(map(as_flag, seldom))}." if seldom else ""
+        more["description"] = "\n\n".join(filter(None, [inspect.getdoc(kind), others, describe_installed()]))
+        hidden = {*hidden, *seldom}
     shown: Any = _without(kind, frozenset(hidden))  # type: ignore[arg-type]
-    more: Options = {} if default is None else {"default": _converted(default, shown)}
-    if {"-h", "--help"} & {*arguments} and (listed := describe_installed()):
-        more["description"] = f"{inspect.getdoc(kind)}\n\n{listed}"
+    if default is not None:
+        more["default"] = _converted(default, shown)
     parsed = tyro.cli(shown, args=list(arguments), prog=prog, config=(tyro.conf.OmitArgPrefixes,), **more)
     return _converted(parsed, kind)
 
@@ -252,11 +245,11 @@ def _without(kind: type, hidden: frozenset[str]) -> type:
     """Return a subclass of a dataclass of groups whose hidden options tyro does not see."""
 
     def suppressed(group: type) -> type:
-        hints = get_type_hints(group, include_extras=True)
-        helps = field_docstrings(group)
         fields = []
-        for option in dataclasses.fields(group):
-            hint: Any = Annotated[hints[option.name], tyro.conf.arg(help=helps[option.name])]
+        for option in read_options(group):  # without our notes, which tyro's messages would print
+            hint: Any = option.kind
+            for note in (option.shown, *option.of(PrimitiveConstructorSpec)):
+                hint = Annotated[hint, note]
             fields.append((option.name, Annotated[hint, tyro.conf.Suppress] if option.name in hidden else hint, option.default))
         own_help = {"__doc__": group.__doc__}
         return dataclasses.make_dataclass(group.__name__, fields, bases=(group,), frozen=True, namespace=own_help)
@@ -268,12 +261,6 @@ def _without(kind: type, hidden: frozenset[str]) -> type:
             shown = suppressed(group)  # type: ignore[arg-type]
             groups.append((field.name, shown, dataclasses.field(default_factory=shown)))
     return dataclasses.make_dataclass(kind.__name__, groups, bases=(kind,), frozen=True, namespace={"__doc__": kind.__doc__})
-
-
-def field_docstrings(group: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass as one line: tyro alone would keep the source's line breaks."""
-    fields = docstring_parser.parse_from_object(group).params
-    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def _converted(options: Any, kind: type[AnyOptions]) -> AnyOptions:
@@ -298,7 +285,7 @@ def _check_types(file: OptionFile, hidden: Mapping[str, str]) -> None:
 
 def _wanted(name: str) -> str:
     """Return what the value of an option must be, in words."""
-    hint = next(hints[name] for group in vars(Config()).values() for hints in [get_type_hints(type(group))] if name in hints)
+    hint = OPTIONS[name].kind
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if kind is not NoneType]
     if get_origin(kinds[0]) is Literal:
         return f"one of {', '.join(get_args(kinds[0]))}"
@@ -338,7 +325,7 @@ def _options_of_run(out: Path) -> Options:
 def _check(place: Callable[[str], str], options: Options) -> None:
     """Raise InputError naming the first key that is no option, or a value of another type, with its place."""
     refuse(options, {})
-    known = {key: value for key, value in Config().flat().items() if key not in ("config", "resume")}
+    known = {key: value for key, value in Config().flat().items() if Note.NOT_IN_A_FILE not in OPTIONS[key].notes}
     for key, value in options.items():
         if key not in known:
             raise InputError(f"{place(key)}: unknown key {key!r:.80}{key_hint(key, known)}")
@@ -367,7 +354,7 @@ def _as_flags(options: Options) -> list[str]:
 
 def _check_text(key: str, value: Any) -> None:
     """Raise InputError on strings of JSON, TOML or Python that cannot be the value of a flag."""
-    for text in (x for x in several(value) if isinstance(x, str)):
+    for text in (x for x in as_list(value) if isinstance(x, str)):
         try:
             is_text = b"\0" not in os.fsencode(text)
         except UnicodeEncodeError:  # half of a surrogate pair
@@ -379,4 +366,4 @@ def _check_text(key: str, value: Any) -> None:
 
 def _values(key: str, value: Any) -> list[Any]:
     """Return the values that a file gives an option; a list stands for several only where the option takes them."""
-    return several(value) if key in SEVERAL else [value]
+    return as_list(value) if key in SEVERAL else [value]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from maxrl_fast.config.checks import correction_name, importance_cap, loss_of, objective_of
+from maxrl_fast.config.metadata import Note, Resume, read_options
 from maxrl_fast.config.options import (
     Config,
     ModelOptions,
@@ -23,12 +24,12 @@ from maxrl_fast.config.options import (
     ResolvedRun,
     ResolvedWarmStart,
 )
+from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.plugins import is_file
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.run.resume import ended_before_first_step
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
 from maxrl_fast.runtime.files import is_locked, temporary_path
 from maxrl_fast.runtime.ranks import Ranks
@@ -233,15 +234,18 @@ def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Lite
 
 def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
-    paths = {"data": config.task.data, "test_data": config.task.test_data}
-    paths |= {"judge_template": config.reward.judge_template, "sft_data": config.warm_start.sft_data}
-    resolved: dict[str, Any] = {name: path.absolute() for name, path in paths.items() if path is not None}
+    resolved: dict[str, Any] = {}
+    for group in vars(config).values():
+        for option in read_options(type(group)):  # type: ignore[arg-type]
+            value = getattr(group, option.name)
+            if isinstance(value, Path) and option.find(Resume) != Resume.START:
+                resolved[option.name] = value.absolute()
+            elif value is not None and Note.MAY_NAME_CODE in option.notes:
+                resolved[option.name] = absolute_function(value)
     if config.model.model is not None and not config.model.model.startswith(HUB):
         resolved["model"] = str(Path(config.model.model).absolute())
     resolved["reward"] = tuple(map(absolute_function, config.reward.reward))
-    functions = {"task": config.task.task, "objective": config.objective.objective, "rollout": config.rollout.rollout}
-    functions |= {"loss": config.loss.loss} if config.loss.loss is not None else {}
-    return resolved | {name: absolute_function(value) for name, value in functions.items()}
+    return resolved
 
 
 def absolute_function(name: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.options import SCORE
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
+from maxrl_fast.rewards.models import SCORE
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks import Task
 

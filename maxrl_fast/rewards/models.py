@@ -27,6 +27,7 @@ from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, ResultBatch, RewardS
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
+SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # as in "Score: 8/10" or "8"
 TRIES = 4  # of a request
 PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
 REPLY_BYTES, SHOWN = 1 << 20, 200

@@ -20,13 +20,14 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.run.control import Interrupted, StopSignal
 from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved, checkpoints_of, machine_of, rename_damaged_after
+from maxrl_fast.run.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.run.state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
 from maxrl_fast.runtime.background import Background

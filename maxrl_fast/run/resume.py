@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.changes import changes
+from maxrl_fast.config.run_folder import checkpoint_order, checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.run.fingerprints import differences
@@ -43,43 +44,10 @@ class Saved:
         return cls(directory, Progress.of_json(fields["progress"]), decoder, fingerprints=recorded, **rest)
 
 
-def _order(directory: Path) -> tuple[bool, int]:
-    kind, _, number = directory.name.rpartition("-")
-    return kind == "step", int(number)
-
-
-def checkpoints_of(out: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, oldest first, whole or damaged."""
-    folder = out / "checkpoints"
-    names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
-    return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=_order)
-
-
-def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
-    """Return whether the run in this folder ended before its first step, so that the same command may begin it again.
-
-    A run that was stopped within its warm start is not such a one: its checkpoint is resumed. Neither is one that has a
-    checkpoint, perhaps of a long warm start, and options that compute something else than the options `now`, where they are
-    given: the command is another.
-    """
-    found = [path.name for path in checkpoints_of(out)]
-    try:
-        options = json.loads((out / "config.json").read_text())
-        has_steps = isinstance(options, dict) and options.get("steps", 0) > 0 and "objective" in options
-        log = out / "metrics.jsonl"
-        has_begun = log.exists() and log.stat().st_size > 0
-        changed = changes(options, now) if found and now is not None else None
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-    if changed and (changed.policy or changed.mathematics):
-        return False
-    return has_steps and not has_begun and found[-1:] in ([], ["step-000000"])
-
-
 def rename_damaged_after(directory: Path) -> None:
     """Rename the checkpoints that are newer than `directory`, from which the run resumes, to damaged-step-..."""
     for newer in checkpoints_of(directory.parent.parent):
-        if _order(newer) > _order(directory):
+        if checkpoint_order(newer) > checkpoint_order(directory):
             damaged = newer.with_name(f"damaged-{newer.name}")
             shutil.rmtree(damaged, ignore_errors=True)
             newer.rename(damaged)

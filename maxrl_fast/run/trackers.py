@@ -1,7 +1,6 @@
 """Experiment trackers in addition to TensorBoard: wandb and trackio, which have the same interface."""
 
 import importlib
-import importlib.util
 import zlib
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,3 @@ class Tracker:
     def finish(self) -> None:
         """Wait until all numbers are sent."""
         self._module.finish()
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise InputError if the tracker is not installed."""
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise InputError(f"--log-to {name} is not installed: pip install 'maxrl_fast[{name}]'")

@@ -8,7 +8,7 @@ import subprocess
 import threading
 
 import pytest
-from maxrl_fast.files import hub as reach
+from maxrl_fast.runtime import hub as reach
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError

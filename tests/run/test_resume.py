@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import launch, train
+from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.run import state
 from maxrl_fast.run.kept_rollouts import read_rollouts
-from maxrl_fast.run.resume import checkpoints_of
 from maxrl_fast.run.run_files import RunFiles
 from maxrl_fast.runtime.files import locked, write_checksums
 from maxrl_fast.training.learner import Learner

@@ -25,14 +25,14 @@ class Run:
 
 
 def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every option by name. Raises InputError on what is no option, or is one twice."""
+    """Return the values of every option by name. Raises InputError on unknown or repeated options."""
     options: dict[str, list[str]] = {}
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not argument.startswith("--"):
             if not options:
-                raise InputError(f"a sweep takes options with their values behind them, got {argument}")
+                raise InputError(f"a sweep takes --option VALUE [VALUE ...], got {argument}")
             options[list(options)[-1]].append(argument)
         elif name in options:
             raise InputError(f"{flag} must be given once, with all its values behind it")
@@ -48,7 +48,7 @@ def _words(flag: str, values: list[str]) -> list[str]:
     return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
 
 
-def grid(options: dict[str, list[str]], out: Path) -> list[Run]:
+def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after another.
 
     Raises:

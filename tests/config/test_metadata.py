@@ -1,0 +1,94 @@
+"""What the fields of options say: limits, the runs that take them, changes on resume, names of other libraries."""
+
+import json
+
+import pytest
+
+from maxrl_fast.config.changes import changes
+from maxrl_fast.config.conditions import Choices
+from maxrl_fast.config.evaluation_options import EvaluationConfig
+from maxrl_fast.config.hints import OTHER_NAMES, meant_by
+from maxrl_fast.config.metadata import Aka, check_limits, inapplicable_options, options_of
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+
+BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("prompts", (1, 2**31 - 1), (0, 2**31)),
+        ("steps", (0, 2**31 - 1), (-1, 2**31)),
+        ("threads", (1, None), (0,)),
+        ("seed", (0, 2**63 - 1), (-1, 2**63)),
+        ("lr", (1e-300, None), (0, float("nan"), float("inf"))),
+        ("kl_coef", (0, 1e300), (-1e-9, float("inf"))),
+        ("reward_threshold", (-1, None), (float("inf"), float("nan"))),
+        ("gae_lambda", (0, 1), (-1e-9, 1.001)),
+        ("top_p", (1e-9, 1), (0, 1.001)),
+        ("beta2", (0, BELOW), (-1e-9, 1)),
+    ],
+)
+def test_limits_on_both_sides(name, right, wrong):
+    for value in right:
+        check_limits(Config, {name: value})
+    for value in wrong:
+        with pytest.raises(InputError, match=f"{name} must be .*, got {value}"):
+            check_limits(Config, {name: value})
+
+
+def test_greedy_decoding_is_for_evaluation_alone():
+    check_limits(EvaluationConfig, {"temperature": 0.0})
+    for config, value in ((EvaluationConfig, -1.0), (Config, 0.0)):
+        with pytest.raises(InputError, match="temperature must be"):
+            check_limits(config, {"temperature": value})
+
+
+def test_the_first_condition_that_refuses_names_who_does_not_take_the_option():
+    def who(name, **choices):
+        return inapplicable_options(Config, Choices(**choices)).get(name)
+
+    assert who("vllm_tensor_parallel") == "a run without --rollout vllm"
+    assert who("vllm_tensor_parallel", rollout="vllm", vllm_url="http://x") == "a run with --vllm-url"
+    assert who("vllm_tensor_parallel", rollout="vllm") is None
+    assert (who("kl"), who("kl", kl_coef=0.1)) == ("a run without --kl-coef", None)
+    assert who("beta", objective="grpo") == "objective grpo"
+    assert who("clip_low", loss="sapo") == "loss sapo"
+    assert who("clip_low", objective="pacs") == "objective pacs"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("lr", "mathematics"), ("eval_prompts", "mathematics"), ("layers", "policy"), ("threads", "rounding"), ("log_to", None)],
+)
+def test_a_change_on_resume_means_what_the_field_says(name, kind):
+    before = Config().flat()
+    found = vars(changes(before, before | {name: 77}))
+    assert {key: len(texts) for key, texts in found.items() if texts} == ({} if kind is None else {kind: 1})
+
+
+def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
+    options = {"objective": "maxpo", "k": 3, "aggregation": "token_mean", "lr": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    config = parse(["--resume", str(tmp_path), "--objective", "maxrl"])
+    assert (config.objective.k, config.loss.aggregation, config.optimizer.lr) == (None, None, 0.5)
+
+
+def test_another_name_can_stand_for_a_value():
+    assert (OTHER_NAMES["use_vllm"], OTHER_NAMES["bf16"], OTHER_NAMES["learning_rate"]) == (
+        "rollout vllm",
+        "dtype bfloat16",
+        "lr",
+    )
+
+
+def test_a_misspelled_option_is_found_by_its_spelling():
+    assert meant_by("maze_sise", Config().flat()) == "maze_size"
+    assert meant_by("xyzzy", Config().flat()) is None
+
+
+def test_a_name_of_another_library_means_one_option():
+    names = [name for option in options_of(Config).values() for other in option.of(Aka) for name in other.names]
+    assert len(names) == len(set(names)) == len(OTHER_NAMES)

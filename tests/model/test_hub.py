@@ -8,12 +8,12 @@ import subprocess
 import threading
 
 import pytest
-from maxrl_fast.runtime import hub as reach
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import hub as model_hub
 from maxrl_fast.model.hub import directory_of, find_model
+from maxrl_fast.runtime import hub as reach
 from maxrl_fast.runtime.hub import why_unreachable
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub

@@ -95,7 +95,9 @@ class Update:
 
     def operators(self) -> int:
         """Return the number of operators that a forward and a backward pass of four prompts call, without autograd's own."""
-        packer = packing.Packer(self.prompts, self.rollouts, self.advantages, self.learner._merge_cost)
+        owner: Any = getattr(self.learner, "passes", self.learner)  # commits before it had passes kept the cost in the learner
+        cost = owner.merge_cost if hasattr(owner, "merge_cost") else owner._merge_cost
+        packer = packing.Packer(self.prompts, self.rollouts, self.advantages, cost)
         sequences = torch.arange(4 * packer.num_rollouts)
         batch = packer.pack(sequences)
         plan = (

@@ -194,7 +194,7 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
 
     def spied(self, samples, advantages, sequences, **options):
         assert options["draw"] == (1, len(taken))  # the step and the update, for losses that draw tokens
-        plan = self.plan(self.packer(samples, advantages), samples, sequences)
+        plan = self.plan(self.passes.packer(samples, advantages), samples, sequences)
         taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
         return update(self, samples, advantages, sequences, **options)
 
@@ -222,8 +222,8 @@ def test_under_top_p_every_ratio_is_1(correction):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective pacs --correction tis", "pacs takes no correction: .*, got tis"),
-        ("--objective maxpo_off_policy --correction sequence_mask", "maxpo_off_policy takes no correction"),
+        ("--objective pacs --correction tis", "pacs does not support --correction: .*, got tis"),
+        ("--objective maxpo_off_policy --correction sequence_mask", "maxpo_off_policy does not support --correction"),
         ("--objective rl_zvp --correction sequence_mask", "rl_zvp weights single tokens by either sign"),
         ("--correction tis --importance-cap 0", "importance_cap of tis must be finite and above 0, got 0"),
         ("--correction icepop --importance-cap 2", "correction icepop takes no importance_cap"),

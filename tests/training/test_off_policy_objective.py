@@ -142,7 +142,7 @@ def test_the_options_choose_the_objective():
     assert objective_of(parse(["--objective", "bon_off_policy"])).learns_from_equal_rewards(8)
     for flags, message in (
         ("--loss ppo", "loss must be reinforce for maxpo_off_policy"),
-        ("--importance-cap 2", "maxpo_off_policy takes no correction: .*, got tis"),
+        ("--importance-cap 2", "maxpo_off_policy does not support --correction: .*, got tis"),
         ("--clamp-delta -1", "clamp_delta of maxpo_off_policy must be a finite number of at least 0, got -1"),
         ("--k 16", "maxpo_off_policy needs 1 <= k <= N-1 = 15"),
     ):

@@ -142,7 +142,7 @@ def test_the_check_passes(family):
 
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
-    monkeypatch.setattr("maxrl_fast.training.learner.formed_attention", without_soft_cap)
+    monkeypatch.setattr("maxrl_fast.training.passes.formed_attention", without_soft_cap)
     with pytest.raises(InputError, match=r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d"):
         check_exact(policy)
 

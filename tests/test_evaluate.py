@@ -290,7 +290,7 @@ REFUSALS = {
         ("{run}", "--temperature", "0"),
         "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",
     ),
-    "cold": (("{run}", "--temperature", "-1"), "temperature must be a finite number above 0, got -1.0"),
+    "cold": (("{run}", "--temperature", "-1"), "temperature must be finite and at least 0, got -1.0"),
     "no top-p": (("{run}", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
     "a negative seed": (("{run}", "--seed", "-1"), "seed must be in [0, 2^63), got -1"),
     "a negative task seed": (("{run}", "--task-seed", "-1"), "task_seed must be in [0, 2^63), got -1"),

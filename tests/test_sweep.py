@@ -100,7 +100,7 @@ def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_pa
         ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values behind it"),
         ("--seeds 0 --seed 1", "--seed must be given once"),
         ("--resume runs/x", "a sweep takes no --resume: the same command resumes it"),
-        ("maxrl --seeds 0", "a sweep takes options with their values behind them, got maxrl"),
+        ("maxrl --seeds 0", "a sweep takes --option VALUE [VALUE ...], got maxrl"),
     ],
 )
 def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):

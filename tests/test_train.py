@@ -18,6 +18,7 @@ from maxrl_fast.run.checkpoints import Checkpoints
 from maxrl_fast.run.screen import Screen
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.passes import Passes
 from tests.models import tiny_decoder
 
 SMALL = [
@@ -378,7 +379,7 @@ def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr(Learner, "logprobs", full)
+    monkeypatch.setattr(Passes, "logprobs", full)
     assert run(tmp_path / "run", "--importance-cap", "2") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: CUDA out of memory; a lower --token-budget")

@@ -110,7 +110,7 @@ def test_the_sequence_mask_is_trls_off_policy_mask():
             of_tokens = advantages.repeat_interleave(lengths)
             tokens = Tokens(logp, none, engine, engine, of_tokens, none + 1, none == 0, cu_seqlens)
             assert torch.equal(~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths))
-            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(1 - float(mask.mean()))
+            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(1 - float(mask.double().mean()))
             kept.add(int(mask.sum()))
     assert len(kept) > 2
 

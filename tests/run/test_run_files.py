@@ -18,6 +18,7 @@ from maxrl_fast.run.events import EventFile
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
+from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, UpdatePlan
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
@@ -169,10 +170,13 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
     assert norms[0] > 0
 
 
-def test_diagnostics_leave_out_unknown_rewards():
+def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
     rewards, valid = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, True, False], [False] * 3])
     prompts = MazeTask(5).prompts("train", 7, 2)
-    record = diagnostics_record(collected(Samples(prompts, None), rewards, valid, step=5), [0.5, 0.0])
+    monkeypatch.setattr("maxrl_fast.training.diagnostics.prompt_gradient_norms", lambda *_, **__: [0.5, 0.0])
+    rollouts = Rollouts.given([[]] * 6)
+    batch = collected(Samples(prompts, rollouts), rewards, valid, step=5)
+    record = diagnostics_record(batch, GroupObjective("grpo", {}), None)
     assert record == {"step": 5, "ids": [7, 8], "pass_rate": [0.5, 0.0], "grad_norm": [0.5, 0.0]}
 
 

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 
 from bench.measure import argument_parser, describe, machine, prepare, run_command, synchronize
+from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.control import StopSignal
+from maxrl_fast.job.learner_state import host_copy, learner_tensors
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.run.checkpoints import Checkpoints
-from maxrl_fast.run.control import StopSignal
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.state import host_copy, learner_tensors
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings

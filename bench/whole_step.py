@@ -11,14 +11,14 @@ from torch import Tensor
 
 from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
-from maxrl_fast.builders.engine import build_run_engine
-from maxrl_fast.builders.policy import build_policy
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.run import build_trainer, build_warm_start
-from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build import build_trainer, build_warm_start
+from maxrl_fast.job.build_engine import build_run_engine
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from maxrl_fast.runtime.output import protect_output
-from maxrl_fast.version import FLAG, version_text
+from maxrl_fast.runtime.version import FLAG, version_text
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),

@@ -1,4 +1,4 @@
-"""Training from Python: `maxrl_fast.train(objective="maxpo", k=4)` does what the command does, and returns its results."""
+"""Training from Python: `maxrl_fast.run(objective="maxpo", k=4)` does what the command does, and returns its results."""
 
 import contextlib
 import os
@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from maxrl_fast.builders.engine import build_sampling
-from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.launch import Job, Trained, find_policy
+from maxrl_fast.job.build_engine import build_sampling
+from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.launch import Job, Trained, find_policy
+from maxrl_fast.job.learner_state import random_states, set_random_states
+from maxrl_fast.job.log import Log
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.plugins import check_protocol
 from maxrl_fast.records import Samples
-from maxrl_fast.run.kept_rollouts import read_rollouts
-from maxrl_fast.run.log import Log
-from maxrl_fast.run.screen import Screen
-from maxrl_fast.run.state import random_states, set_random_states
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -50,7 +49,7 @@ class Run:
     exit: int
     task: Task
     _trained: Trained
-    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `train` that no folder can keep
+    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `run` that no folder can keep
 
     @property
     def policy(self) -> PolicyModel:
@@ -78,7 +77,7 @@ class Run:
     @cached_property
     def rollouts(self) -> Log:
         """The training rollouts that --keep-rollouts keeps, with rewards and advantages: rollouts.jsonl."""
-        return Log(read_rollouts(self.out))
+        return Log.read(self.out / "rollouts.jsonl")
 
     def sample(
         self, prompts: int = 4, samples: int = 4, *, start: int = 0, temperature: float | None = None, seed: int = 0
@@ -105,7 +104,7 @@ class Run:
 
     def resume(self, **options: Any) -> "Run":
         """Resume the run from its newest checkpoint, as `--resume` does: with its own options unless others are given."""
-        return train(resume=self.out, **{**self._objects, **options})
+        return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
         ended = "" if self.exit == 0 else f", ended early with exit {self.exit}"
@@ -123,7 +122,7 @@ def _process_kept() -> Iterator[None]:
 
 
 @_process_kept()
-def train(
+def run(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     task: str | Task | None = None,

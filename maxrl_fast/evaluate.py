@@ -12,10 +12,6 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.builders.engine import build_engine
-from maxrl_fast.builders.policy import compare_policy
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
 from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
@@ -35,18 +31,22 @@ from maxrl_fast.evaluation.outcome import (
 from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
 from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.job.build_engine import build_engine
+from maxrl_fast.job.build_policy import compare_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.run.screen import Screen
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked
 from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
-from maxrl_fast.version import FLAG, version_text
 
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress

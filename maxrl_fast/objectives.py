@@ -15,14 +15,14 @@ from torch import Tensor
 from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.plots import draw_weights
+from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.plugins import installed, owner
-from maxrl_fast.run.plots import draw_weights
-from maxrl_fast.run.screen import wrapped
 from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
 from maxrl_fast.training.objective_registry import OWN
-from maxrl_fast.version import FLAG, version_text
 
 _NOTATION = (
     "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "

@@ -15,13 +15,13 @@ from maxrl_fast.config.changes import OF_ONE_START, changes
 from maxrl_fast.config.sweep_grid import Run, options_of, sweep_grid
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
+from maxrl_fast.job.control import SIGNALS
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
-from maxrl_fast.run.control import SIGNALS
-from maxrl_fast.run.screen import Screen
 from maxrl_fast.runtime.files import locked, read_json, write_json
 from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.version import FLAG, version_text
+from maxrl_fast.runtime.version import FLAG, version_text
 
 HELP = """Train one run for every combination of values, one after another, and report mean and standard error over seeds. All
 options of maxrl_fast.train are taken: one with several values is a side of the grid, except --reward and --reward-weights,

@@ -1,34 +1,26 @@
-"""The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is training/trainer.py.
+"""The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is training/trainer.py."""
 
-The module can be called: `maxrl_fast.train(objective="maxpo", k=4)` trains from Python, as api.py says.
-"""
-
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from maxrl_fast import api
-from maxrl_fast.builders.policy import build_policy
-from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError, ServerError, StorageError
-from maxrl_fast.launch import Job, find_policy
-from maxrl_fast.run.screen import Screen
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.launch import Job, find_policy
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import LATECOMER, Ranks, leave, said_by_first
-from maxrl_fast.tasks import Task
+from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.sharding import fills_half
-from maxrl_fast.version import FLAG, version_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,26 +81,6 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
     return estimate(resolved, task, model, machine)
 
-
-class Command(ModuleType):
-    """A module that can be called. Importing maxrl_fast.train makes it the package's `train`, so it has to be both."""
-
-    main: Callable[[Sequence[str] | None], int]
-
-    def __call__(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        *,
-        task: str | Task | None = None,
-        reward: api.Reward | Sequence[api.Reward] | None = None,
-        **options: Any,
-    ) -> api.Run:
-        return api.train(config, task=task, reward=reward, **options)
-
-    __call__.__doc__ = api.train.__doc__
-
-
-sys.modules[__name__].__class__ = Command
 
 if __name__ == "__main__":
     sys.exit(main())

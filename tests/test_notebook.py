@@ -49,7 +49,7 @@ def test_interrupting_the_kernel_of_a_notebook_saves_and_returns(tmp_path):
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
     try:
         options = "prompts=4, sft_steps=2, steps=100000, eval_prompts=4, threads=1, maze_size=5, out='run'"
-        code = f"import maxrl_fast\nrun = maxrl_fast.train({options})\nprint('exit', run.exit, len(run.metrics))"
+        code = f"import maxrl_fast\nrun = maxrl_fast.run({options})\nprint('exit', run.exit, len(run.metrics))"
         client.execute(code)
         metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2):

@@ -14,7 +14,7 @@ import pytest
 
 from maxrl_fast import sweep
 from maxrl_fast.evaluation.seeds import over_seeds, seeds_table
-from maxrl_fast.run.screen import Screen
+from maxrl_fast.job.screen import Screen
 from tests.test_train import read
 
 ROOT = Path(__file__).parents[1]

@@ -27,16 +27,16 @@ from rich.table import Table
 from torch import Tensor
 from training_runs import train_all, workers
 
-from maxrl_fast.builders.engine import build_run_engine
-from maxrl_fast.builders.policy import build_policy
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.run import build_evaluator, build_trainer
-from maxrl_fast.builders.tasks import build_run_task
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.job.build import build_evaluator, build_trainer
+from maxrl_fast.job.build_engine import build_run_engine
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.runtime.files import write_json
 from maxrl_fast.training.objective_registry import OBJECTIVES
 from maxrl_fast.training.optimizer import LearningRate

@@ -10,12 +10,12 @@ from typing import Annotated
 import tyro
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.run.screen import Screen
 from maxrl_fast.runtime.files import atomic_file, shown
 from maxrl_fast.runtime.output import protect_output
-from maxrl_fast.version import FLAG, version_text
+from maxrl_fast.runtime.version import FLAG, version_text
 
 MOST_RUNS = 24
 

@@ -14,10 +14,10 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.report.samples import Thinned, read_samples
 from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
-from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
 
 FILE_BYTES = 1 << 30
+ROLLOUT_BYTES = 1 << 32
 EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for each prompt
 LINE_BYTES = 1 << 22
 MOST_STEPS = 200_000
@@ -237,7 +237,7 @@ def _read_samples(path: Path, folder: Folder) -> None:
     """Read the samples of evaluations, and the rollouts of training that the run kept."""
     sources = {"samples": _lines(path / "samples.jsonl", folder)}
     if folder.kind == "run":
-        sources["rollouts"] = read_rollouts(path, folder.notes.append)
+        sources["rollouts"] = _lines(path / "rollouts.jsonl", folder, ROLLOUT_BYTES)
     for name, records in sources.items():
         try:
             thinned = read_samples(records)

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from maxrl_fast.builders.policy import build_policy
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 

@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from maxrl_fast import train
-from maxrl_fast.builders import engine as build
-from maxrl_fast.builders.policy import build_policy
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
+from maxrl_fast.job import build_engine as build
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_task import build_task
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters

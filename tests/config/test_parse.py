@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.builders.run import build_loss_settings
 from maxrl_fast.config import evaluation_parse
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.hints import OTHER_NAMES, as_flag
@@ -16,6 +15,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask

@@ -19,9 +19,9 @@ from torch.distributed import TCPStore
 from maxrl_fast import train
 from maxrl_fast.runtime.ranks import Ranks, name_of_attempt
 from maxrl_fast.training.sharding import is_sharded
+from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
-from tests.run.test_resume import assert_same
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.test_train import SMALL
 

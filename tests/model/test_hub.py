@@ -17,7 +17,7 @@ from maxrl_fast.runtime import hub as reach
 from maxrl_fast.runtime.hub import why_unreachable
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
 
 NAME = f"hf://org/tiny@{COMMIT}"

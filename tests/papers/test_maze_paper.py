@@ -5,10 +5,10 @@ import json
 import pytest
 
 from maxrl_fast import evaluate as command
-from maxrl_fast.builders.policy import build_policy
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main as train
 from tests.papers.load import FOLDER, load

@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.config.options import SCORE, RewardOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.rewards import models as module
 from maxrl_fast.rewards.models import Judge
 from maxrl_fast.tasks.maze import MazeTask

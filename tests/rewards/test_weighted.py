@@ -6,12 +6,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.config import evaluation_parse
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.rewards import Scores

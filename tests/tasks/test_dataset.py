@@ -17,13 +17,12 @@ from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.tasks import lines
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.lines import read_lines
+from tests.job.test_resume import assert_same, stop_at
 from tests.models import tiny_decoder
-from tests.run.test_resume import assert_same, stop_at
 from tests.test_train import read
 
 CHAT = (
@@ -256,7 +255,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert "task sums.jsonl: " in capsys.readouterr().out
     assert any(record["reward_mean"] > 0 for record in read(tmp_path / "whole" / "metrics.jsonl"))
-    rollouts = list(read_rollouts(tmp_path / "whole"))
+    rollouts = read(tmp_path / "whole" / "rollouts.jsonl")
     assert len(rollouts) == 9 * 8
     answers = {line["prompt"]: line["answer"] for line in SUMS}
     for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):

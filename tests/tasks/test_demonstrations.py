@@ -16,7 +16,7 @@ from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.lines import read_demonstrations
 from tests.distributed.test_torchrun import finished, torchrun
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, policy, written  # noqa: F401
 from tests.test_train import read
 

@@ -12,16 +12,15 @@ import torch
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast import train
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
-from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import read
 
@@ -193,7 +192,7 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     assert entry["question"][:20] in samples[0]["prompt"]
     assert all(sample["reward"] in (0, 1) or 0 <= sample["reward"] <= 1 for sample in samples)
     assert torch.tensor([sample["tokens"] for sample in samples]).max() <= 4
-    for record in (*samples, *read_rollouts(tmp_path / "whole")):
+    for record in (*samples, *read(tmp_path / "whole" / "rollouts.jsonl")):
         columns = record["columns"]
         made = verifiers.gym_entry(columns["name"], columns["config"], columns["seed"], columns["index"])
         assert (record["answer"], columns["question"]) == (made["answer"], made["question"])

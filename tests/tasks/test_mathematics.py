@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rewards.verifiers import boxed, mathematics

@@ -8,15 +8,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast import train
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import prompts_of
 from maxrl_fast.training.policy_reward import check_answers
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.test_train import read
 

@@ -10,7 +10,7 @@ from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.training.collect import RolloutCollector, is_mixed
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.test_train import base, read
 
 NAN = float("nan")

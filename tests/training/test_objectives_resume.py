@@ -3,8 +3,8 @@
 import pytest
 
 from maxrl_fast import train
+from tests.job.test_resume import assert_same, stop_at
 from tests.objectives_with_more import flags_of
-from tests.run.test_resume import assert_same, stop_at
 from tests.test_train import base, read
 
 

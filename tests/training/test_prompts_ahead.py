@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.run import build_collector
-from maxrl_fast.builders.tasks import build_task
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build import build_collector
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.prompts_ahead import PromptsAhead

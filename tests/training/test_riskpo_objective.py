@@ -12,7 +12,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.riskpo_objective import RiskpoObjective
 from tests.batches import collected, make_prompts
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.test_train import base, read
 from tests.training.test_collect import CHAIN
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.run.kept_rollouts import read_rollouts
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.rollout_records import first_groups, rollout_records
 from tests.batches import collected, make_prompts
-from tests.run.test_resume import run
+from tests.job.test_resume import run
+from tests.test_train import read
 
 
 def checksum(tokens):
@@ -88,6 +88,6 @@ def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monke
     monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float())
     more = "--updates-per-step 2 --prompts 4 --rollouts 4 --keep-rollouts 16 --steps 2"
     assert run(tmp_path / "run", *flags.split(), *more.split()) == 0
-    kept = [(record["id"], record["advantage"]) for record in read_rollouts(tmp_path / "run") if record["step"] == 2]
+    kept = [(record["id"], record["advantage"]) for record in read(tmp_path / "run" / "rollouts.jsonl") if record["step"] == 2]
     assert sorted(kept) == sorted(used)
     assert any(advantage for _, advantage in kept[:4] + kept[-4:])

@@ -13,7 +13,7 @@ import termios
 import pytest
 from rich.console import Console
 
-from maxrl_fast.run.screen import Screen, wrapped
+from maxrl_fast.job.screen import Screen, wrapped
 from tests.test_train import SMALL
 
 NOTE = "reward 0.512  solved 0.710  entropy 1.234  length 12.3  grad 0.05  78,695 tokens/s"

@@ -1,8 +1,10 @@
 """The files of a run beside its metrics: samples, diagnostics and timings. Trackers get the same numbers."""
 
 import json
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
+from maxrl_fast.job.run_files import LogFile
+from maxrl_fast.job.trackers import TensorBoard
 from maxrl_fast.model.linear import whole
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.run.events import EventFile
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
@@ -24,7 +28,9 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
-from tests.test_train import SMALL, base, read
+from tests.test_train import SMALL, base, read, without_timings
+
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +115,70 @@ def test_tensorboard_reads_the_numbers_of_the_logs(finished):
 
 @pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
 def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path, accumulator):
-    EventFile(tmp_path).write({"a": 1.0}, 3)
-    EventFile(tmp_path, purge_step=3).write({"a": 2.0}, 3)
+    for number, purge_step in ((1.0, 0), (2.0, 3)):
+        board = TensorBoard(tmp_path, {}, "run", purge_step)
+        board.log({"a": number}, 3)
+        board.close(is_done=False)
     events = accumulator(str(tmp_path)).Reload()
     shown = events.Scalars("a") if accumulator is EventAccumulator else events.Tensors("a")
     assert [event.step for event in shown] == [3]
+
+
+def lines(*steps):
+    return b"".join(json.dumps({"step": step}).encode() + b"\n" for step in steps)
+
+
+def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
+    path = tmp_path / "a.jsonl"
+    log = LogFile(path, (0, None))
+    for step in (1, 2):
+        log.write({"step": step})
+    mark = log.mark()
+    log.write({"step": 3})
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"step": 4')  # what a kill leaves
+    log = LogFile(path, mark)
+    assert log.kept == path.read_bytes() == lines(1, 2)
+    log.write({"step": 3})
+    assert path.read_bytes() == lines(1, 2, 3)
+    again = LogFile(path, log.mark())
+    assert (again.kept, again.is_lost, again.mark()) == (lines(1, 2, 3), False, log.mark())
+    path.write_bytes(lines(1, 7, 3))
+    with pytest.raises(InputError, match=r"must begin with the 24 bytes .* got 36 bytes that begin differently"):
+        LogFile(path, mark)
+    path.unlink()
+    assert LogFile(path, mark).is_lost
+    assert path.read_bytes() == b""
+
+
+def test_a_log_that_a_checkpoint_does_not_know_is_kept(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(1))
+    LogFile(tmp_path / "a.jsonl", None).write({"step": 2})
+    assert (tmp_path / "a.jsonl").read_bytes() == lines(1, 2)
+
+
+def test_pandas_reads_the_rollouts_as_the_documentation_says(finished, monkeypatch):
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", METRICS_PAGE.read_text(), re.S) if "rollouts" in text]
+    monkeypatch.chdir(finished)
+    names = {}
+    exec(block.replace("runs/first/", ""), names)
+    records = read(finished / "rollouts.jsonl")
+    for column in ("step", "prompt", "response"):
+        assert names["rollouts"][column].tolist() == [record[column] for record in records] != []
+
+
+@pytest.mark.slow
+def test_keeping_rollouts_changes_no_number_and_0_keeps_none(tmp_path):
+    for name, number in (("some", "5"), ("none", "0")):
+        assert train.main([*SMALL, "--keep-rollouts", number, "--out", str(tmp_path / name)]) == 0
+    some, none = tmp_path / "some", tmp_path / "none"
+    assert without_timings(some / "metrics.jsonl") == without_timings(none / "metrics.jsonl")
+    assert read(none / "rollouts.jsonl") == []
+    found = read(some / "rollouts.jsonl")
+    assert [record["step"] for record in found] == [step for step in range(1, 4) for _ in range(5)]
+    # Four of one prompt, then one of another.
+    assert all(len({record["id"] for record in found[i : i + 4]}) == 1 for i in range(0, 15, 5))
+    assert all(found[i]["id"] != found[i + 4]["id"] for i in range(0, 15, 5))
 
 
 def test_timings_cover_all_stages(finished):

@@ -20,12 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from maxrl_fast import launch, train
+from maxrl_fast import train
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.run import state
-from maxrl_fast.run.kept_rollouts import read_rollouts
-from maxrl_fast.run.run_files import RunFiles
+from maxrl_fast.job import launch
+from maxrl_fast.job import learner_state as state
+from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.runtime.files import locked, write_checksums
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
@@ -54,7 +54,7 @@ def assert_same(one, two):
     """Compare the logs without times, the kept rollouts, and the weights, moments and reference of the newest checkpoints."""
     for log in ("metrics.jsonl", "eval.jsonl", "eval_prompts.jsonl", "pass_rates.jsonl", "warnings.jsonl"):
         assert without_timings(one / log) == without_timings(two / log), log
-    assert [*read_rollouts(one)] == [*read_rollouts(two)] != []
+    assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl") != []
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
         expected, tensors = load_file(one / "latest" / name), load_file(two / "latest" / name)
         assert expected.keys() == tensors.keys()
@@ -134,7 +134,7 @@ def slowed(monkeypatch, name, wait):
             wait()
         write(folder, tensors)
 
-    monkeypatch.setattr("maxrl_fast.run.checkpoints.save_tensors", slow)
+    monkeypatch.setattr("maxrl_fast.job.checkpoints.save_tensors", slow)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, monkeypatch):
@@ -408,16 +408,16 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(f"maxrl_fast.run.checkpoints.{name}", full)
+    monkeypatch.setattr(f"maxrl_fast.job.checkpoints.{name}", full)
     if name == "RunFiles.write_config":  # while RunFiles is built it would be bad input
-        monkeypatch.setattr("maxrl_fast.run.run_files.RunFiles.__init__", with_write_config(full))
+        monkeypatch.setattr("maxrl_fast.job.run_files.RunFiles.__init__", with_write_config(full))
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
     assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("code", "number"), [(1, errno.ENOSPC), (2, errno.EROFS)])
 @pytest.mark.parametrize(
-    "write", ["runtime.files.os.pwrite", "run.run_files.write_json", "run.run_files.EventFile", "run.events.RecordWriter.write"]
+    "write", ["runtime.files.os.pwrite", "job.run_files.write_json", "job.run_files.LogFile", "job.run_files.TensorBoard"]
 )
 def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(tmp_path, monkeypatch, capfd, write, code, number):
     error = OSError(number, os.strerror(number))
@@ -470,7 +470,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole_runs, tmp_pat
             raise OSError("in use")
         rmtree(path, ignore_errors=True)
 
-    monkeypatch.setattr("maxrl_fast.run.checkpoints.shutil.rmtree", refused)
+    monkeypatch.setattr("maxrl_fast.job.checkpoints.shutil.rmtree", refused)
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--keep-checkpoints", "1") == 0
     monkeypatch.undo()
     assert_same(whole_runs / "maxpo", tmp_path / "run")

@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.builders.engine import build_run_engine, compare_engine
-from maxrl_fast.builders.policy import build_policy, build_policy_files, compare_policy, dtype_of
-from maxrl_fast.builders.rewards import build_scorer
-from maxrl_fast.builders.run import build_collector, build_evaluator, build_fingerprints, build_trainer
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerprints, build_trainer
+from maxrl_fast.job.build_engine import build_run_engine, compare_engine
+from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.control import StopSignal, Watchdog
+from maxrl_fast.job.loop import RunLoop
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.resume import Saved, check_same, find_saved
+from maxrl_fast.job.run_files import RunFiles
+from maxrl_fast.job.screen import Screen
+from maxrl_fast.job.supervise import Ending, close, supervise
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
-from maxrl_fast.run.checkpoints import Checkpoints
-from maxrl_fast.run.control import StopSignal, Watchdog
-from maxrl_fast.run.loop import RunLoop
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved, check_same, find_saved
-from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.screen import Screen
-from maxrl_fast.run.supervise import Ending, close, supervise
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks

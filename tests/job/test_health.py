@@ -3,7 +3,7 @@
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.run.health import RULES, STEPS, Health
+from maxrl_fast.job.health import RULES, STEPS, Health
 from tests.test_train import SMALL, read
 
 HEALTHY = {

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from maxrl_fast.errors import NonFiniteError, RewardError, ServerError, StorageError
-from maxrl_fast.run.checkpoints import Checkpoints
-from maxrl_fast.run.control import Interrupted
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.screen import Screen
+from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.control import Interrupted
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.run_files import RunFiles
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.training.stopwatch import Stopwatch
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from maxrl_fast.builders.policy import dtype_of
 from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.job.build_policy import dtype_of
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel

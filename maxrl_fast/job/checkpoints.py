@@ -22,14 +22,14 @@ from torch import Tensor
 
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import RewardError, StorageError
+from maxrl_fast.job.control import Interrupted, StopSignal
+from maxrl_fast.job.learner_state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
+from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import PolicySizes
-from maxrl_fast.run.control import Interrupted, StopSignal
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved, machine_of, rename_damaged_after
-from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.runtime.ranks import Ranks

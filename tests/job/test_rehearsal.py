@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.run import health
-from maxrl_fast.run.health import SlowRewards
+from maxrl_fast.job import health
+from maxrl_fast.job.health import SlowRewards
 from maxrl_fast.training.warm_start import WarmStart
-from tests.run.test_resume import stop_at
+from tests.job.test_resume import stop_at
 from tests.test_train import assert_same_run, base, read
 
 GOOD = "def score(prompt, response):\n    return len(response) % 2\n"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import directory_of
@@ -13,7 +14,6 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.run.resume import Saved
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.exactness import check_exact
 

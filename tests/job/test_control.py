@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.run.control import ECHO, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.job.control import ECHO, StopSignal, Stopwatch, Watchdog
 from maxrl_fast.runtime.ranks import Ranks
 from tests.test_train import SMALL, read
 
@@ -49,7 +49,7 @@ def test_a_resumed_run_adds_to_its_earlier_times():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch, capfd):
     now, before = [100.0], signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("maxrl_fast.run.control.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("maxrl_fast.job.control.time.monotonic", lambda: now[0])
     with StopSignal() as stop:
         assert stop.number == 0
         signal.raise_signal(number)

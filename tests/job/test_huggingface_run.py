@@ -15,7 +15,7 @@ from maxrl_fast.model.policy import load_policy
 from maxrl_fast.tasks.maze import MazeTask
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.families import tiny_config, tiny_model
-from tests.run.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_at
 from tests.test_train import read
 
 pytestmark = pytest.mark.slow

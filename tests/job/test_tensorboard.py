@@ -16,7 +16,7 @@ from tensorboard.plugins.text.text_plugin import TextPlugin
 from werkzeug.test import Client
 
 from maxrl_fast import train
-from maxrl_fast.run.events import EventFile
+from maxrl_fast.job.trackers import TensorBoard
 from tests.test_train import SMALL, read
 
 PLUGINS = (HParamsPlugin, TextPlugin, CustomScalarsPlugin, ScalarsPlugin)
@@ -122,7 +122,9 @@ HOSTILE = [
 @pytest.mark.parametrize("response", HOSTILE)
 def test_markup_in_a_response_is_shown_and_not_obeyed(response, tmp_path):
     record = {"id": 3, "prompt": "p", "response": response, "reward": None, "truncated": True, "tokens": 7}
-    EventFile(tmp_path / "tensorboard").write_samples([record, record], 5)
+    board = TensorBoard(tmp_path / "tensorboard", {}, "run")
+    board.log_samples([record, record], 5)
+    board.close(is_done=False)
     (shown,) = tensorboard(tmp_path)("text/text", run="tensorboard", tag="samples")
     assert set(re.findall("<(/?[a-z0-9]+)", shown["text"])) <= {"h5", "/h5", "pre", "/pre", "code", "/code", "p", "/p"}
     assert shown["text"].count("<code>") + shown["text"].count("<p>(empty)</p>") == 4

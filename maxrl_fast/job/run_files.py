@@ -1,5 +1,5 @@
-"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), kept rollouts, TensorBoard events,
-curves.png and timings.json. The same numbers go to wandb or trackio."""
+"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard's events, curves.png and
+timings.json. The same numbers go to wandb or trackio."""
 
 import contextlib
 import hashlib
@@ -16,22 +16,56 @@ from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.run.events import EventFile
-from maxrl_fast.run.kept_rollouts import RolloutLog
-from maxrl_fast.run.log import flat
-from maxrl_fast.run.plots import draw_curves
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.resume import Saved
-from maxrl_fast.run.trackers import Tracker
+from maxrl_fast.job.log import flat
+from maxrl_fast.job.plots import draw_curves
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.resume import Saved
+from maxrl_fast.job.trackers import TensorBoard, Tracker
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, refused, write_json
 
-LOGS = ("metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "diagnostics")
+LOGS = ("metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts", "diagnostics")
 DRAWN = ("metrics", "eval")
 
 
+class LogFile:
+    """A JSON Lines file to which a run appends; every line is flushed when it is written.
+
+    Args:
+        mark: of `mark`, to continue from there: what later steps have left is cut off. None: the whole file is kept.
+
+    Raises:
+        InputError: if the file begins with other bytes than it had at the mark.
+    """
+
+    def __init__(self, path: Path, mark: tuple[int, str | None] | None):
+        content = path.read_bytes() if path.exists() else b""
+        size, sha256 = mark or (len(content), None)
+        self.is_lost = bool(size) and not path.exists()  # it had lines at the mark
+        self.kept = content[:size]
+        self._sha256 = hashlib.sha256(self.kept)
+        if self.kept and sha256 not in (None, self._sha256.hexdigest()):
+            wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
+            got = f"got {len(content):,} bytes that begin differently"
+            raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
+        self._file = open(path, "ab")  # noqa: SIM115
+        self._file.truncate(len(self.kept))
+        self.close = self._file.close
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record).encode() + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._sha256.update(line)
+
+    def mark(self) -> tuple[int, str]:
+        """Wait until everything is on the disk, and return the size in bytes and the SHA-256."""
+        os.fsync(self._file.fileno())
+        return self._file.tell(), self._sha256.hexdigest()
+
+
 class RunFiles:
-    """Writes the files of one run into its folder; every JSON line is flushed when it is written.
+    """Writes the files of one run into its folder.
 
     Args:
         options: the options of the run by name, for config.json.
@@ -76,16 +110,18 @@ class RunFiles:
                 self.write_config()
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # left by a killed process
                 shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
-            self._logs = {log: self._open(log, *(saved.logs.get(log, (0, None)) if saved else (0, None))) for log in LOGS}
+            marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
+            self._logs = {log: LogFile(self.out / f"{log}.jsonl", marks[log]) for log in LOGS}
+            self.missing = [self.out / f"{log}.jsonl" for log, file in self._logs.items() if file.is_lost]
+            self.history = {log: [json.loads(line) for line in self._logs[log].kept.splitlines()] for log in DRAWN}
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
             done = saved.progress if saved and saved.progress.phase == "training" else Progress()
-            self._rollouts = RolloutLog(self.out, done.step)
             is_evaluated = done.step in done.evaluations
-            self._board = EventFile(self.out / "tensorboard", done.step + is_evaluated)
-            self._board.write_start(_hyperparameters(options), str(out))
+            start = done.step + is_evaluated
+            self._board = TensorBoard(self.out / "tensorboard", _hyperparameters(options), str(out), start)
             if not is_evaluated:  # the evaluation at this step is repeated, and the events of the step were dropped with it
                 for record in self.history["metrics"][-1:]:
-                    self._board.write(_numbers("metrics", record), record["step"])
+                    self._board.log(_numbers("metrics", record), record["step"])
         except OSError as error:
             raise refused(self.out, error) from error
 
@@ -102,25 +138,6 @@ class RunFiles:
         if self._is_writer:
             write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
 
-    def _open(self, log: str, size: int, sha256: str | None) -> Any:
-        """Open a log for appending, after cutting it to its first `size` bytes, and read these records into `history`.
-
-        The bytes must have this SHA-256. A log that does not exist is created.
-        """
-        path = self.out / f"{log}.jsonl"
-        kept = path.read_bytes()[:size] if path.exists() else b""
-        if size and not path.exists():
-            self.missing.append(path)
-        if kept and sha256 not in (None, hashlib.sha256(kept).hexdigest()):
-            wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
-            got = f"got {path.stat().st_size:,} bytes that begin differently"
-            raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
-        file = open(path, "a", buffering=1)  # noqa: SIM115
-        file.truncate(len(kept))
-        if log in DRAWN:
-            self.history[log] = [json.loads(line) for line in kept.splitlines()]
-        return file
-
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and to the TensorBoard events.
 
@@ -130,54 +147,33 @@ class RunFiles:
         if not self._is_writer:
             return
         try:
-            self._logs[log].write(json.dumps(record) + "\n")
+            self._logs[log].write(record)
             if log in DRAWN:
                 self.history[log].append(record)
-                self._draw(log, record)
+                for tracker in (self._board, self._tracker):
+                    if tracker is not None:
+                        tracker.log(_numbers(log, record), step=record["step"])
         except OSError as error:
             raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
 
-    def write_rollouts(self, records: list[dict[str, Any]]) -> None:
-        """Append the rollouts of a step to rollouts.jsonl.
+    def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
+        """Append the samples of an evaluation to samples.jsonl, and show them in TensorBoard.
 
         Raises:
             StorageError: if writing fails.
         """
-        if not self._is_writer or not records:
-            return
-        try:
-            self._rollouts.write(records)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.out / 'rollouts.jsonl'}: {error}") from error
-
-    def _draw(self, log: str, record: dict[str, Any]) -> None:
-        numbers = _numbers(log, record)
-        self._board.write(numbers, record["step"])
-        if self._tracker:
-            self._tracker.log(numbers, record["step"])
-
-    def show_samples(self, records: list[dict[str, Any]], step: int) -> None:
-        """Show the samples of an evaluation in TensorBoard.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        for record in records:
+            self.write("samples", record)
         if self._is_writer:
             try:
-                self._board.write_samples(records, step)
+                self._board.log_samples(records, step)
             except OSError as error:
                 raise StorageError(f"cannot write TensorBoard's events in {self.out}: {error}") from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Flush every log to the disk, and return the size in bytes and the SHA-256 of each."""
-        self._board.sync()
-        self._rollouts.sync()
-        marks = {}
-        for log, file in self._logs.items():
-            os.fsync(file.fileno())
-            content = (self.out / f"{log}.jsonl").read_bytes()
-            marks[log] = (len(content), hashlib.sha256(content).hexdigest())
-        return marks
+        """Write everything to the disk, and return the size in bytes and the SHA-256 of each log."""
+        self._board.flush()
+        return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
         """Return the paths of the run's results by name, for the closing listing."""
@@ -205,10 +201,7 @@ class RunFiles:
                     last.callback(file.close)
                 if self._tracker:
                     last.callback(self._tracker.finish)
-                last.callback(self._board.close)
-                last.callback(self._rollouts.close)
-                if is_done:
-                    self._board.write_success()
+                last.callback(self._board.close, is_done)
                 write_json(self.out / "timings.json", seconds)
                 with atomic_file(self.out / "curves.png") as path:
                     draw_curves(self.history["metrics"], self.history["eval"], path)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas
 import pytest
 
-from maxrl_fast.run.log import Log
+from maxrl_fast.job.log import Log
 
 ROWS = [
     {"step": 1, "reward_mean": 0.5, "pass_at_k": {"1": 0.25, "2": 0.5}},

@@ -10,9 +10,9 @@ from typing import Any
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.run_folder import checkpoint_order, checkpoints_of
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.fingerprints import differences
+from maxrl_fast.job.progress import Progress
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
-from maxrl_fast.run.fingerprints import differences
-from maxrl_fast.run.progress import Progress
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import DamagedError, verify_checksums
 from maxrl_fast.runtime.ranks import Ranks

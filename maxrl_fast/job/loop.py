@@ -8,12 +8,12 @@ from torch import Tensor
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
+from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
+from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.run_files import RunFiles
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Samples
-from maxrl_fast.run.checkpoints import Checkpoints
-from maxrl_fast.run.health import Health, HealthWarning, SlowRewards
-from maxrl_fast.run.progress import Progress
-from maxrl_fast.run.run_files import RunFiles
-from maxrl_fast.run.screen import Screen
 from maxrl_fast.runtime.output import take_errors
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.collect import RolloutBatch
@@ -100,7 +100,8 @@ class RunLoop:
         """Log what a step did, and count it as done."""
         if self.keep_rollouts:
             task, advantages = self.trainer.collector.task, record.advantages
-            self.files.write_rollouts(rollout_records(task, record.batch, advantages, self.keep_rollouts, self.ranks))
+            for rollout in rollout_records(task, record.batch, advantages, self.keep_rollouts, self.ranks):
+                self.files.write("rollouts", rollout)
         self.files.write("metrics", record.metrics)
         if record.batch.warning:
             self.screen.warn(record.batch.warning)
@@ -154,8 +155,6 @@ class RunLoop:
         rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.pop_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
         self.files.write("pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)})
-        for sample in kept.records:
-            self.files.write("samples", sample)
-        self.files.show_samples(kept.records, step)
+        self.files.write_samples(kept.records, step)
         self.screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
         self.checkpoints.mark_best(self.progress, learner)

@@ -1,0 +1,106 @@
+"""Where the numbers of a run are shown besides its own logs: TensorBoard, and wandb or trackio, which have one interface."""
+
+import importlib
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import summary_v2
+from tensorboard.plugins.text import metadata as texts
+from tensorboard.util.tensor_util import make_tensor_proto
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from maxrl_fast.errors import InputError
+
+PROJECT = "maxrl_fast"
+PASS_AT_K = r"^eval/pass_at_\d+$"  # the dashboard "Custom scalars" shows these in one chart, a line for each k
+MOST_CHARACTERS = 2000  # of a prompt or response in a text
+
+
+class TensorBoard:
+    """A new event file in the run's folder.
+
+    Args:
+        options: the run's hyperparameters: numbers, strings and booleans.
+        name: of the run among others.
+        purge_step: TensorBoard drops what earlier files of the folder have from this step on.
+
+    Raises:
+        OSError: here and in all methods, if the disk refuses to write.
+    """
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], name: str, purge_step: int = 0):
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer.file_writer.add_summary(summary_v2.hparams_pb(dict(options), trial_id=name), 0)
+        self._writer.add_custom_scalars({"evaluation": {"pass@k": ["Multiline", [PASS_AT_K]]}})
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Write the numbers of a step by name."""
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Write the samples of an evaluation, records of samples.jsonl, as one text."""
+        # Not add_text, which makes a table of one cell of it.
+        content = make_tensor_proto(markdown(records).encode(errors="backslashreplace"))
+        metadata = texts.create_summary_metadata(display_name="samples", description="")
+        value = Summary.Value(tag="samples", metadata=metadata, tensor=content)
+        self._writer.file_writer.add_summary(Summary(value=[value]), step)
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self._writer.flush()
+
+    def close(self, is_done: bool) -> None:
+        """Close the file. `is_done`: the run has done all its steps; TensorBoard shows its last metrics beside its options."""
+        if is_done:
+            *_, session_end = hparams({}, {})
+            self._writer.file_writer.add_summary(session_end, 0)
+        self._writer.close()
+
+
+class Tracker:
+    """A run of wandb or trackio.
+
+    A resumed run keeps its name. How repeated steps are shown depends on the tracker (wandb ignores steps that go backwards).
+
+    Args:
+        name: "wandb" or "trackio".
+        out: the run's folder, whose name is the name of the run; wandb writes its files into it.
+        options: the run's configuration.
+    """
+
+    def __init__(self, name: str, out: Path, options: dict[str, Any]):
+        self._module = importlib.import_module(name)
+        # Folders of the same name in different places are different runs.
+        identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
+        own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
+        try:
+            self._module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
+        except Exception as error:  # no API key, no network, bad settings
+            raise InputError(f"--log-to {name} could not be started: {type(error).__name__}: {error}") from error
+        self.log = self._module.log  # (numbers by name, step=...)
+        self.finish = self._module.finish  # waits until all numbers are sent
+
+
+def markdown(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return samples as Markdown that TensorBoard shows character by character, whatever markup a response contains."""
+    blocks = []
+    for record in records:
+        reward = "not known" if record["reward"] is None else f"{record['reward']:g}"
+        ended = ", truncated" if record["truncated"] else ""
+        blocks += [f"##### prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"]
+        blocks += [_code(record["prompt"]), "response:", _code(record["response"])]
+    return "\n\n".join(blocks)
+
+
+def _code(text: str) -> str:
+    """Return text as a code block of Markdown: one in which every line is indented has no mark that could end it."""
+    if not text.strip():  # of which Markdown makes no block
+        return "(empty)"
+    omitted = len(text) - MOST_CHARACTERS
+    shown = text if omitted <= 0 else f"{text[:MOST_CHARACTERS]}\n... {omitted:,} more characters"
+    return "\n".join(f"    {line}" for line in shown.splitlines())

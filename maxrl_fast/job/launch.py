@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,18 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.errors import InputError, NonFiniteError, RewardError, ServerError, StorageError
 from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerprints, build_trainer
 from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.control import StopSignal, Watchdog
+from maxrl_fast.job.control import Interrupted, StopSignal, Watchdog
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.job.supervise import Ending, close, supervise
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.model.policy_model import PolicyModel
@@ -41,6 +40,14 @@ from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
 LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
+
+
+@dataclass
+class Ending:
+    """How a run ended."""
+
+    code: int = 0  # 1: by `error`; 128 + the number of the signal that stopped it
+    error: RuntimeError | None = None  # non-finite values, failing rewards, a full disk or a failing server; nobody has said it
 
 
 @dataclass(frozen=True)
@@ -200,3 +207,55 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
     if not ranks.is_first:  # which shows the progress of a download
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     return config.replace(model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else ""))
+
+
+@contextlib.contextmanager
+def supervise(
+    checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
+) -> Iterator[Ending]:
+    """Run the body to its end, and set how it ended.
+
+    Args:
+        is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
+            hear of it.
+    """
+    ending = Ending()
+    try:
+        yield ending
+    except Interrupted as error:
+        screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
+        ending.code = 128 + error.signal
+    except (NonFiniteError, RewardError, StorageError, ServerError) as error:
+        _finish_saving(checkpoints, screen)
+        kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
+        sentence = f"{error}; {kept}. {error.advice}"
+        if isinstance(error, StorageError | ServerError) and not is_alone:
+            raise type(error)(sentence) from error
+        ending.code, ending.error = 1, type(error)(sentence)
+    except (KeyboardInterrupt, SystemExit):  # the second signal
+        screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
+        raise
+    except BaseException:
+        _finish_saving(checkpoints, screen)
+        raise
+
+
+def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
+    """Wait for a save that was begun before an error; its own error is printed."""
+    try:
+        checkpoints.wait()
+    except StorageError as error:
+        screen.complain(str(error))
+
+
+def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: Ending) -> Ending:
+    """Finish the files of a run that has ended, and show its closing tables; return how it ended, their errors included."""
+    try:
+        files.close(clock.seconds, is_done=ending.code == 0)
+    except StorageError as error:
+        if ending.error:  # which comes first; the caller says it
+            screen.complain(f"{error}. {error.advice}")
+        else:
+            ending = Ending(1, StorageError(f"{error}. {error.advice}"))
+    screen.closing_tables(list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing())
+    return ending

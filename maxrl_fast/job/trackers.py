@@ -34,7 +34,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, options: Mapping[str, Any], name: str, purge_step: int = 0):
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        self._writer.file_writer.add_summary(summary_v2.hparams_pb(dict(options), trial_id=name), 0)
+        self._add(summary_v2.hparams_pb(dict(options), trial_id=name), 0)
         self._writer.add_custom_scalars({"evaluation": {"pass@k": ["Multiline", [PASS_AT_K]]}})
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -48,7 +48,11 @@ class TensorBoard:
         content = make_tensor_proto(markdown(records).encode(errors="backslashreplace"))
         metadata = texts.create_summary_metadata(display_name="samples", description="")
         value = Summary.Value(tag="samples", metadata=metadata, tensor=content)
-        self._writer.file_writer.add_summary(Summary(value=[value]), step)
+        self._add(Summary(value=[value]), step)
+
+    def _add(self, summary: Summary, step: int) -> None:
+        writer: Any = self._writer.file_writer
+        writer.add_summary(summary, step)
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -58,7 +62,7 @@ class TensorBoard:
         """Close the file. `is_done`: the run has done all its steps; TensorBoard shows its last metrics beside its options."""
         if is_done:
             *_, session_end = hparams({}, {})
-            self._writer.file_writer.add_summary(session_end, 0)
+            self._add(session_end, 0)
         self._writer.close()
 
 

@@ -22,7 +22,8 @@ def test_an_operator_without_memory_launches_nothing(monkeypatch):
 
 
 ARGUMENTS = {"dtype": "float32", "num_rows": 1, "size": 16, "eps": 1e-6, "num_threads": 1}
-ARGUMENTS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), 0)
+MEMORY = torch.zeros(16)  # real, so that a call that is not refused returns
+ARGUMENTS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), MEMORY.data_ptr())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from maxrl_fast.job.launch import Job, find_policy
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.output import protect_output
-from maxrl_fast.runtime.ranks import LATECOMER, Ranks, leave, said_by_first
+from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
 from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.sharding import fills_half
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.say(version_text())
         return 0
     try:
-        with said_by_first(ranks):
+        with rank0_reports(ranks):
             config = parse(arguments)
         check(config)
         if config.run.dry_run:
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 1
     except InputError as error:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
-        time.sleep(0 if ranks.is_first else LATECOMER)
+        time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
         sentence = f"{error}{source_location(str(error), arguments)}"
         Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         code = 2
-    return code if ranks.size == 1 else leave(code)
+    return code if ranks.size == 1 else exit_process(code)
 
 
 def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], None]) -> str:

@@ -32,7 +32,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.objective_registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
-from maxrl_fast.training.prompts_ahead import PromptsAhead
+from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from maxrl_fast.training.sharding import distribute
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import Trainer
@@ -139,7 +139,7 @@ def build_collector(
         needs_parts=needs.parts,
         policy_reward=policy_reward,
         length_penalty=build_length_penalty(config),
-        make_prompts=PromptsAhead(task).take if is_ahead else None,
+        make_prompts=PromptPrefetcher(task).take if is_ahead else None,
         clock=clock or Stopwatch(),
         ranks=ranks or Ranks(),
     )

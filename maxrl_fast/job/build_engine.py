@@ -14,7 +14,7 @@ from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.exactness import check_engine
+from maxrl_fast.training.logprob_parity import check_engine
 
 
 def build_engine(

@@ -15,7 +15,7 @@ from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.exactness import check_exact
+from maxrl_fast.training.logprob_parity import check_exact
 
 CPU = torch.device("cpu")
 

@@ -66,7 +66,7 @@ class StopSignal:
         return (self._asked or signal.SIGTERM) if self._ranks.any(bool(self._asked), self._device) else 0
 
 
-class Watchdog(threading.Thread):
+class StallWatchdog(threading.Thread):
     """Tells that the current stage makes no progress, once all processes have written their stacks, and ends this process.
 
     Args:
@@ -91,7 +91,7 @@ class Watchdog(threading.Thread):
         self._tell, self._dump_workers, self._ends_process = tell, dump_workers, ends_process
         self._stopped = threading.Event()
 
-    def __enter__(self) -> "Watchdog":
+    def __enter__(self) -> "StallWatchdog":
         self.start()
         return self
 

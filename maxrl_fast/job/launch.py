@@ -19,7 +19,7 @@ from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.control import Interrupted, StopSignal, Watchdog
+from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
@@ -33,17 +33,19 @@ from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.watch import Watch
+from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.rehearsal import rehearse
+from maxrl_fast.training.collect import RolloutCollector, check_binary
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
+NUM_PROMPTS, NUM_ROLLOUTS, MOST_TOKENS = 2, 2, 256  # of check_rewards
+WHEN = "before the first step"
 LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
 
 
 @dataclass
-class Ending:
+class ExitStatus:
     """How a run ended."""
 
     code: int = 0  # 1: by `error`; 128 + the number of the signal that stopped it
@@ -74,11 +76,11 @@ class Job:
     ranks: Ranks
     screen: Screen
     device: torch.device
-    watch: Watch | None
+    watch: RankMonitor | None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     ends_process: bool = True
 
-    def run(self) -> tuple[Ending, Trained | None]:
+    def run(self) -> tuple[ExitStatus, Trained | None]:
         """Build and train. Return how the run ended, and what it leaves; None if it ended before its first step.
 
         The number of CPU threads is set for the run, and restored.
@@ -107,7 +109,7 @@ class Job:
                 check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
             if is_dry:
                 screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
-                return Ending(), None
+                return ExitStatus(), None
             model = model.to(device)
             # Before the policy is compared, so that the attention that will run is compared.
             tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
@@ -117,8 +119,8 @@ class Job:
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
             scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions, ranks.size)
             held.enter_context(contextlib.closing(scorer))
-            if not saved and (error := self._rehearse(config, engine, scorer)):
-                return Ending(1, error), None
+            if not saved and (error := self._check_rewards(config, engine, scorer)):
+                return ExitStatus(1, error), None
             if not is_resumed:
                 held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
             files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
@@ -132,7 +134,7 @@ class Job:
             trained = Trained(config, model, engine)
             return self._train(trained, scorer, files, saved, fingerprints), trained
 
-    def _rehearse(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
+    def _check_rewards(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
         """Try the rewards before anything is written. Return an error if all fail.
 
         Raises:
@@ -142,15 +144,15 @@ class Job:
         if config.shaping.labels == "vote":  # these rewards are of the evaluation alone, and may be any number
             collector = replace(collector, needs_binary=False)
         try:
-            if complaint := rehearse(collector):
-                self.screen.warn(complaint)
+            if warning := check_rewards(collector):
+                self.screen.warn(warning)
         except RewardError as error:
             return RewardError(f"{error}. Fix the reward; the same command then starts the run.")
         return None
 
     def _train(
         self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
-    ) -> Ending:
+    ) -> ExitStatus:
         """Train under the watchdog and the handlers of signals; return how the run ended."""
         config, model, engine = trained.config, trained.model, trained.engine
         task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
@@ -162,7 +164,7 @@ class Job:
         tell = watch.say_stuck if watch else lambda message: None
         with (
             StopSignal(ranks, self.device) as stop,
-            Watchdog(clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process),
+            StallWatchdog(clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process),
         ):
             checkpoints = Checkpoints(
                 files,
@@ -195,6 +197,30 @@ class Job:
         return close(files, progress, clock, screen, ending)
 
 
+def check_rewards(collector: RolloutCollector) -> str:
+    """Score two short rollouts of each of the first two prompts, so that a reward that cannot work does not first cost a warm
+    start. The same on all ranks.
+
+    Return a warning if some of the rewards failed; it is empty if none did. Nothing that is learned depends on this.
+
+    Raises:
+        RewardError: if all rewards fail.
+        InputError: if the parameters of a reward function do not fit, or rewards must be 0 or 1 and one is not.
+    """
+    scorer = collector.scorer.rehearsal()
+    if not scorer.has_source and not collector.needs_binary:
+        return ""
+    prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
+    scorer.check(prompts)
+    sampling = replace(collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MOST_TOKENS))
+    rollouts = collector.engine.generate(prompts, NUM_ROLLOUTS, sampling, seed=collector.seed, step=0)
+    rewards = scorer.score(prompts, rollouts)
+    warning = scorer.failures(collector.ranks, WHEN)[1]
+    if collector.needs_binary:
+        check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)
+    return warning
+
+
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model as the run records it, on all ranks the same: a folder, or a commit of the hub.
 
@@ -212,14 +238,14 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 @contextlib.contextmanager
 def supervise(
     checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
-) -> Iterator[Ending]:
+) -> Iterator[ExitStatus]:
     """Run the body to its end, and set how it ended.
 
     Args:
         is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
             hear of it.
     """
-    ending = Ending()
+    ending = ExitStatus()
     try:
         yield ending
     except Interrupted as error:
@@ -248,7 +274,7 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
         screen.complain(str(error))
 
 
-def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: Ending) -> Ending:
+def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus) -> ExitStatus:
     """Finish the files of a run that has ended, and show its closing tables; return how it ended, their errors included."""
     try:
         files.close(clock.seconds, is_done=ending.code == 0)
@@ -256,6 +282,6 @@ def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen,
         if ending.error:  # which comes first; the caller says it
             screen.complain(f"{error}. {error.advice}")
         else:
-            ending = Ending(1, StorageError(f"{error}. {error.advice}"))
+            ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
     screen.closing_tables(list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing())
     return ending

@@ -24,10 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, cumulative
-from maxrl_fast.runtime.watch import START_LIMIT, Watch
+from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
-LATECOMER = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
+FIRST_RANK_GRACE_SECONDS = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
 
 
 @dataclass(frozen=True)
@@ -129,20 +129,20 @@ class Ranks:
         )
 
     @contextlib.contextmanager
-    def connected(self, device: torch.device) -> Iterator[Watch | None]:
+    def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:
         """Connect the ranks, so that collectives work inside the block.
 
         A rank that fails ends the others within a minute, with its message.
 
-        Gives the Watch, which tells the other ranks of a failure, or None with one process.
+        Gives the RankMonitor, which tells the other ranks of a failure, or None with one process.
         """
         if self.size == 1:
             yield None
             return
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
         store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through the store at their first use
-        name = f"maxrl_fast/{name_of_attempt(PrefixStore('maxrl_fast', store), self.rank, self.size, START_LIMIT)}"
-        watch = Watch(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
+        name = f"maxrl_fast/{rendezvous_id(PrefixStore('maxrl_fast', store), self.rank, self.size, START_LIMIT)}"
+        watch = RankMonitor(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
         watch.start()
         try:
             if device.type == "cuda":
@@ -166,12 +166,12 @@ class Ranks:
                 raise
             cause = cause or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
-            leave(1)
+            exit_process(1)
         watch.stop()
         dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process of torchrun without tearing the interpreter down, once everything registered for its exit is done.
 
     A thread of gloo may still let go of a tensor of Python's, and then aborts the process if the interpreter is being torn down
@@ -198,7 +198,7 @@ def own_gpu() -> int:
 
 
 @contextlib.contextmanager
-def said_by_first(ranks: Ranks) -> Iterator[None]:
+def rank0_reports(ranks: Ranks) -> Iterator[None]:
     """Let only the first rank print inside the block, also the message of an error that ends the process."""
     if ranks.is_first:
         yield
@@ -207,14 +207,16 @@ def said_by_first(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except SystemExit as error:
-            time.sleep(LATECOMER if error.code else 0)  # else torchrun would end the first rank because this one ended
+            time.sleep(
+                FIRST_RANK_GRACE_SECONDS if error.code else 0
+            )  # else torchrun would end the first rank because this one ended
             raise
 
 
 PAUSE = 0.05  # seconds between two looks at the store
 
 
-def name_of_attempt(store: Store, rank: int, size: int, limit: float) -> str:
+def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
     """Return a prefix of keys that only the ranks of this start use, the same on all of them, once all have come.
 
     Every rank makes up a name. The first rank lists the names that it finds, its own first, until every rank has found its name

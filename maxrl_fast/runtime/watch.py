@@ -28,7 +28,7 @@ def dump_stacks(who: str) -> None:
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
-class Watch(threading.Thread):
+class RankMonitor(threading.Thread):
     """Sends heartbeats to the other ranks, and ends this process when another rank has failed or stopped sending them.
 
     Without it a rank would wait for a dead one in the next collective until COLLECTIVE_LIMIT.

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from maxrl_fast import train
-from maxrl_fast.runtime.ranks import Ranks, name_of_attempt
+from maxrl_fast.runtime.ranks import Ranks, rendezvous_id
 from maxrl_fast.training.sharding import is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
@@ -285,12 +285,12 @@ def test_restarted_ranks_do_not_see_the_keys_of_an_earlier_start():
     server = TCPStore("127.0.0.1", 0, is_master=True)
     for _ in range(3):
         with ThreadPoolExecutor(3) as ranks:
-            names = [ranks.submit(name_of_attempt, server.clone(), rank, 3, 60.0) for rank in range(3)]
+            names = [ranks.submit(rendezvous_id, server.clone(), rank, 3, 60.0) for rank in range(3)]
             (name,) = {name.result() for name in names}
         assert not server.check([f"{name}/failed"])
         server.set(f"{name}/failed", "")
     with pytest.raises(RuntimeError, match="rank 1 has waited 1 s for the other processes to start"):
-        name_of_attempt(server.clone(), 1, 3, 1.0)  # alone
+        rendezvous_id(server.clone(), 1, 3, 1.0)  # alone
 
 
 KILLED = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.job.control import ECHO, StopSignal, Stopwatch, Watchdog
+from maxrl_fast.job.control import ECHO, StallWatchdog, StopSignal, Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
 from tests.test_train import SMALL, read
 
@@ -66,7 +66,7 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
 def test_the_watchdog_of_a_process_that_is_not_the_runs_own_does_not_end_it(capfd):
     told, clock = [], Stopwatch()
     with clock("rollout"):
-        watchdog = Watchdog(clock, 0.05, Ranks(), told.append, lambda: told.append("stacks"), ends_process=False)
+        watchdog = StallWatchdog(clock, 0.05, Ranks(), told.append, lambda: told.append("stacks"), ends_process=False)
         watchdog.start()
         watchdog.join(60)
     assert not watchdog.is_alive()

@@ -10,7 +10,7 @@ import pytest
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import check_supported, policy_of, sizes_of
-from maxrl_fast.training.exactness import check_exact
+from maxrl_fast.training.logprob_parity import check_exact
 from tests.families import EXPERTS, FAMILIES, OTHERS, WINDOW, tiny_config, tiny_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"

@@ -27,7 +27,7 @@ from maxrl_fast.rollout.plain import PlainEngine
 from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed, named_weights
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.exactness import check_engine
+from maxrl_fast.training.logprob_parity import check_engine
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_model
 from tests.model.test_huggingface import tiny_policy

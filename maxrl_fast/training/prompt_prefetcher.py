@@ -9,7 +9,7 @@ from maxrl_fast.tasks import Task
 EXIT_SECONDS = 10.0  # that the end of the process waits for the thread
 
 
-class PromptsAhead:
+class PromptPrefetcher:
     """The training prompts of a task, always one batch ahead.
 
     A task's prompts depend on their index alone, so these are the same prompts, whenever they are made. Steps take batch after

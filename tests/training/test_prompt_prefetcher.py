@@ -17,7 +17,7 @@ from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.prompts_ahead import PromptsAhead
+from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 
 LIMIT = 30  # seconds for another thread
 
@@ -52,7 +52,7 @@ def assert_prompts(prompts, start, count):
 
 def test_the_same_prompts_come_in_the_same_order_and_one_batch_ahead():
     task = RecordedTask()
-    ahead = PromptsAhead(task)
+    ahead = PromptPrefetcher(task)
     for step in range(4):
         assert_prompts(ahead.take(2 * step, 2), 2 * step, 2)
         ahead._background.wait()
@@ -62,7 +62,7 @@ def test_the_same_prompts_come_in_the_same_order_and_one_batch_ahead():
 def test_taking_does_not_wait_for_the_batch_after_it():
     task = RecordedTask()
     task.may_go_on.clear()
-    ahead = PromptsAhead(task)
+    ahead = PromptPrefetcher(task)
     assert_prompts(ahead.take(0, 3), 0, 3)
     assert task.began.wait(LIMIT)
     assert len(task.calls) == 2  # and no batch beyond the one that is being made
@@ -74,7 +74,7 @@ def test_taking_does_not_wait_for_the_batch_after_it():
 def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count):
     """After a resume, and where the number of prompts changes."""
     task = RecordedTask()
-    ahead = PromptsAhead(task)
+    ahead = PromptPrefetcher(task)
     ahead.take(0, 2)
     assert_prompts(ahead.take(start, count), start, count)
     assert_prompts(ahead.take(start + count, count), start + count, count)
@@ -84,12 +84,12 @@ def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count)
 def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
     task = RecordedTask()
     task.fails_at = 2
-    ahead = PromptsAhead(task)
+    ahead = PromptPrefetcher(task)
     assert_prompts(ahead.take(0, 2), 0, 2)
     for _ in range(2):
         with pytest.raises(InputError, match="there is no prompt 2"):
             ahead.take(2, 2)
-    ahead = PromptsAhead(task)
+    ahead = PromptPrefetcher(task)
     ahead.take(0, 2)
     assert_prompts(ahead.take(4, 2), 4, 2)  # nobody asks for the one that fails
     assert_prompts(ahead.take(6, 2), 6, 2)
@@ -98,7 +98,7 @@ def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
 AT_EXIT = """
 import time, torch
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.prompts_ahead import PromptsAhead
+from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 
 class Slow(MazeTask):
     def prompts(self, split, start, count):
@@ -107,7 +107,7 @@ class Slow(MazeTask):
             torch.arange(10_000).cumsum(0)
         return super().prompts(split, start, count)
 
-PromptsAhead(Slow(5)).take(0, 2)
+PromptPrefetcher(Slow(5)).take(0, 2)
 """
 
 
@@ -134,7 +134,7 @@ def test_dynamic_sampling_takes_the_same_prompts(is_ahead):
     config = resolve(TINY, task)
     collector = build_collector(config, task, engine, build_scorer(config.reward, task), objective_of(config))
     if is_ahead:
-        collector = dataclasses.replace(collector, make_prompts=PromptsAhead(task).take)
+        collector = dataclasses.replace(collector, make_prompts=PromptPrefetcher(task).take)
     first = 0
     for step in (1, 2):
         first += collector.collect(step, first).num_sampled

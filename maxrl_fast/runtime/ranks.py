@@ -207,9 +207,8 @@ def rank0_reports(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except SystemExit as error:
-            time.sleep(
-                FIRST_RANK_GRACE_SECONDS if error.code else 0
-            )  # else torchrun would end the first rank because this one ended
+            if error.code:  # else torchrun would end the first rank because this one ended
+                time.sleep(FIRST_RANK_GRACE_SECONDS)
             raise
 
 

@@ -81,8 +81,7 @@ class RolloutCollector:
         needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
         policy_reward: scores the responses in place of the scorer; not with needs_greedy or needs_parts. None: the scorer does.
         length_penalty: added to the rewards that the objective sees; None: nothing is.
-        make_prompts: returns training prompts, given the first and how many, such as PromptPrefetcher.take; None: the task makes
-            them.
+        make_prompts: returns training prompts, given the first and how many; None: the task makes them.
     """
 
     task: Task

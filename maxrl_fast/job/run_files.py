@@ -43,25 +43,26 @@ class LogFile:
         size, sha256 = mark or (len(content), None)
         self.is_lost = bool(size) and not path.exists()  # it had lines at the mark
         self.kept = content[:size]
-        self._sha256 = hashlib.sha256(self.kept)
+        self._size, self._sha256 = len(self.kept), hashlib.sha256(self.kept)
         if self.kept and sha256 not in (None, self._sha256.hexdigest()):
             wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
             got = f"got {len(content):,} bytes that begin differently"
             raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
         self._file = open(path, "ab")  # noqa: SIM115
-        self._file.truncate(len(self.kept))
+        self._file.truncate(self._size)
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
+        self._size += len(line)
         self._sha256.update(line)
 
     def mark(self) -> tuple[int, str]:
         """Wait until everything is on the disk, and return the size in bytes and the SHA-256."""
         os.fsync(self._file.fileno())
-        return self._file.tell(), self._sha256.hexdigest()
+        return self._size, self._sha256.hexdigest()  # not tell(), which is wrong after truncate()
 
 
 class RunFiles:

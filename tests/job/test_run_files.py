@@ -141,6 +141,7 @@ def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
     assert log.kept == path.read_bytes() == lines(1, 2)
     log.write({"step": 3})
     assert path.read_bytes() == lines(1, 2, 3)
+    assert log.mark()[0] == path.stat().st_size
     again = LogFile(path, log.mark())
     assert (again.kept, again.is_lost, again.mark()) == (lines(1, 2, 3), False, log.mark())
     path.write_bytes(lines(1, 7, 3))

@@ -24,9 +24,9 @@ from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.plugins import check_protocol
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import resolve_device
+from maxrl_fast.runtime.plugins import check_protocol
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT

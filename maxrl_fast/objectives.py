@@ -18,8 +18,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
-from maxrl_fast.plugins import installed, owner
 from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.plugins import installed, owner
 from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
 from maxrl_fast.training.objective_registry import OWN

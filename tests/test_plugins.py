@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from maxrl_fast import evaluate, objectives, plugins, train
+from maxrl_fast import evaluate, objectives, train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.config.parse import parse
@@ -19,6 +19,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_fingerprints
 from maxrl_fast.job.build_engine import build_engine
 from maxrl_fast.job.build_task import build_task
+from maxrl_fast.runtime import plugins
 from tests.models import tiny_decoder
 from tests.test_train import base, read
 

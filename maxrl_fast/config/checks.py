@@ -14,8 +14,8 @@ from maxrl_fast.config.metadata import check_limits, inapplicable_options
 from maxrl_fast.config.options import Config, CorrectionName, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS
-from maxrl_fast.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.rollout.names import check_engine_name
+from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
 from maxrl_fast.training.objective import Objective

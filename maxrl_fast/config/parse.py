@@ -30,8 +30,8 @@ from maxrl_fast.config.options import Config, as_json, as_list
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
-from maxrl_fast.plugins import describe_installed, is_file, is_installed
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
+from maxrl_fast.runtime.plugins import describe_installed, is_file, is_installed
 
 Options = dict[str, Any]  # by name
 AUTO = "auto"  # the value of --resume

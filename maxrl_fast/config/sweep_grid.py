@@ -11,7 +11,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import SEVERAL, parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.plugins import is_file
+from maxrl_fast.runtime.plugins import is_file
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from maxrl_fast.job.build_policy import dtype_of
 from maxrl_fast.job.build_rewards import build_length_penalty, build_policy_reward, build_training_scorer, reward_names
 from maxrl_fast.job.fingerprints import fingerprints, source_file
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.plugins import place_of
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
 from maxrl_fast.rollout.names import ENGINES
+from maxrl_fast.runtime.plugins import place_of
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.gym import GymTask

@@ -7,11 +7,11 @@ from maxrl_fast.job.build_policy import dtype_of
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.plugins import build_plugin
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.plain import PlainEngine
+from maxrl_fast.runtime.plugins import build_plugin
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.logprob_parity import check_engine

@@ -6,26 +6,17 @@ worker imports this module at its start, so it imports only a few standard modul
 """
 
 import contextlib
-import importlib
-import importlib.util
 import math
-import os
-import reprlib
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from maxrl_fast.rewards import Rows
+from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 
-MESSAGE_LENGTH = 500  # characters
 MOST_COMPONENTS, NAME_LENGTH = 32, 100  # of one result; characters of a component's name
 LARGEST_FLOAT32 = 3.4028234663852886e38
-SHORT_REPR = reprlib.Repr()
-SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
 
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 ROW = "row"  # f(prompt, response, **columns) -> number
@@ -53,51 +44,8 @@ class WorkItem:
     arguments: Any  # keyword arguments; a list of them for an async function of single responses
 
 
-class LoadError(Exception):
-    """The function cannot be loaded. The message says why."""
-
-
 class InvalidReward(Exception):
     """The function did not return a finite number. The message says what it returned."""
-
-
-def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file.
-
-    Raises:
-        LoadError: if it cannot be loaded.
-    """
-    place, _, attribute = name.rpartition(":")
-    path = Path(place).resolve() if place.endswith(".py") else None
-    if path and not path.is_file():
-        raise LoadError(f"there is no file {place}")
-    try:
-        module = _load_file(path) if path else importlib.import_module(place)
-        function = getattr(module, attribute, None)
-    except SyntaxError as error:
-        raise LoadError(f"syntax error in {error.filename}, line {error.lineno}: {error.msg}") from error
-    except SystemExit as error:
-        raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
-    except BaseException as error:
-        raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
-    if function is None:
-        raise LoadError(f"{place} has no {attribute}")
-    if not callable(function):
-        raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
-    return function, getattr(module, "__file__", None) or ""
-
-
-def _load_file(path: Path) -> ModuleType:
-    """Return the module in a file that need not be part of a package. As in a script, it can import modules beside it."""
-    sys.path.insert(0, str(path.parent))
-    is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}" if is_taken else path.stem, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -323,17 +271,3 @@ def failure_of(error: BaseException, file: str) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"kind": "memory", "message": "the call needed more memory than its limit"}
     return {"kind": "exception", "message": describe_error(error, file)}
-
-
-def describe_error(error: BaseException, file: str) -> str:
-    """Return the type and message of an error and, if its traceback passes through `file`, the last line there."""
-    try:
-        text = str(error)[:MESSAGE_LENGTH]
-    except BaseException:
-        text = "(its message cannot be printed)"
-    line, trace = 0, error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(file)}, line {line})" if line else "")

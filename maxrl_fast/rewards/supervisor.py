@@ -34,7 +34,8 @@ from os import P_ALL, P_PID, WEXITED, WNOHANG, WNOWAIT, _exit, getpid, getppid, 
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.rewards.function import Caller, LoadError, load, signature_of
+from maxrl_fast.rewards.function import Caller, signature_of
+from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
 POLL_MILLISECONDS = 100  # between two looks at the template and at the trainer's pid

@@ -1,7 +1,7 @@
 """The names that --rollout takes."""
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.plugins import is_file, is_installed
+from maxrl_fast.runtime.plugins import is_file, is_installed
 
 ENGINES = ("native", "vllm")
 

@@ -4,8 +4,8 @@ import ast
 import difflib
 from pathlib import Path
 
-from maxrl_fast.plugins import is_file, is_installed
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
+from maxrl_fast.runtime.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.plugins import build_plugin
+from maxrl_fast.runtime.plugins import build_plugin
 from maxrl_fast.tasks import Task
 
 

@@ -8,7 +8,7 @@ from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
-from maxrl_fast.plugins import is_file, is_installed, load_plugin
+from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.objective import Objective
 from maxrl_fast.training.off_policy_objective import OffPolicyObjective

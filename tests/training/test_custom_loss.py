@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from maxrl_fast import objectives, plugins, train
+from maxrl_fast import objectives, train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime import plugins
 from tests.test_plugins import install, refused
 from tests.test_train import base, read
 from tests.training.test_collect import CHAIN

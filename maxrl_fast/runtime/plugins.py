@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.function import LoadError, describe_error, load
+from maxrl_fast.runtime.loading import LoadError, describe_error, load
 
 GROUPS = {  # of entry points, by option
     "task": "maxrl_fast.tasks",

@@ -1,6 +1,7 @@
 """Packing: which position predicts which target, which responses share their prompt, and which rank gets which groups."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,17 @@ def test_the_stream_and_its_targets():
     predicted_from = batch.tokens[batch.rows][batch.target_rows]
     assert predicted_from.tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 8]
+
+
+def test_a_part_of_the_rollouts_has_its_own_numbers():
+    numbers = torch.arange(8.0)  # of the tokens of ROLLOUTS
+    rollouts = replace(ROLLOUTS, logprobs=-numbers, importance_weights=10 * numbers)
+    batch = Packer(PROMPTS, rollouts, torch.tensor([0.1, 0.2, 0.3, 0.4])).pack(torch.tensor([1, 2]))
+    assert batch.target_index.tolist() == [2, 3, 4, 5]
+    assert batch.targets.tolist() == [3, 4, 5, 6]
+    assert batch.old_logprobs.tolist() == [-2, -3, -4, -5]
+    assert batch.importance_weights.tolist() == [20, 30, 40, 50]
+    assert batch.by_token(batch.advantages).tolist() == pytest.approx([0.2, 0.3, 0.3, 0.3])
 
 
 def test_whole_sequences_come_before_shared_ones():

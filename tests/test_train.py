@@ -18,6 +18,7 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.passes import Passes
 from tests.models import tiny_decoder
 
@@ -55,6 +56,8 @@ def test_a_run_writes_its_files(finished):
     assert config["versions"]["torch"] == torch.__version__
     metrics = read(finished / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3]
+    schedule = LearningRate(config["lr"], config["steps"], config["warmup_steps"], config["lr_schedule"])
+    assert [record["lr"] for record in metrics] == [schedule.at(step) for step in (1, 2, 3)]
     wanted = {
         "reward_mean",
         "pass_at_1",

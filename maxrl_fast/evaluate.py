@@ -16,8 +16,16 @@ from maxrl_fast.builders.engine import build_engine
 from maxrl_fast.builders.policy import compare_policy
 from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.builders.tasks import build_task
-from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
-from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
+from maxrl_fast.config.evaluation import (
+    EvaluationConfig,
+    ResolvedEvaluationConfig,
+    Source,
+    check,
+    find_source,
+    free_folder,
+    parse,
+    resolve,
+)
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.evaluation_options import EvaluationConfig, ResolvedEvaluationConfig
-from maxrl_fast.config.evaluation_parse import Source, check, find_source, free_folder, parse, resolve
+from maxrl_fast.config.evaluation import (
+    EvaluationConfig,
+    ResolvedEvaluationConfig,
+    Source,
+    check,
+    find_source,
+    free_folder,
+    parse,
+    resolve,
+)
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity

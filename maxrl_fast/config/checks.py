@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
-from maxrl_fast.config.conditions import Choices
-from maxrl_fast.config.hints import nearest
-from maxrl_fast.config.metadata import check_limits, inapplicable_options
-from maxrl_fast.config.options import Config, CorrectionName, as_list
+from maxrl_fast.algorithms.losses.registry import learns_without_advantage
+from maxrl_fast.algorithms.options import nearest
+from maxrl_fast.config.conditions import loss_of
+from maxrl_fast.config.metadata import as_list, check_limits
+from maxrl_fast.config.options import Config, CorrectionName
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
 from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
+from maxrl_fast.training.objective_registry import make_objective
 from maxrl_fast.training.policy_reward import LABELS
+from maxrl_fast.training.riskpo_objective import RiskpoObjective
 
 
 def check(config: Config) -> None:
@@ -30,9 +29,6 @@ def check(config: Config) -> None:
         InputError: with an expected/got message.
     """
     options = config.flat()
-    name = options["objective"]
-    if name not in OBJECTIVES and not is_custom(name):
-        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
     if options["aggregation"] not in (None, *AGGREGATIONS):
         raise InputError(
             f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {options['aggregation']!r}"
@@ -40,7 +36,6 @@ def check(config: Config) -> None:
         )
     check_task(options["task"])
     check_engine_name(options["rollout"])
-    refuse_inapplicable(Config, options)
     check_reward_weights(options)
     check_limits(Config, options)
     _check_objective(config, options)
@@ -75,48 +70,19 @@ def check_reward_weights(options: Mapping[str, Any]) -> None:
         raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
 
 
-def refuse_inapplicable(config: type, options: Mapping[str, Any]) -> None:
-    """Refuse options of Config or EvaluationConfig that the run does not take and that differ from their defaults.
-
-    Raises:
-        InputError: naming the option and what does not take it.
-    """
-    defaults = config().flat()
-    for name, who in inapplicable_options(config, Choices.of(options)).items():
-        if options[name] != defaults[name]:
-            raise InputError(f"{who} takes no {name}, got {options[name]!r}")
-
-
 def objective_of(config: Config) -> Objective:
     """Return the objective that a configuration asks for.
 
     Raises:
         InputError: where its options do not fit it.
     """
-    chosen, rollout = config.objective, config.rollout
-    given = {name: value for name, value in vars(chosen).items() if name != "objective" and value is not None}
+    chosen = config.objective
     try:
-        return make_objective(chosen.objective, given, rollout.rollouts, config.optimizer.updates_per_step)
+        return make_objective(chosen.objective, chosen.options, config.rollout.rollouts, config.optimizer.updates_per_step)
     except InputError:
         raise
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
-
-    Raises:
-        InputError: where there is no such loss, or it cannot be loaded.
-    """
-    if name in LOSSES:
-        return LOSSES[name]
-    if not is_file(name) and not is_installed("loss", name):
-        raise InputError(f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}")
-    try:
-        return find_loss(load_plugin("loss", name, "FUNCTION"))
-    except ValueError as error:
-        raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
 
 
 def correction_name(config: Config) -> CorrectionName:
@@ -171,7 +137,7 @@ def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
         raise InputError(str(error)) from error
     for name in ("clip_low", "clip_high"):
         if not loss.clips and options[name] != defaults[name]:
-            raise InputError(f"loss {loss.name} does not take {name}, got {options[name]}")
+            raise InputError(f"{name} is not used by loss {loss.name}, got {options[name]}")
     needed = loss.aggregation
     if needed and options["aggregation"] not in (None, needed):
         raise InputError(
@@ -190,7 +156,9 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
-        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
+        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not support")
+    if isinstance(objective, RiskpoObjective) and options["prompts"] % objective.bundle_size:
+        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {objective.bundle_size}")
     if not objective.owns_loss:
         return
     if options["top_entropy"] != 1:
@@ -214,9 +182,9 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
             "responses to a prompt have the same reward; --objective verifree learns from them"
         )
     if needs.answers and labels != "given":
-        raise InputError(f"labels must be given for {name}, which has a reward of its own, got {labels}")
+        raise InputError(f"labels must be given for {name}, which computes its own reward, got {labels}")
     if needs.answers and options["overlong_buffer"]:
-        raise InputError(f"{name} takes no overlong_buffer: its reward is a probability")
+        raise InputError(f"{name} does not support --overlong-buffer: its reward is a probability")
 
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:
@@ -239,9 +207,6 @@ def _check_multiples(options: Mapping[str, Any]) -> None:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
         )
-    bundle = options["bundle_size"] or DEFAULT_BUNDLE
-    if options["objective"] == "riskpo" and options["prompts"] % bundle:
-        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {bundle}")
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:
             raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.checks import loss_of, objective_of
-from maxrl_fast.config.conditions import Choices
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config, ResolvedConfig
@@ -62,7 +62,7 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
     if not objective_of(config).needs.critic:
         return []
     what = "its adapters" if config.model.lora_rank else "all its weights"
-    number, rate = num_critic_weights(model), config.objective.critic_lr
+    number, rate = num_critic_weights(model), config.objective.options["critic_lr"]
     return [f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"]
 
 
@@ -85,7 +85,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
         model: for its sizes; it may be on the meta device.
     """
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
-    hidden = {*inapplicable_options(Config, Choices.of(flat)), "dry_run"}
+    hidden = {*inapplicable_options(Config, flat), "dry_run"}
     lines = ["configuration"]
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"

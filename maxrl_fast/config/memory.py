@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.metadata import LessMemory, options_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
@@ -199,12 +200,14 @@ def memory_table(memory: dict[str, Phases], machine: Machine) -> list[str]:
     needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB, nine tenths of the memory"
     if most <= usable:
         return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
-    advice = {
-        "start": "a lower --kv-cache-gb or a higher --vllm-tensor-parallel",
-        "rollout": "a lower --kv-cache-gb or --sharding full on more GPUs",
-        "update": "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs",
-    }
-    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}; {advice[phase]} needs less."]
+    advice = [
+        note.advice.format(option.flag)
+        for option in options_of(ResolvedConfig).values()
+        for note in option.of(LessMemory)
+        if phase in note.phases
+    ]
+    help_with = f"{', '.join(advice[:-1])} or {advice[-1]} needs less"
+    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}; {help_with}."]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxrl_fast.config.checks import check
+from maxrl_fast.config.given import OPTIONS
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import SEVERAL, parse
+from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.plugins import is_file
 
@@ -37,7 +38,7 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
         elif name in options:
             raise InputError(f"{flag} must be given once, with all its values behind it")
         elif name in ("resume", "allow_changes"):
-            raise InputError(f"a sweep takes no {flag}: the same command resumes it")
+            raise InputError(f"a sweep does not use {flag}: the same command resumes it")
         else:
             options[name] = [value] if equals else []
     return options
@@ -54,7 +55,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     Raises:
         InputError: where the options of a run are wrong, naming the run, or two would share a folder.
     """
-    sides = [name for name, values in options.items() if len(values) > 1 and name not in SEVERAL]
+    several = {option.name for option in OPTIONS.values() if option.takes_several}
+    sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     runs: dict[Path, Run] = {}
     for values in itertools.product(*(options[name] for name in sides)):

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.config.checks import correction_of, loss_of, objective_of
+from maxrl_fast.config.checks import correction_of, objective_of
+from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_engine import build_sampling
@@ -75,12 +76,10 @@ def build_learner(
 
 def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Critic:
     """Return the critic of a policy whose weights are not sharded yet, with a new optimizer."""
-    options, trained = config.objective, critic_model(model)
-    assert options.critic_lr is not None
-    assert options.value_clip is not None
+    options, trained = config.objective.options, critic_model(model)
     module = distribute(trained, None, ranks, dtype_of(config), config.run.sharding == "full")
     optimizer = make_optimizer(trained, config.optimizer.beta2, config.optimizer.weight_decay)
-    return Critic(trained, optimizer, options.critic_lr, options.value_clip, module)
+    return Critic(trained, optimizer, options["critic_lr"], options["value_clip"], module)
 
 
 def build_warm_start(

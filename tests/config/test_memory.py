@@ -209,7 +209,7 @@ def test_other_names_of_machines_are_refused(text, capsys):
 
 
 def test_a_dry_run_of_gpus_refuses_the_cpu():
-    with pytest.raises(InputError, match="--dry-run 8x80 is of GPUs, got --device cpu"):
+    with pytest.raises(InputError, match="--dry-run 8x80 is for GPUs, got --device cpu"):
         resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
 
 

@@ -252,11 +252,11 @@ def test_invalid_task_options_are_refused(tmp_path, capsys):
         ("--task math --data x --hub y", "--task math takes --data or --hub, got both"),
         ("--task gym:gcd", "--task gym:gcd needs --model DIR"),
         ("--task gym:gcd --gym-config [1]", "--gym-config must be a JSON object"),
-        ("--data x.jsonl", "task maze takes no data"),
-        ("--task chain --gym-config {}", "task chain takes no gym_config"),
-        ("--task gym:gcd --hub me/mine", "task gym:gcd takes no hub"),
-        ("--task dataset --answer-key gold", "task dataset takes no answer_key"),
-        ("--task reward.py:score --reward a:b", "task reward.py:score takes no reward"),
+        ("--data x.jsonl", "--data is not used by task maze"),
+        ("--task chain --gym-config {}", "--gym-config is not used by task chain"),
+        ("--task gym:gcd --hub me/mine", "--hub is not used by task gym:gcd"),
+        ("--task dataset --answer-key gold", "--answer-key is not used by task dataset"),
+        ("--task reward.py:score --reward a:b", "--reward is not used by task reward.py:score"),
     ):
         assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err

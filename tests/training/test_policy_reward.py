@@ -296,8 +296,11 @@ def test_options():
         ("--objective verifree --rollouts 1", "verifree needs at least 2 rollouts per prompt, got 1"),
         ("--objective verifree --loss gspo", "verifree weights single tokens, so loss cannot be gspo"),
         ("--objective verifree --dynamic-sampling 2", "rewards are equal, from which verifree learns"),
-        ("--objective verifree --labels vote", "labels must be given for verifree, which has a reward of its own, got vote"),
-        ("--objective verifree --overlong-buffer 2", "verifree takes no overlong_buffer: its reward is a probability"),
+        ("--objective verifree --labels vote", "labels must be given for verifree, which computes its own reward, got vote"),
+        (
+            "--objective verifree --overlong-buffer 2",
+            "verifree does not support --overlong-buffer: its reward is a probability",
+        ),
         ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which takes rewards of 0 or 1"),
         ("--objective remax --labels logprob", "labels cannot be logprob for remax, which needs other rewards too"),
         ("--objective rloo --labels logprob", "labels cannot be logprob for task maze, whose responses are answers without"),

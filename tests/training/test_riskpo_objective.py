@@ -114,7 +114,7 @@ def test_options():
     check(parse(["--objective", "riskpo", "--prompts", "40"]))
     for flags, message in (
         ([], "prompts must be a multiple of bundle_size, got 32 and 5"),
-        (["--prompts", "5", "--bundle-size", "0"], "bundle_size must be at least 1, got 0"),
+        (["--prompts", "5", "--bundle-size", "0"], "bundle_size of riskpo must be at least 1, got 0"),
         (["--prompts", "5", "--rollouts", "1"], "riskpo needs at least 2 rollouts per prompt, got 1"),
         (["--prompts", "5", "--dynamic-sampling", "2"], "rewards are equal, from which riskpo learns"),
     ):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import can_look_at
-from maxrl_fast.algorithms.estimator import Ddof, estimator
+from maxrl_fast.algorithms.estimator import Ddof, Eps, estimator
 from maxrl_fast.algorithms.estimators.moments import grpo
 from maxrl_fast.algorithms.group import BATCH, Group, ratio
-from maxrl_fast.algorithms.options import Limit, NotNegative
+from maxrl_fast.algorithms.options import Help, Limit
 
 
 @estimator(
@@ -18,7 +18,7 @@ from maxrl_fast.algorithms.options import Limit, NotNegative
     weight="depends on the rewards that are summed",
     over_batch=True,
 )
-def gdpo(g: Group, reward_parts: Tensor, *, reward_weights: Sequence[float], eps: NotNegative = 1e-4, ddof: Ddof = 1) -> Tensor:
+def gdpo(g: Group, reward_parts: Tensor, *, reward_weights: Sequence[float], eps: Eps = 1e-4, ddof: Ddof = 1) -> Tensor:
     """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k; eps 1e-4, ddof 1."""
     x = torch.zeros_like(g.rewards)
     for part, weight in zip(reward_parts, reward_weights, strict=True):
@@ -37,8 +37,12 @@ def hero(
     reward_parts: Tensor,
     *,
     reward_weights: Sequence[float],
-    score_range: Annotated[float, Limit("above 0 and below .5", lambda x: 0 < x < 0.5)] = 0.05,
-    eps: NotNegative = 1e-6,
+    score_range: Annotated[
+        float,
+        Limit("above 0 and below .5", lambda x: 0 < x < 0.5),
+        Help("Half-width of the score range within a verifier class."),
+    ] = 0.05,
+    eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
     """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min and max over equal v;

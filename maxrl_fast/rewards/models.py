@@ -6,14 +6,12 @@ import json
 import math
 import os
 import re
-import socket
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread, Timer, get_ident
+from threading import Event, Lock, Thread, get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +21,7 @@ from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
 from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, ResultBatch, RewardSource, Rows, Scores, no_progress, power_of_two
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress, power_of_two
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
@@ -35,17 +33,10 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of HTTP: the serv
 
 
 class RequestError(Exception):
-    """A question has no score. It holds the kind of its failure, and the cause."""
+    """A question has no score. It holds the kind of its failure, the cause, and the least pause before another try, if any."""
 
-    def __init__(self, kind: str, cause: str) -> None:
-        self.kind, self.cause = kind, cause
-
-
-class _Retry(Exception):
-    """A request failed in a way that may pass. It holds the failure, and the seconds that the server asks to wait."""
-
-    def __init__(self, failure: RequestError, pause: float = 0.0) -> None:
-        self.failure, self.pause = failure, pause
+    def __init__(self, kind: str, cause: str, pause: float | None = None) -> None:
+        self.kind, self.cause, self.pause = kind, cause, pause
 
 
 class Judge(RewardSource):
@@ -102,38 +93,34 @@ class Judge(RewardSource):
         asked: dict[str, list[int]] = {}  # rows by question
         for i, row in enumerate(rows):
             asked.setdefault(self._question(row), []).append(i)
-        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, float | Exception]](), Event()
+        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, dict[str, Any] | Exception]](), Event()
 
         def answer() -> None:
             with suppress(IndexError):  # another thread has taken the last question
                 while not stop.is_set():
                     question = waiting.popleft()
                     try:
-                        outcomes.put((question, self._answer(question, stop)))
-                    except Exception as error:
+                        outcomes.put((question, {"reward": self._answer(question, stop)}))
+                    except RequestError as error:
+                        outcomes.put((question, {"kind": error.kind, "message": error.cause}))
+                    except Exception as error:  # raised below
                         outcomes.put((question, error))
 
         for _ in range(min(self._concurrency, len(asked))):
             Thread(target=answer, daemon=True).start()
-        batch = ResultBatch(len(rows))
+        scores = Scores.of_rows(len(rows))
         try:
-            while not batch.is_done(max_failures):
+            while not scores.is_done(max_failures):
                 on_progress()
-                try:
-                    question, outcome = outcomes.get(timeout=PROGRESS_INTERVAL)
-                except Empty:
-                    continue
-                if isinstance(outcome, RequestError):
-                    result: dict[str, Any] = {"kind": outcome.kind, "message": outcome.cause}
-                elif isinstance(outcome, Exception):
-                    raise outcome
-                else:
-                    result = {"reward": outcome}
-                for i in asked[question]:
-                    batch.add(range(i, i + 1), [result])
+                with suppress(Empty):
+                    question, result = outcomes.get(timeout=PROGRESS_INTERVAL)
+                    if isinstance(result, Exception):
+                        raise result
+                    for i in asked[question]:
+                        scores.add(range(i, i + 1), [result])
         finally:
             stop.set()
-        return batch.scores()
+        return scores
 
     def _question(self, row: dict[str, Any]) -> str:
         """Return the template with the row's columns, in one pass: braces in a response are text."""
@@ -173,10 +160,12 @@ class Judge(RewardSource):
             self._wait_for_turn(stop)
             try:
                 return self._request(question)
-            except _Retry as error:
-                failure = error.failure
-                if i < TRIES - 1:
-                    stop.wait(min(max(PAUSE * 2**i, error.pause), MOST_PAUSE))
+            except RequestError as error:
+                if error.pause is None:
+                    raise
+                failure = error
+            if i < TRIES - 1:
+                stop.wait(min(max(PAUSE * 2**i, failure.pause or 0.0), MOST_PAUSE))
             if stop.is_set():
                 break
         raise RequestError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
@@ -192,28 +181,27 @@ class Judge(RewardSource):
         """Return the reply to one request. A redirection is an error: the key is sent to no other server."""
         url, deadline = urlsplit(self._url), time.monotonic() + self._time_limit
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.netloc, timeout=self._time_limit)  # of connecting, and of each read
+        connection, content = kind(url.netloc, timeout=self._time_limit), b""  # the time-out of connecting, and of each read
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-        late = _Retry(RequestError("timeout", f"the judge took longer than {self._time_limit:g} s"))
+        late = RequestError("timeout", f"the judge took longer than {self._time_limit:g} s", pause=0.0)
         try:
-            connection.connect()
-            with _shut_down_at(connection.sock, deadline):
-                connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
-                response = connection.getresponse()
-                content = response.read(REPLY_BYTES)
+            connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
+            response = connection.getresponse()
+            while (part := response.read1(REPLY_BYTES - len(content))) and time.monotonic() < deadline:
+                content += part  # a server that sends a byte now and then exceeds no time-out of a read
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
-            raise _Retry(RequestError("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")) from error
+            cause = f"the judge cannot be reached: {type(error).__name__}: {error}"
+            raise RequestError("exception", cause, pause=0.0) from error
         finally:
             connection.close()
         if time.monotonic() >= deadline:  # the content may be cut
             raise late
         if response.status != 200:
-            failure = RequestError("exception", f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}")
-            if response.status in RETRIED:
-                raise _Retry(failure, _seconds(response.getheader("Retry-After")))
-            raise failure
+            cause = f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}"
+            pause = _seconds(response.getheader("Retry-After")) if response.status in RETRIED else None
+            raise RequestError("exception", cause, pause)
         try:
             reply = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
@@ -231,23 +219,6 @@ class Judge(RewardSource):
     def faster(self, factor: float) -> str:
         """Return the option that makes scoring about this many times as fast."""
         return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
-
-
-@contextmanager
-def _shut_down_at(connection: socket.socket, deadline: float) -> Iterator[None]:
-    """End the reads and writes of a connection at a deadline: a server that sends a byte now and then exceeds no time-out."""
-
-    def shut_down() -> None:
-        with suppress(OSError):  # it has just been closed
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not that of ssl, which would break a read
-
-    timer = Timer(deadline - time.monotonic(), shut_down)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _parse_name(name: str) -> tuple[str, str]:
@@ -335,7 +306,7 @@ class Classifier(RewardSource):
     @torch.no_grad()
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
         """Return the scores of rows. Texts that are longer than the model takes are failures."""
-        encoded, scores = [self._encode(row) for row in rows], ResultBatch(len(rows))
+        encoded, scores = [self._encode(row) for row in rows], Scores.of_rows(len(rows))
         for i, tokens in enumerate(encoded):
             if not 0 < len(tokens) <= self._longest:
                 message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
@@ -348,7 +319,7 @@ class Classifier(RewardSource):
             for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
                 wrong = {"kind": "invalid", "message": f"the reward model must give a finite number, got {reward}"}
                 scores.add(range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong])
-        return scores.scores()
+        return scores
 
     def _encode(self, row: dict[str, Any]) -> list[int]:
         prompt, response, tokenizer = row["prompt"], row["response"], self._tokenizer

@@ -268,15 +268,16 @@ class Supervisor:
         Raises:
             LoadError: if it has ended while it loaded the function.
         """
-        kill_group(child.pid)
-        code = os.waitstatus_to_exitcode(waitpid(child.pid, 0)[1])  # its own if it had ended before
         del self._children[child.connection.fileno()]
         self._poll.unregister(child.connection)
         child.connection.close()
+        kill_group(child.pid)
+        if child.is_ready:
+            self._waiting.extendleft(reversed(child.calls))
+            self._start_child()  # while the other ends: both take milliseconds where much is loaded
+        code = os.waitstatus_to_exitcode(waitpid(child.pid, 0)[1])  # its own if it had ended before
         if not child.is_ready:
             raise LoadError(f"the worker process {describe_exit(code)}")
-        self._waiting.extendleft(reversed(child.calls))
-        self._start_child()
         return code
 
     def _send(self, data: bytes) -> None:

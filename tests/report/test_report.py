@@ -279,12 +279,11 @@ def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
 def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
     monkeypatch.setattr(samples, "SAMPLE_BYTES", 10_000)
     monkeypatch.setattr(reading, "MOST_POINTS", 10)
-    monkeypatch.setattr(reading, "LINE_BYTES", 5_000)
     monkeypatch.setattr(values, "TEXT_LENGTH", 100)
     out = tmp_path / "run"
     write_run(out)
     made = [{"step": 1, "id": i, "prompt": "p" * 150, "response": "", "reward": 1.0} for i in range(100)]
-    write_lines(out / "samples.jsonl", [*made[:50], {"step": 1, "prompt": "p" * 20_000}, *made[50:]])
+    write_lines(out / "samples.jsonl", made)
     write_lines(out / "diagnostics.jsonl", [{"step": s, "pass_rate": [0.5] * 4, "grad_norm": [1.0] * 4} for s in range(8)])
     (run,) = report(out).data["runs"]
     assert [sample["id"] for sample in run["samples"]] == list(range(0, 100, 4))
@@ -294,7 +293,6 @@ def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
     assert run["points"]["id"] == [None] * 8
     assert run["notes"] == [
         "one of 4 lines of diagnostics.jsonl is shown, because there are many",
-        "line 51 of samples.jsonl cannot be read and was skipped",
         "one of 4 lines of samples.jsonl is shown, because there are many",
         "one of 4 lines of rollouts.jsonl is shown, because there are many",
     ]

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -109,7 +110,6 @@ class RewardPool(RewardSource):
         }
         self._numbers, self._is_closed = itertools.count(), False
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._asked_for_stacks, self._has_stacks = False, threading.Event()
         try:
             ready = self._start()
             if not ready["can_fork"] and isolation == "call":
@@ -193,7 +193,6 @@ class RewardPool(RewardSource):
                     [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C does not reach it
@@ -215,9 +214,6 @@ class RewardPool(RewardSource):
             StartError: if it has ended, or workers cannot be started.
         """
         assert self._supervisor is not None
-        if self._asked_for_stacks:
-            self._asked_for_stacks = False
-            self._unsent += b"stacks null\n"
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         events = dict(poll.poll(1000 * PROGRESS_INTERVAL)).get(self._connection.fileno(), 0)
@@ -240,11 +236,7 @@ class RewardPool(RewardSource):
                 raise StartError(f"{WROTE}: {line[:80]!r}") from error
             if word == "error":
                 raise StartError(value)
-            if word == "stacks":
-                print(value, file=sys.stderr, flush=True)
-                self._has_stacks.set()
-            else:
-                messages.append((word, value))
+            messages.append((word, value))
         return messages
 
     def check(self, row: dict[str, Any]) -> None:
@@ -271,10 +263,10 @@ class RewardPool(RewardSource):
         return f"--reward-workers {power_of_two(self._settings['workers'] * factor)}"
 
     def stacks(self) -> None:
-        """Have `score` write the stack of each worker to stderr, within two seconds. A watchdog may call it in any thread."""
-        self._has_stacks.clear()
-        self._asked_for_stacks = True
-        self._has_stacks.wait(2.0)
+        """Have the stack of each worker written to standard error, within a second. A watchdog may call it in any thread."""
+        if self._supervisor is not None:
+            self._supervisor.send_signal(signal.SIGUSR2)
+            time.sleep(1.0)
 
     def close(self) -> None:
         """Kill all workers and what they have started in their process groups. Without `close` they end with the trainer."""

@@ -6,11 +6,12 @@ trainer starts another supervisor, which loads nothing, and each child loads the
 
 A socket connects the trainer with the supervisor, and another one each child. All send lines "WORD JSON":
 
-    trainer      NUMBER arguments             stacks null
-    supervisor   NUMBER [result, ...]         stacks "text"    ready {"file", "signature", "can_fork"}    error "cause"
-    child        keep NUMBER [result, ...]    ready null       error "cause"
+    trainer      NUMBER arguments
+    supervisor   NUMBER [result, ...]         ready {"file", "signature", "can_fork"}    error "cause"
+    child        keep NUMBER [result, ...]    ready null                                 error "cause"
 
-with a result of `function.py` for each response. A child says "last" for "keep" if it must make no more calls.
+with a result of `function.py` for each response. A child says "last" for "keep" if it must make no more calls. At SIGUSR2 the
+supervisor writes the stacks of its children to the trainer's standard error.
 """
 
 import contextlib
@@ -71,8 +72,10 @@ def main() -> None:
     os.set_inheritable(trainer.fileno(), False)  # programs that the function starts do not inherit it
     # While the function is loaded nothing else notices the trainer's end. Afterwards `run` does, and kills all groups.
     end_with(settings["trainer"])
-    # A scheduler sends these signals to the whole job. The trainer stops its workers itself, when it has no more calls.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stderr = os.dup(2)
+    os.dup2(1, 2)  # what the function prints is discarded
+    # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself, when it has no more calls.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills a worker, not the trainer
@@ -86,7 +89,7 @@ def main() -> None:
         trainer.sendall(f"ready {dumps(ready)}\n".encode())
         if function is None or ready["can_fork"]:
             gc.freeze()  # otherwise garbage collection in a child would copy all pages with objects of the supervisor
-            Supervisor(settings, trainer, function, ready).run()
+            Supervisor(settings, trainer, stderr, function, ready).run()
         else:
             trainer.recv(1)  # until the trainer closes it
     except (LoadError, OSError) as error:
@@ -112,14 +115,20 @@ class Supervisor:
     """Has children make the calls of the trainer.
 
     Args:
+        stderr: descriptor of the trainer's standard error.
         function: None: each child loads it.
         ready: as sent to the trainer.
     """
 
     def __init__(
-        self, settings: dict[str, Any], trainer: socket.socket, function: Callable[..., Any] | None, ready: dict[str, Any]
+        self,
+        settings: dict[str, Any],
+        trainer: socket.socket,
+        stderr: int,
+        function: Callable[..., Any] | None,
+        ready: dict[str, Any],
     ) -> None:
-        self._settings, self._trainer, self._function, self._ready = settings, trainer, function, ready
+        self._settings, self._trainer, self._stderr, self._function, self._ready = settings, trainer, stderr, function, ready
         # Each of several async calls has the time limit for itself.
         self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
         self._call_seconds = math.inf  # of the last call; nothing is known of the first
@@ -130,6 +139,7 @@ class Supervisor:
         self._poll.register(trainer, select.POLLIN)
         self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a full pipe must not stop a child
         faulthandler.register(signal.SIGUSR1, file=write, all_threads=False)
+        signal.signal(signal.SIGUSR2, lambda *_: self._show_stacks())
 
     def run(self) -> None:
         """Make calls until the trainer closes the connection or has ended; then kill all children with their groups.
@@ -168,6 +178,7 @@ class Supervisor:
                 end_with(parent)
                 for connection in (ours, self._trainer, *(child.connection for child in self._children.values())):
                     connection.close()
+                os.close(self._stderr)
                 serve(self._settings, theirs, self._function, self._ready)
             finally:
                 _exit(1)
@@ -187,12 +198,7 @@ class Supervisor:
         self._received += data
         if b"\n" in data:
             *lines, self._received = self._received.split(b"\n")
-            for line in map(bytes, lines):
-                word = line.partition(b" ")[0]
-                if word == b"stacks":
-                    self._send(f"stacks {dumps(self._describe_children())}\n".encode())
-                else:
-                    self._waiting.append((word, line + b"\n"))
+            self._waiting.extend((bytes(line.partition(b" ")[0]), bytes(line + b"\n")) for line in lines)
         return bool(data)
 
     def _send_calls(self) -> None:
@@ -284,13 +290,11 @@ class Supervisor:
         with contextlib.suppress(OSError):  # the trainer has closed it, which the next read shows
             self._trainer.sendall(data)
 
-    def _describe_children(self) -> str:
-        """Return what each child does, and its stack."""
-        parts = []
-        for child in self._children.values():
+    def _show_stacks(self) -> None:
+        for child in [*self._children.values()]:
             state = f"runs call {child.calls[0][0].decode()}" if child.calls else "is idle"
-            parts.append(f"reward worker {child.pid} {state}\n{self._stack(child)}")
-        return "\n".join(parts)
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(self._stderr, f"reward worker {child.pid} {state}\n{self._stack(child)}\n".encode())
 
     def _stack(self, child: Child) -> str:
         """Return the stack of a child's main thread, innermost frame first; "" if the child does not answer."""

@@ -256,6 +256,37 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxrl_fast" / "judge"
 
 
+def read_model(directory: Path, kind: str, what: str, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+    """Return the tokenizer and the model in a directory, and the names of weights that it lacks.
+
+    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
+
+    Args:
+        kind: name of a class of transformers, such as "AutoModel".
+        what: the model, for error messages.
+
+    Raises:
+        InputError: if transformers is missing or cannot read the directory.
+    """
+    PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
+    tokenizer = load_tokenizer(directory)
+    import transformers  # load_tokenizer has checked that it is installed
+
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    try:
+        with Quiet():
+            model, loaded = getattr(transformers, kind).from_pretrained(directory, output_loading_info=True, **options)
+    except Exception as error:  # transformers raises many kinds of errors
+        raise InputError(f"cannot read {what}: {type(error).__name__}: {error}") from error
+    return tokenizer, model.eval(), sorted(loaded["missing_keys"])
+
+
+def longest_text(tokenizer: Any, model: Any) -> int:
+    """Return the most tokens that a model takes."""
+    positions = model.config.to_dict().get("max_position_embeddings") or 2**31
+    return int(min(positions, tokenizer.model_max_length, 2**31))
+
+
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
 
@@ -274,34 +305,18 @@ class Classifier(RewardSource):
         directory = Path(name.removeprefix(CLASSIFIER))
         if not directory.is_dir():
             raise InputError(f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}")
-        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
-        self._tokenizer = load_tokenizer(directory)
-        from transformers import AutoModelForSequenceClassification  # load_tokenizer has checked that it is installed
-
-        try:
-            with Quiet():
-                model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                    directory,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    dtype=dtype,
-                    output_loading_info=True,
-                )
-        except Exception as error:  # transformers raises many kinds of errors
-            raise InputError(f"cannot read the classifier of --reward {name}: {type(error).__name__}: {error}") from error
-        if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random
+        what = f"the classifier of --reward {name}"
+        self._tokenizer, model, missing = read_model(directory, "AutoModelForSequenceClassification", what, dtype)
+        if missing:  # transformers would draw them at random
             raise InputError(f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}")
         if model.config.num_labels not in (1, 2):
             raise InputError(f"--reward {name} must have one label, or two, got {model.config.num_labels}")
-        self._model: Any = model.to(device).eval()
+        self._model, self._longest = model.to(device), longest_text(self._tokenizer, model)
         # A decoder reads its score at the last token that is not padding, so padding must be a token that ends no text.
         pad = self._tokenizer.pad_token_id
         self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
         self._model.config.pad_token_id = pad if self._can_pad else None
         self._tokenizer.padding_side = "right"
-        longest = model.config.to_dict().get("max_position_embeddings") or 2**31
-        self._longest = min(int(longest), int(min(self._tokenizer.model_max_length, 2**31)))
 
     @torch.no_grad()
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:

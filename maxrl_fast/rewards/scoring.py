@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 
@@ -119,7 +119,7 @@ class Scorer:
     def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = self._columns(prompts)
-        responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
+        responses = [self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)]
         rewards = torch.zeros(len(responses))
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the rows
         rewards[indices] = float("nan")
@@ -145,7 +145,7 @@ class Scorer:
         return rewards.to(rollouts.tokens.device)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
-        texts = () if prompts.columns else _split(prompts.tokens, prompts.lengths)
+        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
         columns = prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
         for name, value in ((name, value) for row in columns for name, value in row.items()):
             try:
@@ -241,11 +241,6 @@ class Scorer:
         """End the worker processes."""
         if self._source is not None:
             self._source.close()
-
-
-def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return packed sequences as lists."""
-    return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
 
 
 class WeightedRewards:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 
@@ -52,9 +52,10 @@ class MetricAccumulator:
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks, by metric."""
         whole = MetricAccumulator()
-        for line in ranks.texts(json.dumps([[name, total, self._counts[name]] for name, total in self._sums.items()])):
-            for name, total, count in json.loads(line):
-                whole.add(name, total, count)
+        for line in ranks.texts(json.dumps([self._sums, self._counts])):
+            sums, counts = json.loads(line)
+            for name, total in sums.items():
+                whole.add(name, total, counts[name])
         return {f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()}
 
 
@@ -84,8 +85,8 @@ class Scorer:
         answer_limit: int | None = None,
         num_ranks: int = 1,
     ):
-        self._task, self._source, self._max_error_rate, self._threshold = task, source, max_error_rate, threshold
-        self._answer_limit, self._num_ranks = answer_limit, num_ranks
+        self._task, self._source, self._threshold = task, source, threshold
+        self._max_error_rate, self._answer_limit, self._num_ranks = max_error_rate, answer_limit, num_ranks
         self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
@@ -118,33 +119,33 @@ class Scorer:
     def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = self._columns(prompts)
-        responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
+        responses = [self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)]
         rewards = torch.zeros(len(responses))
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the rows
+        rewards[indices] = float("nan")
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
-        scored = torch.full((len(rows),), float("nan"))
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
-        else:
-            self._num_scored += len(responses) - scores.num_left
-            self._failures += scores.failures
-            self._gave_up |= scores.num_left > 0
-            if not scores.num_left:
-                scored = torch.tensor(scores.rewards, dtype=torch.float32)
-                failed = {failure.index for failure in scores.failures}
-                scored[[*failed]] = float("nan")
-                for i, components in enumerate(scores.components):
-                    self.components[indices[i]] = components
-                    for name, value in components.items() if i not in failed else ():
-                        self._components.add(name, value)
-        rewards[indices] = scored
+            return rewards.to(rollouts.tokens.device)
+        self._num_scored += len(responses) - scores.num_left
+        self._failures += scores.failures
+        self._gave_up |= scores.num_left > 0
+        if not scores.num_left:
+            scored = torch.tensor(scores.rewards, dtype=torch.float32)
+            failed = {failure.index for failure in scores.failures}
+            scored[[*failed]] = float("nan")
+            rewards[indices] = scored
+            for i, components in enumerate(scores.components):
+                self.components[indices[i]] = components
+                for name, value in components.items() if i not in failed else ():
+                    self._components.add(name, value)
         return rewards.to(rollouts.tokens.device)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
-        texts = () if prompts.columns else _split(prompts.tokens, prompts.lengths)
+        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
         columns = prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
         for name, value in ((name, value) for row in columns for name, value in row.items()):
             try:
@@ -240,11 +241,6 @@ class Scorer:
         """End the worker processes."""
         if self._source is not None:
             self._source.close()
-
-
-def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return packed sequences as lists."""
-    return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
 
 
 class WeightedRewards:

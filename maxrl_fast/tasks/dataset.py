@@ -14,7 +14,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
-from maxrl_fast.tasks.lines import Line, read_demonstrations, read_hub, read_lines
+from maxrl_fast.tasks.jsonl import Line, read_demonstrations, read_hub, read_lines
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 

@@ -14,7 +14,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
-from maxrl_fast.tasks.lines import read_demonstrations
+from maxrl_fast.tasks.jsonl import read_demonstrations
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, policy, written  # noqa: F401

@@ -93,11 +93,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the location of each object, for error messages, and the object."""
     with open(path, "rb") as file:
-        bounded = iter(lambda: file.readline(LINE_BYTES + 1), b"")
-        for i, line in enumerate(bounded, start=1):
+        for i, line in enumerate(file, start=1):
             location = f"{shown(path)}, line {i}"
-            if len(line) > LINE_BYTES:
-                raise InputError(f"{location}: it must have at most {LINE_BYTES:,} bytes, got more")
             if not line.strip():
                 continue
             try:

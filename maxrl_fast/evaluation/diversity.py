@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.records import Rollouts, padded_slots
 
@@ -87,7 +86,6 @@ class EmbeddingDiversity:
         self.name = f"embeddings by {directory}"
         if not directory.is_dir():
             raise InputError(f"--embeddings must be the directory of a model, got {directory}")
-        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
         self._tokenizer, self._device = load_tokenizer(directory), device
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token

@@ -13,9 +13,9 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
+from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
 from maxrl_fast.runtime.files import read_json, shown
 
-MAX_LAYERS = 1000  # of a directory without weights
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
 _NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
 _TEXT = {
@@ -117,7 +117,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
-    _check_layers(directory, fields)
+    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
+    check_counts(path, fields, num_tensors(directory) if has_weights else MAX_LAYERS)  # before transformers builds lists
     try:
         config = AutoConfig.for_model(**fields)
         sizes = sizes_of(config, fields)
@@ -126,19 +127,6 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     except Exception as error:  # transformers raises anything
         raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
     return config, sizes
-
-
-def _check_layers(directory: Path, fields: dict[str, Any]) -> None:
-    """Raise InputError for more layers than tensors, before transformers builds lists for as many as there are said to be."""
-    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
-    most = num_tensors(directory) if has_weights else MAX_LAYERS
-    for part in fields.values():
-        if isinstance(part, dict):
-            _check_layers(directory, part)
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        value = fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
-            raise InputError(f"{directory / 'config.json'}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:

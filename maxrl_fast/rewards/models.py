@@ -21,7 +21,6 @@ import torch
 
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
-from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, ResultBatch, RewardSource, Rows, Scores, no_progress, power_of_two
 
@@ -303,7 +302,6 @@ class Classifier(RewardSource):
         directory = Path(name.removeprefix(CLASSIFIER))
         if not directory.is_dir():
             raise InputError(f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}")
-        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
         self._tokenizer = load_tokenizer(directory)
         from transformers import AutoModelForSequenceClassification  # load_tokenizer has checked that it is installed
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
-from maxrl_fast.model.linear import Linear, LoraLinear, can_join, joined, whole
-from maxrl_fast.model.packed_kernels import choose_rows, layer_parts
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.model.linear import Linear, LoraLinear, can_join, full_tensor, joined
+from maxrl_fast.model.packed_kernels import choose_rows, layer_ops
 from maxrl_fast.model.policy_model import PolicyModel
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
@@ -94,8 +94,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, parts: LayerParts = PLAIN) -> Tensor:
-        return parts.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, ops: LayerOps = TORCH_OPS) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,16 +128,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def qkv(self, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
+    def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if parts.rotate_packed is not None and can_join(projections):
+        if ops.rotate_packed is not None and can_join(projections):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            return parts.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
+            return ops.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
-        return parts.rotate_heads((q, k, v), norms, rotary)
+        return ops.rotate_heads((q, k, v), norms, rotary)
 
 
 class MLP(nn.Module):
@@ -147,12 +147,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, added: Tensor, parts: LayerParts) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
         """Return added [U, H] + the feed-forward layer of x [U, H]."""
-        if parts.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
-            inner = parts.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
+        if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
+            inner = ops.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
         else:
-            inner = parts.swiglu(self.gate_proj(x), self.up_proj(x))
+            inner = ops.swiglu(self.gate_proj(x), self.up_proj(x))
         output: Tensor = self.down_proj(inner, added)
         return output
 
@@ -165,32 +165,30 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary, LayerParts], tuple[Tensor, Heads]] = before_attention
-        self.after: Callable[[Layer, Tensor, Tensor, LayerParts], Tensor] = after_attention
+        self.before: Callable[[Layer, Tensor, Rotary, LayerOps], tuple[Tensor, Heads]] = before_attention
+        self.after: Callable[[Layer, Tensor, Tensor, LayerOps], Tensor] = after_attention
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, parts: LayerParts
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, ops: LayerOps) -> Tensor:
         """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
-        x, heads = self.before(self, x, rotary, parts)
+        x, heads = self.before(self, x, rotary, ops)
         attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
         if rows is not None:
             x, attended = choose_rows(x, rows), choose_rows(attended, rows)
-        return self.after(self, x, attended, parts)
+        return self.after(self, x, attended, ops)
 
 
-def before_attention(layer: Layer, x: Tensor, rotary: Rotary, parts: LayerParts) -> tuple[Tensor, Heads]:
+def before_attention(layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps) -> tuple[Tensor, Heads]:
     """Return x [U, H], and q, k and v of it."""
     norm = layer.input_layernorm
-    x, normed = parts.add_rms_norm(x, None, norm.weight, norm.eps)
-    return x, layer.self_attn.qkv(normed, rotary, parts)
+    x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
+    return x, layer.self_attn.qkv(normed, rotary, ops)
 
 
-def after_attention(layer: Layer, x: Tensor, attended: Tensor, parts: LayerParts) -> Tensor:
+def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
     """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
-    x, normed = parts.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
-    output: Tensor = layer.mlp(normed, x, parts)
+    x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
+    output: Tensor = layer.mlp(normed, x, ops)
     return output
 
 
@@ -289,23 +287,23 @@ class Decoder(PolicyModel):
             hidden states [R, H] after the last norm, in `dtype`.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
-        parts = self._parts(dtype, x.device)
+        ops = self._ops(dtype, x.device)
         cos, sin = rotary_table(self.config, positions)
-        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if parts is PLAIN else Rotary(cos, sin)
+        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if ops is TORCH_OPS else Rotary(cos, sin)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
-            arguments = (x, rotary, i, attention, rows if i == last else None, parts)
+            arguments = (x, rotary, i, attention, rows if i == last else None, ops)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        hidden: Tensor = self.model.norm(x, parts)
+        hidden: Tensor = self.model.norm(x, ops)
         return hidden
 
-    def _parts(self, dtype: torch.dtype, device: torch.device) -> LayerParts:
+    def _ops(self, dtype: torch.dtype, device: torch.device) -> LayerOps:
         """Return which implementation of the elementwise parts of layers runs."""
         sizes = self.config.hidden_size, self.config.intermediate_size, self.config.head_dim
-        return PLAIN if self.is_compiled else layer_parts(*sizes, dtype, device)
+        return TORCH_OPS if self.is_compiled else layer_ops(*sizes, dtype, device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.
@@ -319,7 +317,7 @@ class Decoder(PolicyModel):
                 if is_tied or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
                     continue
                 is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield full, module.merged() if is_adapted else whole(parameter.detach())
+                yield full, module.merged() if is_adapted else full_tensor(parameter.detach())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H]."""

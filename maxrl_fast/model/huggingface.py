@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
-from maxrl_fast.model.linear import LoraLinear, whole
+from maxrl_fast.model.linear import LoraLinear, full_tensor
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 
@@ -169,7 +169,7 @@ class HuggingFacePolicy(PolicyModel):
                     continue
                 seen.add(id(tensor))
                 is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield f"{name}.{own}", module.merged() if is_adapted else whole(tensor.detach())
+                yield f"{name}.{own}", module.merged() if is_adapted else full_tensor(tensor.detach())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is converted at a time."""

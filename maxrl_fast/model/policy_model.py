@@ -86,8 +86,8 @@ class PolicyModel(nn.Module):
     ) -> Tensor:
         """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
 
-        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an AttentionForm
-        behind them where the layer's attention has one.
+        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
+        AttentionVariant behind them where the layer's attention has one.
         """
         raise NotImplementedError
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer
+from maxrl_fast.algorithms.arguments import check_finite, check_flag, check_integer, check_tensor, is_host_readable, is_integer
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
 from maxrl_fast.algorithms.options import check_options
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
@@ -132,7 +132,7 @@ def group_advantage(
     if not is_flat and len(shape) != 2:
         viewed = viewed.view(-1, shape[-1])
         valid = None if valid is None else valid.view(viewed.shape)
-    if row.kernel is not None and isinstance(estimator, str) and _gate.has_kernels(rewards.device):
+    if row.kernel is not None and isinstance(estimator, str) and dispatch.has_kernels(rewards.device):
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
         advantages: Tensor = _kernel(viewed, offsets, places, valid, estimator, size, list(numbers.values()), width)
@@ -141,8 +141,8 @@ def group_advantage(
             if valid is not None:
                 raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
             width = 0  # wider rows would not be full
-        if can_look_at(viewed) and (offsets is not None or valid is not None):
-            call = _gate.Call(viewed.device)
+        if is_host_readable(viewed) and (offsets is not None or valid is not None):
+            call = dispatch.KernelLaunch(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
         padded = PaddedGroups.of(viewed, offsets, places, valid, width)
         advantages = _by_function(row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
@@ -251,7 +251,7 @@ def _by_function(
 
 def _check_fit(name: str, advantages: Tensor) -> None:
     """Raise ValueError where an advantage is NaN or beyond its dtype. On a GPU, where the check would wait, it stays."""
-    if not can_look_at(advantages):
+    if not is_host_readable(advantages):
         return
     values = advantages if advantages.element_size() > 1 else advantages.float()  # float8 has no sums
     if math.isfinite(values.sum()):  # much faster than to look at every number

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at, is_traced
+from maxrl_fast.algorithms.arguments import is_host_readable, is_traced
 from maxrl_fast.algorithms.estimators import Estimator
 
 
@@ -71,7 +71,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
         else:
             wanted, wrong = "finite", ~(x.abs() <= largest)
         wrong = wrong & padded.exists
-        if not can_look_at(wrong):
+        if not is_host_readable(wrong):
             groups = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
             groups = groups.any(0, keepdim=True) if row.over_batch else groups
             unusable = groups if unusable is None else unusable | groups

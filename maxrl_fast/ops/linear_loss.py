@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.losses.registry import LOSSES, call_rows
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels, operator, register_fake
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
+from maxrl_fast.ops.dispatch import has_kernels, operator, register_fake
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
@@ -186,7 +186,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
     """Return which tokens the loss reads, int64; None for all. Without a mask nothing on a GPU is read back by the host."""
-    if _gate.is_gpu(batch.targets.device) and batch.mask is None:
+    if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
     return index if len(index) < len(batch) else None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag, check_tensor
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, check_fields, operator
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, operator
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -66,7 +66,7 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, int]:
+def _matrix(call: KernelLaunch, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, int]:
     """Return the matrix for the kernel; raise ValueError if a row is not contiguous. The row stride may be any."""
     side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != call.device or not side_by_side:
@@ -77,7 +77,7 @@ def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype
     return call.keep(tensor), tensor.stride(0)
 
 
-class LogitsCall(Call):
+class LogitsLaunch(KernelLaunch):
     """A call with the arguments that all kernels of the token losses share: logits, targets and temperatures."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
@@ -173,13 +173,13 @@ def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
 
 def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
-    call = LogitsCall(logits, batch.targets, *split_temperature(batch.temperature))
+    call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
         return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
-    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
+    size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.launch(
         "token_loss",
@@ -207,7 +207,7 @@ def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch
 @operator()
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the targets [T], and the entropies [T]."""
-    call = LogitsCall(logits, targets, temperatures, temperature)
+    call = LogitsLaunch(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
     results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
     call.refuse(call.launch("token_logprobs", **call.arguments, **results), targets)
@@ -239,7 +239,7 @@ def token_logprobs_backward(
 ) -> Tensor:
     """Return the gradient in the logits [T, V] from the gradients in log-probabilities and entropies, [T] each."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    call = LogitsCall(logits, targets, temperatures, temperature)
+    call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
     return gradient
 
@@ -254,7 +254,7 @@ def token_logprobs_backward_(
     grad_entropy: Tensor,
 ) -> None:
     """Write what token_logprobs_backward returns over the logits."""
-    LogitsCall(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
+    LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
@@ -265,9 +265,9 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
     if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # the latter with is_grads_batched=True
         return gradient * scale.to(gradient.dtype)
-    if _gate.is_gpu(gradient.device) and _gate.has_kernels(gradient.device):
+    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
         scale = scale.double().contiguous()
-        shape, call = (gradient.shape[0], gradient.shape[1]), Call(gradient.device)
+        shape, call = (gradient.shape[0], gradient.shape[1]), KernelLaunch(gradient.device)
         call.launch(
             "scale",
             dtype=DTYPES[gradient.dtype],

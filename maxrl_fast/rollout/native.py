@@ -73,7 +73,7 @@ class NativeEngine:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
             how += ", compiled" if self.compiled else ""
             if self.decoder.device.type == "cuda":
-                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.parts is KERNELS}
+                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.ops is KERNELS}
                 how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
         tensors = "key/value cache" if self.in_cpp else "key/value cache and tensors of a step"
         return f"native ({how}, {tensors} of at most {self.cache_bytes / 1e9:.3g} GB)"

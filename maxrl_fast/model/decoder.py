@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.model.linear import Linear, LoraLinear, can_join, full_tensor, joined
 from maxrl_fast.model.packed_kernels import choose_rows, layer_ops
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -48,23 +48,12 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of a decoder, under the names of Hugging Face configurations."""
+class DecoderConfig(PolicySizes):
+    """Sizes of a decoder, and the constants of its rotary embedding and norms."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    model_type: str = "qwen2"
     rope_scaling: RopeScaling | None = None
-    dtype: str = "float32"  # dtype of the weights in checkpoints
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:

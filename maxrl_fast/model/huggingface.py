@@ -7,7 +7,7 @@ as those of the native decoder do; routers of mixtures of experts compute in flo
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -22,25 +22,14 @@ from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
 from maxrl_fast.model.linear import LoraLinear, full_tensor
 from maxrl_fast.model.packed_kernels import choose_rows
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 
 @dataclass(frozen=True)
-class HuggingFaceSizes:
-    """Sizes of a model of transformers; see PolicySizes."""
+class HuggingFaceSizes(PolicySizes):
+    """Sizes of a model of transformers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of the feed-forward layers that a token goes through, together
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    model_type: str
-    dtype: str
-    fields: dict[str, Any]  # of config.json, without keys that make transformers run code
+    fields: dict[str, Any] = field(default_factory=dict)  # of config.json, without keys that make transformers run code
 
 
 class HuggingFacePolicy(PolicyModel):

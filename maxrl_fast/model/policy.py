@@ -82,7 +82,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
     return "native"
 
 
-def read_sizes(directory: Path) -> PolicySizes | DecoderConfig:
+def read_sizes(directory: Path) -> PolicySizes:
     """Return the sizes of the policy of a checkpoint directory, without its weights.
 
     Raises:

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint, save_checkpoint
+from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, save_checkpoint, tiny_decoder
 
 TASK = MazeTask(5)
 

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import tokenizer
-from maxrl_fast.model.checkpoint import kept_files, load_checkpoint, read_config, save_checkpoint
+from maxrl_fast.model.checkpoint import kept_files, load_checkpoint, read_config
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.runtime.files import JSON_BYTES
 from maxrl_fast.tasks import text_codec
 from maxrl_fast.tasks.maze import PATH, MazeTask
 from maxrl_fast.tasks.text_codec import TextCodec
-from tests.models import tiny_decoder
+from tests.models import save_checkpoint, tiny_decoder
 
 TASK = MazeTask(5)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -34,8 +34,8 @@ def save_checkpoint(
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a policy into a new folder."""
-    directory.mkdir(parents=True)
+    """Write a new policy into a folder."""
+    directory.mkdir(parents=True, exist_ok=True)
     write_policy(directory, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
 
 

@@ -88,11 +88,9 @@ class SharedPromptLayout:
     def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
         """Return which of the stream's keys each sequence and response attends to, int64 on the device, and the attention, made
         once for all layers. The window is 0 where it is longer than every sequence with its response."""
-        if (window, softcap) not in self.copies:
-            self.copies[window, softcap] = self._copied_prompts(window, softcap)
-        return self.copies[window, softcap]
-
-    def _copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
+        key = window, softcap
+        if key in self.copies:
+            return self.copies[key]
         lengths, own, prompts = self.lengths, self.response_lengths, self.lengths[self.prompt_index]
         window = window if window < int(torch.cat([lengths, prompts + own]).max()) else 0
         num_before = torch.where(own > 0, prompts.clamp_max(window - 1) if window else prompts, 0)  # [S] keys of the prompt
@@ -108,7 +106,8 @@ class SharedPromptLayout:
             window=window,
             softcap=softcap,
         )
-        return index.to(self.device), spec
+        self.copies[key] = index.to(self.device), spec
+        return self.copies[key]
 
 
 class _SharedPromptAttention(torch.autograd.Function):
@@ -157,18 +156,15 @@ class _VariantAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
-        grad_k, grad_v = (_summed(part, index, x) for part, x in zip(grads, (k, v), strict=True))
+        # The gradients of copies are added in float32 and, on a GPU too, in one order.
+        total = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)]
+        for x, part in zip(total, grads, strict=True):
+            x.index_put_((index,), part.to(x.dtype), accumulate=True)
         grad_sinks = None
         if sinks is not None:
             wide = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
             grad_sinks = -((sinks - lse).exp() * wide).sum(0).to(sinks.dtype)
-        return grad_q, grad_k, grad_v, grad_sinks, None, None
-
-
-def _summed(parts: Tensor, index: Tensor, like: Tensor) -> Tensor:
-    """Add the gradients of copies, in float32 and, on a GPU too, in one order."""
-    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    return total.index_put_((index,), parts.to(total.dtype), accumulate=True).to(like.dtype)
+        return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
 
 
 def shared_prompt_attention(

@@ -245,7 +245,11 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     if path.name == WEIGHTS:
         return dict.fromkeys(filter(_is_weight, _open(path).keys()), path)
     listed = read_json(path).get("weight_map")
-    if not isinstance(listed, dict) or not all(_is_file_name(x) for x in listed.values()):
+
+    def is_file_name(x: object) -> bool:
+        return isinstance(x, str) and Path(x).name == x and x not in ("", "..")
+
+    if not isinstance(listed, dict) or not all(map(is_file_name, listed.values())):
         raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
     where = {name: directory / file for file in sorted(set(listed.values())) for name in _open(directory / file).keys()}  # noqa: SIM118
     for name, file in listed.items():
@@ -256,10 +260,6 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
 
 def _is_weight(name: str) -> bool:
     return not name.endswith(".rotary_emb.inv_freq")  # a constant that old checkpoints store
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
 def read_config(path: Path) -> DecoderConfig:

@@ -91,17 +91,12 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
-    if config.rope_scaling is not None:
-        frequencies = _scaled_frequencies(frequencies, config.rope_scaling)
+    if (scaling := config.rope_scaling) is not None:  # divide low frequencies, keep high ones, and interpolate between
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
-
-
-def _scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate linearly between."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # rotations over the original context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
 
 
 class SelfAttention(nn.Module):
@@ -276,7 +271,9 @@ class Decoder(PolicyModel):
             hidden states [R, H] after the last norm, in `dtype`.
         """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
-        ops = self._ops(dtype, x.device)
+        c = self.config
+        kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
+        ops = TORCH_OPS if self.is_compiled else kernels
         cos, sin = rotary_table(self.config, positions)
         rotary = Rotary(cos.to(dtype), sin.to(dtype)) if ops is TORCH_OPS else Rotary(cos, sin)
         last = len(self.model.layers) - 1
@@ -288,11 +285,6 @@ class Decoder(PolicyModel):
                 x = layer(*arguments)
         hidden: Tensor = self.model.norm(x, ops)
         return hidden
-
-    def _ops(self, dtype: torch.dtype, device: torch.device) -> LayerOps:
-        """Return which implementation of the elementwise parts of layers runs."""
-        sizes = self.config.hidden_size, self.config.intermediate_size, self.config.head_dim
-        return TORCH_OPS if self.is_compiled else layer_ops(*sizes, dtype, device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.

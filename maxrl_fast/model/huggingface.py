@@ -6,7 +6,7 @@ as those of the native decoder do; routers of mixtures of experts compute in flo
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -248,10 +248,6 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]
     return functional_call(_Bound(module, forward), cast, args, kwargs)
 
 
-def _dtype_of(values: Iterable[Any]) -> torch.dtype:
-    return next(x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point())
-
-
 class _Embedding:
     """An embedding whose output has the dtype of the computation; only the rows that are read are cast."""
 
@@ -266,7 +262,7 @@ class _Cast:
     """A module that computes in the dtype of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_of((*args, *kwargs.values()))
+        dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
         return _in_dtype(self, dtype, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
 
 

@@ -18,23 +18,18 @@ from maxrl_fast.runtime.files import read_json, shown
 
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
 _NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
-_TEXT = {
-    "text_config",
-    "text_encoder",
-    "decoder",
-    "generator",
-    "thinker_config",
-    "patcher_config",
-}  # parts of a model that reads more than text
+# Parts of a model that reads more than text.
+_TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
 # Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
+def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
     Args:
         longest: the most tokens of a prompt with its response.
+        is_empty: only its sizes are wanted: it is on the meta device.
 
     Raises:
         InputError: if transformers is not installed, cannot read the directory, or the model is one that cannot be exact.
@@ -43,18 +38,17 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     check_supported(config, longest)
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with Quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            if is_empty:
+                with torch.device("meta"):
+                    return HuggingFacePolicy(AutoModelForCausalLM.from_config(config, **options), sizes)
+            options |= {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+            options |= {"config": config, "output_loading_info": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+    except InputError:
+        raise
     except Exception as error:  # transformers raises anything
         raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
     model, found = loaded
@@ -63,22 +57,6 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
             names = ", ".join(sorted(map(str, found[kind]))[:3])
             raise InputError(f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}")
     return policy_of(model, sizes)
-
-
-def empty_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
-    """Return the policy of a checkpoint directory on the meta device, for its sizes; raises as `load_huggingface` does."""
-    config, sizes = read_huggingface(directory)
-    check_supported(config, longest)
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with Quiet(), torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:  # transformers raises anything
-        raise InputError(
-            f"transformers cannot build {directory}: {shown(type(error).__name__)}: {shown(str(error))}"
-        ) from error
-    return HuggingFacePolicy(model, sizes)
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:

@@ -129,20 +129,6 @@ def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor | None, weight: Tensor, eps
 # Rotary embedding.
 
 
-def heads_argument(call: KernelLaunch, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int, int]:
-    """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if it does not fit q [U, Hq, D]."""
-    if x is None:
-        return 0, 0, 0
-    shape = (len(q), x.shape[1], q.shape[2])
-    has_rows = x.stride(2) == 1 and (shape[1] == 1 or x.stride(1) == shape[2])
-    if x.shape != shape or x.dtype != q.dtype or x.device != call.device or not has_rows:
-        raise ValueError(
-            f"{name} must be {q.dtype} {shape} on {call.device} with contiguous rows, got {x.dtype} {tuple(x.shape)} on "
-            f"{x.device} with strides {x.stride()}"
-        )
-    return call.keep(x), x.stride(0) if len(x) > 1 else 0, shape[1]
-
-
 def heads_arguments(
     call: KernelLaunch,
     heads: tuple[Tensor, Tensor, Tensor | None],
@@ -153,12 +139,20 @@ def heads_arguments(
     """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin and positions, and results."""
     q, (cos, sin, positions) = heads[0], tables
     num_rows, _, dim = q.shape
+
+    def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
+        """Return the address, row stride and number of heads [U, heads, D]."""
+        if x is None:
+            return 0, 0, 0
+        address = call.rows(name, x, q.dtype, (num_rows, x.shape[1], dim))
+        return address, x.stride(0) if num_rows > 1 else 0, x.shape[1]
+
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
     return {
         "dtype": DTYPE_NAMES[q.dtype],
         "num_rows": num_rows,
         "head_dim": dim,
-        "from": [heads_argument(call, name, x, q) for name, x in zip("qkv", heads, strict=True)],
+        "from": [argument(name, x) for name, x in zip("qkv", heads, strict=True)],
         "norm": [call.address(name, x, q.dtype, (dim,)) for name, x in zip(("q_norm", "k_norm"), norms, strict=True)],
         "cos": call.address("cos", cos, torch.float32, shape),
         "sin": call.address("sin", sin, torch.float32, shape),
@@ -275,32 +269,25 @@ def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotar
 # SwiGLU.
 
 
-def _rows(call: KernelLaunch, name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
-    """Return the address and row stride of x [U, F]; raise ValueError if it differs from `like` or a row is not contiguous."""
-    if x.shape != like.shape or x.dtype != like.dtype or x.device != call.device or x.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be {like.dtype} {tuple(like.shape)} on {call.device} with contiguous rows, got {x.dtype} "
-            f"{tuple(x.shape)} on {x.device} with strides {x.stride()}"
-        )
-    return call.keep(x), x.stride(0) if len(x) > 1 else 0
+def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
+    """Return the arguments that both kernels take, for rows [U, F] of any stride."""
+    num_rows, size = gate.shape
+    return {
+        "dtype": DTYPE_NAMES[gate.dtype],
+        "num_rows": num_rows,
+        "size": size,
+        "gate": call.rows("gate", gate, gate.dtype, gate.shape),
+        "up": call.rows("up", up, gate.dtype, gate.shape),
+        "gate_stride": gate.stride(0) if num_rows > 1 else 0,
+        "up_stride": up.stride(0) if num_rows > 1 else 0,
+    }
 
 
 @operator()
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) up for rows [U, F]."""
     call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
-    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
-    call.launch(
-        "swiglu",
-        dtype=DTYPE_NAMES[gate.dtype],
-        num_rows=len(gate),
-        size=gate.shape[1],
-        gate=gate_at,
-        up=up_at,
-        gate_stride=gate_stride,
-        up_stride=up_stride,
-        out=call.keep(out),
-    )
+    call.launch("swiglu", **_gate_and_up(call, gate, up), out=call.keep(out))
     return out
 
 
@@ -308,16 +295,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients in gate and up, contiguous."""
     call, grads = KernelLaunch(gate.device), (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
-    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
     call.launch(
         "swiglu_backward",
-        dtype=DTYPE_NAMES[gate.dtype],
-        num_rows=len(gate),
-        size=gate.shape[1],
-        gate=gate_at,
-        up=up_at,
-        gate_stride=gate_stride,
-        up_stride=up_stride,
+        **_gate_and_up(call, gate, up),
         out=0,
         grad=call.address("grad", grad, gate.dtype, gate.shape),
         grad_gate=call.keep(grads[0]),

@@ -75,19 +75,6 @@ def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYER
             raise InputError(f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
-def import_tokenizers() -> Any:
-    """Return transformers.AutoTokenizer.
-
-    Raises:
-        InputError: if transformers is not installed.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
-    return AutoTokenizer
-
-
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
 
@@ -95,7 +82,10 @@ def load_tokenizer(directory: Path) -> Any:
         InputError: if transformers is not installed, the directory has no tokenizer that it can read within SECONDS, or its
             config.json, which transformers reads too, declares too many layers or labels.
     """
-    auto_tokenizer = import_tokenizers()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
     _check_files(directory)
     if not any(any(directory.glob(name)) for name in VOCABULARIES):  # transformers would make an empty tokenizer
         raise InputError(f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none")
@@ -103,7 +93,7 @@ def load_tokenizer(directory: Path) -> Any:
         check_counts(path, read_json(path))
     try:
         with time_limit(f"loading the tokenizer of {directory}"):
-            return auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except InputError:
         raise
     except Exception as error:  # parsers of these files raise anything

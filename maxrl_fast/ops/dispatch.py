@@ -114,6 +114,21 @@ class KernelLaunch:
             )
         return self.keep(tensor)
 
+    def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the address of a tensor whose rows are contiguous, but need not follow each other; raise ValueError as
+        `address` does. A row is all that one index of the first dimension selects."""
+        fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
+        distance = 1
+        for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
+            fits &= size <= 1 or stride == distance or not tensor.numel()
+            distance *= size
+        if not fits:
+            raise ValueError(
+                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
+            )
+        return self.keep(tensor)
+
     def keep(self, tensor: Tensor) -> int:
         """Return the address of a tensor without a check: the caller has made it for this kernel, or checked it already."""
         if self.is_traced:

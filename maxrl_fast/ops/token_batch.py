@@ -343,11 +343,6 @@ def _denominator(
         if aggregation == "token_mean" and mask is not None:
             return mask.sum().clamp_min(1).double()
         given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
-    return as_denominator(given, device)
-
-
-def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
-    """Return the denominator as a scalar tensor, float64, on the device; raise what `split_denominator` raises."""
     tensor, number = split_denominator(given, device)
     return torch.full((), number, dtype=torch.float64, device=device) if tensor is None else tensor
 

@@ -153,13 +153,9 @@ class Step:
 
 def _rows_address(call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
     """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16 bytes apart."""
-    fits = x.dtype == dtype and x.shape == shape and x.device == call.device
-    if not fits or x.stride()[1:] != (shape[2], 1) or x.stride(0) * x.element_size() % 16:
-        raise ValueError(
-            f"{name} must be {dtype} of shape {shape} on {call.device} with contiguous rows, a multiple of 16 bytes apart, got "
-            f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
-        )
-    return call.keep(x)
+    if x.stride(0) * x.element_size() % 16:
+        raise ValueError(f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides {x.stride()}")
+    return call.rows(name, x, dtype, shape)
 
 
 def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:

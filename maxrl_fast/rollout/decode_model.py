@@ -114,13 +114,9 @@ class DecodeModel:
             x, normed = self._after(layer, x, attended, next_norm, eps, self.ops)
         return normed
 
-    def raw_logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in the compute dtype of hidden states [R, H]."""
         return F.linear(hidden, self.output)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
-        return self.raw_logits(hidden).float()
 
     def _rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.tables

@@ -165,7 +165,7 @@ class DecodeSlots:
             return step.attend(q, k, v, self.prompts[layer], (k_own[rows], v_own[rows]))
 
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
-        logits = self.model.raw_logits(hidden)
+        logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last[rows], length, self.done[rows], self.tokens[rows], self.logprobs[rows])
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
@@ -204,7 +204,7 @@ class DecodeSlots:
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
         self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
         self.length[rows] = (samples < 0).long()
-        logits = self.model.raw_logits(hidden)  # all samples of a prompt share them
+        logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
             decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state, rows=rows)

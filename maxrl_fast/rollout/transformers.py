@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, SharedPromptLayout, shared_prompt_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.sampling import sample
@@ -65,11 +64,7 @@ class TransformersEngine:
         c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
         token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
         prompt, own = token * prompt_length, token * max_new_tokens
-        if prompt + own > self.cache_bytes:
-            raise InputError(
-                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
-                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
-            )
+        check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
         return prompt, own
 
     @torch.no_grad()

@@ -138,7 +138,7 @@ def test_a_step_launches_two_kernels_outside_the_model():
             with _disable_current_modes():
                 return torch.zeros(len(tokens), 32, dtype=torch.bfloat16)
 
-        raw_logits = lm_head.forward
+        logits = lm_head.forward
 
     Model.lm_head.weight = torch.zeros(32)
     Model.device = torch.device("cpu")

@@ -24,7 +24,8 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
-from maxrl_fast.rollout.vllm import NEEDS, SETTINGS, VllmEngine, check_installed, named_weights
+from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
+from maxrl_fast.rollout.vllm_shared import NEEDS, named_weights
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.exactness import check_engine

@@ -17,10 +17,9 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
-from tests.models import tiny_decoder
+from tests.models import save_checkpoint, tiny_decoder
 
 RUNTIME = ("--threads", "1", "--dtype", "float32")
 SMALL = (*RUNTIME, "--prompts", "7", "--samples", "6", "--bootstrap", "40")

@@ -14,7 +14,7 @@ from maxrl_fast.config.resolve import default_rates
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks

@@ -16,8 +16,8 @@ from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.logit_chunks import CHUNK_BYTES
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
+from maxrl_fast.rollout.decode_slots import Shape
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
-from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.runtime.device import Machine

@@ -18,7 +18,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 from maxrl_fast.model.huggingface import HuggingFaceSizes
-from maxrl_fast.runtime.files import atomic_directory, check_regular, read_json, shown
+from maxrl_fast.runtime.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
@@ -32,28 +32,6 @@ CODE_KEYS = (
 )
 
 
-def save_checkpoint(
-    directory: Path,
-    config: DecoderConfig,
-    weights: Iterable[tuple[str, Tensor]],
-    files: Mapping[str, Any],
-    stop_ids: tuple[int, ...],
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a model in a form that `transformers` loads.
-
-    It is written to a temporary folder and renamed, so that a killed process leaves a whole checkpoint or none.
-
-    Args:
-        weights: from Decoder.weights; stored in config.dtype.
-        files: the tokenizer's files and those of `kept_files`, by file name: JSON contents or bytes.
-        stop_ids: the token ids that end a response, for generation_config.json unless `files` has one.
-        shard_bytes: size limit of one file of weights; larger models are sharded.
-    """
-    with atomic_directory(directory) as temporary:
-        write_policy(temporary, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
-
-
 def write_policy(
     directory: Path,
     dtype: str,
@@ -61,18 +39,20 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write all files of a checkpoint into an existing folder: `files` as they are, and the weights in `dtype`."""
+    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing folder.
+
+    Args:
+        weights: from PolicyModel.weights; stored in `dtype`.
+        files: by name, JSON contents or bytes: those of `new_files` or `kept_files`, and the tokenizer's.
+        shard_bytes: size limit of one file of weights; larger models are sharded.
+    """
     for name, content in files.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
         (directory / name).write_bytes(text)
-    _save_weights(directory, DTYPES[dtype], weights, shard_bytes)
-
-
-def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, weight in weights:
-        tensor = weight.to("cpu", dtype).contiguous()
+        tensor = weight.to("cpu", DTYPES[dtype]).contiguous()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -83,9 +63,9 @@ def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, 
         names = [WEIGHTS]
     else:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     for file, shard in zip(names, shards, strict=True):
-        save_file(shard, aside / file, metadata={"format": "pt"})
+        save_file(shard, directory / file, metadata={"format": "pt"})
 
 
 def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
@@ -265,7 +245,11 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
     if path.name == WEIGHTS:
         return dict.fromkeys(filter(_is_weight, _open(path).keys()), path)
     listed = read_json(path).get("weight_map")
-    if not isinstance(listed, dict) or not all(_is_file_name(x) for x in listed.values()):
+
+    def is_file_name(x: object) -> bool:
+        return isinstance(x, str) and Path(x).name == x and x not in ("", "..")
+
+    if not isinstance(listed, dict) or not all(map(is_file_name, listed.values())):
         raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
     where = {name: directory / file for file in sorted(set(listed.values())) for name in _open(directory / file).keys()}  # noqa: SIM118
     for name, file in listed.items():
@@ -276,10 +260,6 @@ def _find_tensors(directory: Path) -> dict[str, Path]:
 
 def _is_weight(name: str) -> bool:
     return not name.endswith(".rotary_emb.inv_freq")  # a constant that old checkpoints store
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
 
 
 def read_config(path: Path) -> DecoderConfig:

@@ -6,8 +6,8 @@ as those of the native decoder do; routers of mixtures of experts compute in flo
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -20,27 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
-from maxrl_fast.model.linear import LoraLinear, whole
+from maxrl_fast.model.linear import LoraLinear, full_tensor
 from maxrl_fast.model.packed_kernels import choose_rows
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 
 @dataclass(frozen=True)
-class HuggingFaceSizes:
-    """Sizes of a model of transformers; see PolicySizes."""
+class HuggingFaceSizes(PolicySizes):
+    """Sizes of a model of transformers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of the feed-forward layers that a token goes through, together
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    model_type: str
-    dtype: str
-    fields: dict[str, Any]  # of config.json, without keys that make transformers run code
+    fields: dict[str, Any] = field(default_factory=dict)  # of config.json, without keys that make transformers run code
 
 
 class HuggingFacePolicy(PolicyModel):
@@ -169,7 +158,7 @@ class HuggingFacePolicy(PolicyModel):
                     continue
                 seen.add(id(tensor))
                 is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield f"{name}.{own}", module.merged() if is_adapted else whole(tensor.detach())
+                yield f"{name}.{own}", module.merged() if is_adapted else full_tensor(tensor.detach())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is converted at a time."""
@@ -259,10 +248,6 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]
     return functional_call(_Bound(module, forward), cast, args, kwargs)
 
 
-def _dtype_of(values: Iterable[Any]) -> torch.dtype:
-    return next(x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point())
-
-
 class _Embedding:
     """An embedding whose output has the dtype of the computation; only the rows that are read are cast."""
 
@@ -277,7 +262,7 @@ class _Cast:
     """A module that computes in the dtype of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_of((*args, *kwargs.values()))
+        dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
         return _in_dtype(self, dtype, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
 
 

@@ -69,17 +69,17 @@ class LoraLinear(Linear):
 
     def merged(self) -> Tensor:
         """Return W + (alpha / rank) B A, [out, in] float32."""
-        a, b, weight = (whole(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
+        a, b, weight = (full_tensor(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 
-def own_part(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor that may be sharded over ranks."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Return the whole tensor, gathered from all ranks if it is sharded."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
@@ -119,8 +119,8 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"
-            yield f"{name}.lora_A.weight", whole(module.lora_a.detach())
-            yield f"{name}.lora_B.weight", whole(module.lora_b.detach())
+            yield f"{name}.lora_A.weight", full_tensor(module.lora_a.detach())
+            yield f"{name}.lora_B.weight", full_tensor(module.lora_b.detach())
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
     return "native"
 
 
-def read_sizes(directory: Path) -> PolicySizes | DecoderConfig:
+def read_sizes(directory: Path) -> PolicySizes:
     """Return the sizes of the policy of a checkpoint directory, without its weights.
 
     Raises:
@@ -121,9 +121,9 @@ def load_policy(
     if backend_of(directory, backend) == "native":
         model = Decoder.empty(read_checked_config(directory), "meta") if is_empty else load_checkpoint(directory)
     else:
-        from maxrl_fast.model.huggingface_checkpoint import empty_huggingface, load_huggingface  # which import transformers
+        from maxrl_fast.model.huggingface_checkpoint import load_huggingface  # which imports transformers
 
-        model = (empty_huggingface if is_empty else load_huggingface)(directory, longest)
+        model = load_huggingface(directory, longest, is_empty)
     if model.config.vocab_size != vocab_size:
         raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
     check_positions(model, directory, prompt_length, max_new_tokens)

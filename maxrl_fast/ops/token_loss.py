@@ -9,8 +9,8 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag, check_tensor
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
@@ -186,7 +186,9 @@ def policy_gradient_loss(
         values = token_logprobs(logits, targets, temperature=_unmasked(batch))
         return loss_and_metrics(sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature)), logits)
     if row.by_sequence and batch.old_logprobs is not None:
-        logprobs = _counted_logprobs(logits.detach(), batch)
+        # Masked targets may be anything, and get some number or NaN.
+        counted = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
+        logprobs, _ = kernels.token_logprobs(contiguous_rows(logits.detach()), counted, *split_temperature(batch.temperature))
         batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
     arguments = loss_arguments(batch, terms)
     if in_place:
@@ -211,13 +213,6 @@ def _by_function(batch: TokenBatch, sums_of: Callable[..., Tensor], logits: Tens
         gradients = torch.autograd.grad(sums[0], values, materialize_grads=True)
     kernels.token_logprobs_backward_(logits, *rows, *gradients)
     return sums.detach()
-
-
-def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
-    """Return log-probabilities [T]. Masked targets may be anything, and get some number or NaN."""
-    targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-    logprobs: Tensor = kernels.token_logprobs(contiguous_rows(logits), targets, *split_temperature(batch.temperature))[0]
-    return logprobs
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

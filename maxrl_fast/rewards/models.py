@@ -19,7 +19,6 @@ import torch
 
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
-from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress, power_of_two
 
@@ -268,7 +267,6 @@ def read_model(directory: Path, kind: str, what: str, dtype: torch.dtype) -> tup
     Raises:
         InputError: if transformers is missing or cannot read the directory.
     """
-    PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
     tokenizer = load_tokenizer(directory)
     import transformers  # load_tokenizer has checked that it is installed
 

@@ -110,6 +110,15 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
         )
 
 
+def check_cache(cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int) -> None:
+    """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and tokens."""
+    if prompt + response > cache_bytes:
+        raise InputError(
+            f"kv_cache_gb must hold the longest prompt and a response, {(prompt + response) / 1e9:.3g} GB at {prompt_length} "
+            f"and {max_new_tokens} tokens, got {cache_bytes / 1e9:.3g}"
+        )
+
+
 def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
     """Raise NonFiniteError naming the first prompt with a reward [G, N] that is not finite."""
     broken = (~rewards.isfinite()).nonzero()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
@@ -37,7 +37,7 @@ class CpuDecoder:
         self.config, self.arithmetic = config, arithmetic
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
-        table, call = (positions, config.head_dim // 2), Call(CPU)
+        table, call = (positions, config.head_dim // 2), KernelLaunch(CPU)
         self._decoder = _C.CpuDecoder(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -60,7 +60,7 @@ class CpuDecoder:
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights and pack them for the matrix kernels."""
         weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
-        c, call = self.config, Call(CPU)
+        c, call = self.config, KernelLaunch(CPU)
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
 
         def at(name: str, *shape: int) -> int:
@@ -104,7 +104,9 @@ class CpuDecoder:
         logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
-        call = Call(CPU)  # keeps the tensors until this function returns: the generation has their addresses until its end
+        call = KernelLaunch(
+            CPU
+        )  # keeps the tensors until this function returns: the generation has their addresses until its end
         generation = _C.CpuGeneration(
             self._decoder,
             num_prompts=len(prompts),

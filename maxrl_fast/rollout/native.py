@@ -2,12 +2,11 @@
 
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
@@ -73,7 +72,7 @@ class NativeEngine:
             how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
             how += ", compiled" if self.compiled else ""
             if self.decoder.device.type == "cuda":
-                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.parts is KERNELS}
+                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.ops is KERNELS}
                 how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
         tensors = "key/value cache" if self.in_cpp else "key/value cache and tensors of a step"
         return f"native ({how}, {tensors} of at most {self.cache_bytes / 1e9:.3g} GB)"
@@ -88,11 +87,7 @@ class NativeEngine:
             prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
         else:
             prompt, own = self.decoder.bytes_of(1, 0, prompt_length, 0), self.decoder.bytes_of(0, 1, 0, max_new_tokens)
-        if prompt + own > self.cache_bytes:
-            raise InputError(
-                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
-                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
-            )
+        check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
         return prompt, own
 
     def load_weights(self, model: PolicyModel) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.runtime.files import check_regular, shown
-from maxrl_fast.runtime.hub import why_unreachable
 from maxrl_fast.tasks.dataset_specs import keys_of
 
 LINE_BYTES = 1 << 20  # limit of one line; the longest prompts of mathematics and code have a tenth of it

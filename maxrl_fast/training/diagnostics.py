@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maxrl_fast.model.linear import whole
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
@@ -41,7 +41,7 @@ def prompt_gradient_norms(
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         # Learner.loss counts the share of one rank among them; here each has made all passes.
-        norms[g] = float(whole(nn.utils.get_total_norm(gradients))) / learner.ranks.size
+        norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
     learner.zero_gradients()
     return norms

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
@@ -72,7 +72,7 @@ class OffPolicyObjective(GroupObjective):
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )
         own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
-        if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
+        if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
             step.values[chosen] = torch.nan  # as on a GPU; the update then finds what is not finite
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)

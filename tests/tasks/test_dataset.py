@@ -15,13 +15,13 @@ from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_lines
-from tests.models import tiny_decoder
+from tests.job.test_resume import assert_same, stop_at
+from tests.models import save_checkpoint, tiny_decoder
 from tests.test_train import read
 
 CHAT = (

@@ -12,7 +12,6 @@ from maxrl_fast import train
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.chain import ChainTask
@@ -22,7 +21,7 @@ from maxrl_fast.training.objective import Needs
 from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
 from maxrl_fast.training.verifree_objective import VerifreeObjective
 from tests.batches import collected, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, save_checkpoint, tiny_decoder
 from tests.training.test_learner import learner
 
 SORT = Path(__file__).parents[2] / "examples" / "sort_task.py"

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.estimator import Ddof, Eps, estimator
 from maxrl_fast.algorithms.estimators.moments import grpo
 from maxrl_fast.algorithms.group import BATCH, Group, ratio
@@ -52,7 +52,7 @@ def hero(
         raise ValueError(f"hero takes a verifier of weight 1 and one or more scores as reward_parts, got {got}")
     verified, scores = reward_parts[0], reward_parts[1:].nan_to_num(0.0)
     other = g.valid & (verified != 0) & (verified != 1)
-    if can_look_at(other) and bool(other.any()):
+    if is_host_readable(other) and bool(other.any()):
         raise ValueError(f"the verifier of hero must give 0 or 1, got {float(verified[other][0])}")
     score = share = torch.zeros_like(g.rewards)
     for part, part_weight in zip(scores, reward_weights[1:], strict=True):

@@ -1,4 +1,4 @@
-"""The gate in front of the kernels: which of them run on which device, how they are registered as operators of PyTorch, and
+"""Dispatch to the kernels: which of them run on which device, how they are registered as operators of PyTorch, and
 the checks of everything that a kernel takes on trust."""
 
 import threading
@@ -35,7 +35,7 @@ def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Cal
     """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
 
     The function's annotations are the schema, unless `schema` is given; `mutates` names the tensors that it writes to. On
-    tensors without memory, which torch.compile traces with, the same function runs, and its `Call` gives no address and
+    tensors without memory, which torch.compile traces with, the same function runs, and its `KernelLaunch` gives no address and
     launches nothing. A function that reads values itself needs `register_fake`.
 
     This is torch.library.custom_op without the wrapper around each call, which costs 8 us of the 14 us that a small
@@ -85,7 +85,7 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
         )
 
 
-class Call:
+class KernelLaunch:
     """One call of a kernel on a device, and the only place of the package where the address of a tensor is taken.
 
     A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
@@ -111,6 +111,21 @@ class Call:
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {self.device}, got {tensor.dtype} of "
                 f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+        return self.keep(tensor)
+
+    def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the address of a tensor whose rows are contiguous, but need not follow each other; raise ValueError as
+        `address` does. A row is all that one index of the first dimension selects."""
+        fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
+        distance = 1
+        for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
+            fits &= size <= 1 or stride == distance or not tensor.numel()
+            distance *= size
+        if not fits:
+            raise ValueError(
+                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
             )
         return self.keep(tensor)
 

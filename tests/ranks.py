@@ -15,7 +15,7 @@ from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.off_policy_objective import OffPolicyObjective
+from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
 from tests.batches import collected, make_prompts

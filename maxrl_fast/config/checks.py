@@ -16,10 +16,10 @@ from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import make_objective
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.registry import make_objective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from maxrl_fast.training.policy_reward import LABELS
-from maxrl_fast.training.riskpo_objective import RiskpoObjective
 
 
 def check(config: Config) -> None:

@@ -13,7 +13,7 @@ from maxrl_fast.rewards.models import JUDGE
 from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objective_registry import default_loss
+from maxrl_fast.training.objectives.registry import default_loss
 
 Values = Mapping[str, Any]
 

@@ -26,7 +26,7 @@ from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, options
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.rewards.models import SCORE
-from maxrl_fast.training.objective_registry import OBJECTIVES, objective_options
+from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]

@@ -25,7 +25,7 @@ from maxrl_fast.runtime.plugins import is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.training.objective_registry import objective_defaults
+from maxrl_fast.training.objectives.registry import objective_defaults
 
 
 def resolve(

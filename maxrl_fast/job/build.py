@@ -30,8 +30,8 @@ from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import is_custom
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from maxrl_fast.training.sharding import distribute

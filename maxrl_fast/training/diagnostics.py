@@ -9,7 +9,7 @@ from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objectives.objective import Objective
 
 
 def prompt_gradient_norms(

@@ -22,7 +22,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 from tests.fuzzing import settings
 
 OPTIONS = {name: value for name, value in Config().flat().items() if name != "config"}

@@ -20,12 +20,12 @@ from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.correction import ImportanceWeights
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
-from maxrl_fast.training.pacs_objective import PacsObjective
 from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected

@@ -22,9 +22,9 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, UpdatePlan
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder

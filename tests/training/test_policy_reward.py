@@ -17,9 +17,9 @@ from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.verifree_objective import VerifreeObjective
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
 from tests.training.test_learner import learner

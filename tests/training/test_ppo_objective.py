@@ -21,9 +21,9 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
 from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.ppo_objective import PpoObjective, state_values, update_critic
 from maxrl_fast.training.sharding import fills_half
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder

@@ -12,8 +12,8 @@ from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Needs
 from tests.training.test_collect import NumberedEngine
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.riskpo_objective import RiskpoObjective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from tests.batches import collected, make_prompts
 from tests.job.test_resume import assert_same, stop_at
 from tests.test_train import base, read

@@ -9,8 +9,8 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
-from maxrl_fast.training.zvp_objective import ZvpObjective
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.zvp import ZvpObjective
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner, sampled

@@ -17,9 +17,9 @@ from maxrl_fast.ops import group_advantage, log_ratio_reward
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Needs
 
 
 @dataclass

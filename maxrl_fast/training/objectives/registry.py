@@ -25,14 +25,14 @@ from maxrl_fast.algorithms.options import (
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
 from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
-from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.off_policy_objective import OffPolicyObjective
-from maxrl_fast.training.pacs_objective import PacsObjective
-from maxrl_fast.training.ppo_objective import PpoObjective
-from maxrl_fast.training.riskpo_objective import RiskpoObjective
-from maxrl_fast.training.verifree_objective import VerifreeObjective
-from maxrl_fast.training.zvp_objective import ZvpObjective
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.ppo import PpoObjective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
+from maxrl_fast.training.objectives.verifree import VerifreeObjective
+from maxrl_fast.training.objectives.zvp import ZvpObjective
 
 DEFAULT_K = 4
 _BASELINES = ("leave_two_out",)  # alone they have no gradient

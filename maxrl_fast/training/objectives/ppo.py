@@ -15,9 +15,9 @@ from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
-from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
+from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch

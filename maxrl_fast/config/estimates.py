@@ -90,7 +90,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
-    lines += memory_table(estimate_memory(config, task, model, machine), machine)
+    lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
     if config.rollout.rollout not in ENGINES:
         lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
     prompt_tokens = config.rollout.prompts * task.prompt_length

@@ -27,7 +27,7 @@ from maxrl_fast.config import given as training
 from maxrl_fast.config.checks import check_reward_weights, check_task
 from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
-from maxrl_fast.config.options_page import asks_for_help, show_help
+from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
@@ -122,11 +122,11 @@ class EvaluationConfig(Groups):
     python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
 
-    measure: MeasureOptions = field(default_factory=MeasureOptions)
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    measure: MeasureOptions = MeasureOptions()
+    sampling: SamplingOptions = SamplingOptions()
     task: TaskOptions = field(default_factory=TaskOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
-    place: PlaceOptions = field(default_factory=PlaceOptions)
+    place: PlaceOptions = PlaceOptions()
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON; several values are always a list, but for rewards."""
@@ -186,13 +186,14 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     options = options_of(EvaluationConfig)
     if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
-    flags, words = training.read_flags([word for word in arguments if word not in ("-h", "--help")], options)
+    words, asks_for_help = split_help(arguments)
+    flags, words = training.read_flags(words, options)
     if not words and "reward" in flags and len(rewards := flags["reward"].value) > 1 and ":" not in rewards[-1]:
         words = [rewards.pop()]  # a CHECKPOINT behind the rewards, each of which has a colon
     training.refuse_unknown(flags, words[1:], options)
     values = {name: training.convert(options[name], x) for name, x in flags.items()}
     config = EvaluationConfig().replace(**values, checkpoint=words[0] if words else None)
-    if asks_for_help(arguments):
+    if asks_for_help:
         show_help(config, options, arguments, PROG)
     if config.measure.compare:
         if words or config.measure.baseline is not None:
@@ -208,7 +209,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     if values.get("task", run.task.task) == run.task.task:  # another task uses none of its options
         config = config.replace(**{**vars(run.task), **vars(run.reward), **values})
     hidden = inapplicable_options(EvaluationConfig, config.flat())
-    for name in hidden.keys() & values.keys():
+    for name in [name for name in values if name in hidden]:
         raise InputError(f"{flags[name].name} {hidden[name]}")
     seed, task_seed, limit = config.sampling.seed, config.place.task_seed, config.sampling.max_new_tokens
     if limit is None and config.task == run.task:

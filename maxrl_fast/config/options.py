@@ -572,17 +572,17 @@ class Config(Groups):
     --version prints the versions instead.
     """
 
-    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
-    task: TaskOptions = field(default_factory=TaskOptions)
-    reward: RewardOptions = field(default_factory=RewardOptions)
-    shaping: ShapingOptions = field(default_factory=ShapingOptions)
-    rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    run: RunOptions = field(default_factory=RunOptions)
+    objective: ObjectiveOptions = ObjectiveOptions()
+    task: TaskOptions = TaskOptions()
+    reward: RewardOptions = RewardOptions()
+    shaping: ShapingOptions = ShapingOptions()
+    rollout: RolloutOptions = RolloutOptions()
+    warm_start: WarmStartOptions = WarmStartOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    loss: LossOptions = LossOptions()
+    model: ModelOptions = ModelOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    run: RunOptions = RunOptions()
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON and TOML; None for those that other objectives have."""

@@ -63,9 +63,12 @@ def show_help(config: Groups, options: Mapping[str, Option], arguments: Sequence
     )
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Return whether a command asks for the options, or for a completion of its flags."""
-    return any(word in ("-h", "--help") or word.startswith("--tyro") for word in arguments)
+def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without -h and --help, and whether they ask for the options, or for a completion by tyro."""
+    if any(word.startswith("--tyro") for word in arguments):
+        return [], True
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    return words, len(words) < len(arguments)
 
 
 def _for_tyro(option: Option, values: Mapping[str, Any]) -> Any:

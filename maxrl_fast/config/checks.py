@@ -174,7 +174,7 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
     if labels == "vote" and (needs.greedy or needs.parts):
         raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
     if labels in LABELS and (needs.greedy or needs.parts or needs.binary):
-        what = "takes rewards of 0 or 1" if needs.binary else "needs other rewards too"
+        what = "needs rewards of 0 or 1" if needs.binary else "needs other rewards too"
         raise InputError(f"labels cannot be {labels} for {name}, which {what}")
     if labels in LABELS and options["task"] in ("maze", "chain"):
         raise InputError(
@@ -188,13 +188,13 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
 
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
+    """Refuse what changes the sum of the rewards for an objective that uses them one by one."""
     rewards = as_list(options["reward"])
     if len(rewards) < 2:
-        raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+        raise InputError(f"{name} uses several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
-            raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
+            raise InputError(f"{name} uses several rewards one by one, so that {option} would change none of them")
     weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
         raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")

@@ -13,6 +13,7 @@ import torch
 from maxrl_fast.algorithms.options import (
     AT_LEAST_1,
     WORKED_OUT,
+    Aka,
     BetweenZeroAndOne,
     Count,
     CountOrZero,
@@ -45,9 +46,9 @@ class MeasureOptions:
 
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    prompts: Annotated[Count, Default("256, or all that are held out")] = WORKED_OUT
+    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = WORKED_OUT
     """Number of prompts: the first of the split."""
-    samples: Annotated[int, AT_LEAST_1] = 256
+    samples: Annotated[int, AT_LEAST_1, Aka("rollouts eval_samples")] = 256
     """Responses to each prompt (n)."""
     k: Annotated[tuple[int, ...], Default("1 2 4 ... up to --samples", "INT ...")] = ()
     """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
@@ -63,7 +64,7 @@ class MeasureOptions:
     embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
     """Local embedding model (transformers, safetensors) by which diversity is measured: its mean last hidden state."""
     compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
-    """Compare these folders of finished evaluations, in a table and a picture; takes no CHECKPOINT."""
+    """Compare these folders of finished evaluations, in a table and a picture, without CHECKPOINT."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     """Return what flags and the run's folder give. --help prints the options that this task uses, and exits.
 
     Raises:
-        InputError: where CHECKPOINT is missing or is none, on an unknown option, and on an option that the task does not use.
+        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is unknown or that the task does not
+            use.
     """
     options = options_of(EvaluationConfig)
     if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):

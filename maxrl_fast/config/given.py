@@ -6,7 +6,7 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -31,10 +31,6 @@ OTHER_NAMES = {
     for other in option.of(Aka)
     for name in other.names
 }
-# What `maxrl_fast.evaluate` calls what the trainer calls so.
-_OF_EVALUATION = {"rollouts": "samples", "eval_samples": "samples", "eval_prompts": "prompts"}
-
-
 _TEXT = "text without null bytes or half characters"
 
 
@@ -70,8 +66,7 @@ def convert(option: Option, given: Given) -> Any:
         kind = (get_args(option.kind) or [option.kind])[0]
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, _TEXT)
         wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
-        got = "no value" if given.value == [] else f"{given.value!r:.80}"
-        raise InputError(f"{given.place}{given.name} must be {wanted}, got {got}") from None
+        raise InputError(f"{given.place}{given.name} must be {wanted}, got {given.value!r:.80}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -169,7 +164,7 @@ def _is_whole(text: str) -> bool:
 
 
 def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the options in the config.json of a run that have a value, without those of a start.
+    """Return the options in the config.json of a run that have a value, without those that say how it was started.
 
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
 
@@ -219,29 +214,31 @@ def _user(number: int) -> str:
         return f"uid {number}"
 
 
-def meant_by(name: str, known: Collection[str]) -> str | None:
+def meant_by(name: str, known: Mapping[str, Option]) -> str | None:
     """Return the option among `known` that is probably meant by a flag or key of this name, perhaps with a value, or None.
 
-    The name may have the prefixes that other libraries give it (trainer.total_epochs).
+    The name may have the prefixes that other libraries give it (trainer.total_epochs). `maxrl_fast.evaluate` has other names
+    for some options of the trainer.
     """
+    renamed = {other: option.name for option in known.values() for aka in option.of(Aka) for other in aka.names}
     parts = name.lower().replace("-", "_").split(".")
     for word in ("_".join(parts), "_".join(parts[-2:]), parts[-1]):
         meant = word if word in known else OTHER_NAMES.get(word, "")
-        for option in (meant, _OF_EVALUATION.get(meant, "")):
+        for option in (meant, renamed.get(meant, "")):
             if option.partition(" ")[0] in known:
                 return option
     close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.73)  # below are words that mean others
     return close[0] if close else None
 
 
-def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
+def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
     """Return "; did you mean --...?" for an option that does not exist or is not used, or nothing."""
     option, _, value = (meant_by(name, known) or "").partition(" ")
     meant = f"--{option.replace('_', '-')} {value}".strip() if is_flag else option
     return f"; did you mean {meant}?" if option else ""
 
 
-def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Collection[str]) -> None:
+def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Mapping[str, Option]) -> None:
     """Raise InputError naming the first option or word that is not known, with the one that was probably meant."""
     for name, x in given.items():
         if name not in known:

@@ -35,7 +35,7 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 def grouped(config: type, options: Mapping[str, Option]) -> Iterator[tuple[str, type, list[Option]]]:
-    """Give the name and the class of each group, with those of the options that are in it; the objective's own are in its."""
+    """Give the name and the class of each group, and the options that are in it."""
     static = options_of(config)
     for name, group in get_type_hints(config).items():
         names = {option.name for option in read_options(group)}

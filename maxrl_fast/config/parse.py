@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.algorithms.options import Option
 from maxrl_fast.config.given import (
     ANY_OBJECTIVES,
     OPTIONS,
@@ -88,7 +89,7 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     return config.replace(resume=run, allow_changes=config.run.allow_changes and run is not None)
 
 
-def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Any]) -> InputError:
+def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Option]) -> InputError:
     """Return the error of an option that the run does not use."""
     # Where another library means something else by the name, as by beta, PACS's, the weight of the divergence.
     meant = hint(key, known, given.name.startswith("--")) if key in OTHER_NAMES else ""

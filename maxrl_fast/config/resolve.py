@@ -82,13 +82,13 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
     directory, wanted = config.model.directory, config.model.model_backend
     if wanted != "auto":
         return wanted
-    if directory is None or not (directory / "config.json").exists():  # a run that resumes has a checkpoint of its own
+    if directory is None or not (directory / "config.json").exists():  # a run that resumes has its own checkpoint
         return "native"
     return "transformers" if backend_of(directory) == "transformers" else "native"
 
 
 def _response_limit(config: Config, task: Task, warn: Callable[[str], None]) -> int:
-    # A run that resumes has a checkpoint and a response limit of its own.
+    # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
     limit, buffer = response_limit(config.rollout.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
     if buffer > limit:

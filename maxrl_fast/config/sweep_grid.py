@@ -45,7 +45,7 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _words(flag: str, values: list[str]) -> list[str]:
-    """Return the words of an option in a command; a value like "-- think" would be an option in a word of its own."""
+    """Return the words of an option in a command; a value like "-- think" would be an option as a separate word."""
     return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
 
 
@@ -78,7 +78,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         group = "_".join(re.sub(r"[^\w.+-]+", "-", part) for part in parts)
         folder = out / f"{group}_seed-{config.run.seed}"
         if folder in runs:
-            raise InputError(f"the folder {folder} is of two runs of the grid: give every value once, under a name of its own")
+            raise InputError(f"the folder {folder} is of two runs of the grid: give every value once, under its own name")
         command = [sys.executable, "-m", "maxrl_fast.train", *arguments, "--out", str(folder), "--resume", "auto"]
         runs[folder] = Run(group, folder, command, config)
     return list(runs.values())

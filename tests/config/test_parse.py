@@ -201,7 +201,7 @@ def test_the_hint_for_every_name_of_another_library_is_an_option():
             continue
         with pytest.raises(InputError) as refused:
             parse([f"--{name.replace('_', '-')}", "3"])
-        assert hint(name, options) in str(refused.value)
+        assert hint(name, options_of(Config)) in str(refused.value)
         assert f"did you mean --{meant.replace('_', '-', meant.partition(' ')[0].count('_'))}?" in str(refused.value)
         if " " in meant:  # its value is one that the option has
             flag, value = meant.split()
@@ -282,30 +282,21 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--seed 1 2", "unknown option 2: options begin with two dashes"),
         ("--objective maxpoo", "objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?"),
         ("--k 16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
-        ("--k 0", "maxpo needs 1 <= k <= N-1 = 15"),
         ("--rollouts 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         ("--objective pkpo --k 1", "pkpo needs 2 <= k <= N = 16"),
         ("--objective maxrl --order 16", "maxrl needs 1 <= order <= N-1 = 15"),
         ("--objective rloo --rollouts 1", "rloo needs at least 2 rollouts per prompt, got 1"),
-        ("--objective grpo --rollouts 1", "grpo needs at least 2 rollouts per prompt, got 1"),
         ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
         ("--objective grpo --k 4", "--k is not used by objective grpo"),
-        ("--objective maxrl --k 4", "--k is not used by objective maxrl"),
         ("--objective grpo --eps -1", "eps of grpo must be a finite number of at least 0, got -1"),
         ("--objective grpo --ddof 2", "ddof of grpo must be 0 or 1, got 2"),
-        ("--objective grpo --tau 1", "--tau is not used by objective grpo"),
         ("--objective grpo --estimator-options eps=1", "--estimator-options was removed; use --eps, --ddof and others"),
-        ("--chain-length 9", "--chain-length is not used by task maze"),
         ("--reward-workers 3", "--reward-workers needs a --reward that runs in processes"),
         ("--task chain --maze-size 9", "--maze-size is not used by task chain"),
         ("--kl k2", "--kl needs --kl-coef"),
         ("--lora-alpha 3", "--lora-alpha needs --lora-rank"),
         ("--allow-changes", "--allow-changes needs --resume"),
         ("--objective noisy_verifier_forward", "noisy_verifier_forward needs false_negative_rate"),
-        ("--objective maxpo --beta 1", "--beta is not used by objective maxpo"),
-        ("--objective grpo --score rloo", "--score is not used by objective grpo"),
-        ("--objective pacs --k 4", "--k is not used by objective pacs"),
-        ("--objective pacs --estimator-options eps=1", "--estimator-options was removed"),
         ("--objective pacs --ref-reset-interval 5", "--ref-reset-interval is not used by objective pacs"),
         ("--objective pacs --beta 0", "beta of pacs must be a finite number above 0, got 0"),
         ("--objective pacs_paper --ref-reset-interval -1", "ref_reset_interval of pacs_paper must be at least 0, got -1"),
@@ -318,9 +309,7 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--rollouts 10000000000000000000000000", r"rollouts must be below 2\^31, got 10000000000000000000000000"),
         ("--prompts 1000000000 --rollouts 16", r"prompts x rollouts must be below 2\^31, got 1000000000 x 16"),
         ("--lr nan", "lr must be a finite number above 0, got nan"),
-        ("--temperature 0", "temperature must be a finite number above 0, got 0"),
         ("--top-p 0", "top_p must be a number above 0 and at most 1, got 0"),
-        ("--kv-cache-gb 0", "kv_cache_gb must be a finite number above 0, got 0"),
         ("--importance-cap -1", "importance_cap must be a finite number of at least 0, got -1"),
         ("--objective pacs --importance-cap 2", "pacs does not support --correction: .*, got tis"),
         ("--loss sapo --loss-options tau_pos=1", r"loss sapo takes the options .*; did you mean 'tau_positive'\?"),
@@ -336,13 +325,9 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--loss kl_cov --loss-options share=2", "share of loss kl_cov must be a number above 0 and at most 1, got 2"),
         ("--loss clip_cov --loss-options coef=2", "loss clip_cov takes the options share, low, high, got 'coef'"),
         ("--loss clip_cov --loss-options low=2 high=1", "low of clip_cov must be below its high, 1, got 2"),
-        ("--loss lp_reg --clip-low .1", "--clip-low is not used by loss lp_reg"),
         ("--loss simko --loss-options k=2.5", "k of loss simko must be an integer from 1 to 8, got 2.5"),
-        ("--siren -1", "siren must be a finite number of at least 0, got -1"),
-        ("--top-entropy 0", "top_entropy must be a number above 0 and at most 1, got 0"),
         ("--objective pacs --top-entropy .2", "pacs does not support --top-entropy: its loss takes no token weights"),
         ("--objective pacs --clip-high 0.3", "--clip-high is not used by loss reinforce"),  # its loss has no ratio to clip
-        ("--objective bon_off_policy --clip-low 0.1", "--clip-low is not used by loss reinforce"),
         ("--beta2 1", "beta2 must be a number of at least 0 and below 1"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),
         ("--hidden-size 100 --heads 3", "hidden_size must be a multiple of heads, got 100 and 3"),

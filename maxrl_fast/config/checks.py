@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import learns_without_advantage
-from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import as_list, check_limits
 from maxrl_fast.config.options import Config, CorrectionName
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
@@ -29,11 +27,6 @@ def check(config: Config) -> None:
         InputError: with an expected/got message.
     """
     options = config.flat()
-    if options["aggregation"] not in (None, *AGGREGATIONS):
-        raise InputError(
-            f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {options['aggregation']!r}"
-            f"{nearest(options['aggregation'], AGGREGATIONS)}"
-        )
     check_task(options["task"])
     check_engine_name(options["rollout"])
     check_reward_weights(options)
@@ -79,8 +72,6 @@ def objective_of(config: Config) -> Objective:
     chosen = config.objective
     try:
         return make_objective(chosen.objective, chosen.options, config.rollout.rollouts, config.optimizer.updates_per_step)
-    except InputError:
-        raise
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from maxrl_fast.algorithms.options import Aka, Option
+from maxrl_fast.algorithms.options import Aka, Option, nearest
 from maxrl_fast.config.metadata import Note, Resume, as_list, options_of
 from maxrl_fast.config.options import Config, objective_table
 from maxrl_fast.errors import InputError
@@ -66,7 +66,8 @@ def convert(option: Option, given: Given) -> Any:
         kind = (get_args(option.kind) or [option.kind])[0]
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, _TEXT)
         wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
-        raise InputError(f"{given.place}{given.name} must be {wanted}, got {given.value!r:.80}") from None
+        meant = nearest(str(given.value), option.choices)
+        raise InputError(f"{given.place}{given.name} must be {wanted}, got {given.value!r:.80}{meant}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:

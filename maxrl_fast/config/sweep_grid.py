@@ -12,7 +12,6 @@ from maxrl_fast.config.given import OPTIONS
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.plugins import is_file
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        objective = config.objective.objective
-        parts = [objective.rpartition(":")[2] if is_file(objective) else objective]
+        parts = [config.objective.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")

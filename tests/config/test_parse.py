@@ -303,7 +303,7 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--objective pacs --rollouts 1", "pacs needs at least 2 rollouts per prompt, but with --score naive, got 1"),
         ("--objective pacs --loss ppo", "loss must be reinforce for pacs, whose loss it is a part of, got ppo"),
         ("--objective pacs --aggregation token_mean", "aggregation must be seq_mean_token_sum for pacs"),
-        ("--aggregation tokenmean", "aggregation must be one of .*did you mean 'token_mean'?"),
+        ("--aggregation tokenmean", "--aggregation must be one of .*did you mean 'token_mean'?"),
         ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),
         ("--rollouts 10000000000000000000000000", r"rollouts must be below 2\^31, got 10000000000000000000000000"),

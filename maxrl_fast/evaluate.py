@@ -16,16 +16,7 @@ from maxrl_fast.builders.engine import build_engine
 from maxrl_fast.builders.policy import compare_policy
 from maxrl_fast.builders.rewards import build_scorer
 from maxrl_fast.builders.tasks import build_task
-from maxrl_fast.config.evaluation import (
-    EvaluationConfig,
-    ResolvedEvaluationConfig,
-    Source,
-    check,
-    find_source,
-    free_folder,
-    parse,
-    resolve,
-)
+from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, check, parse, resolve
 from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -40,6 +31,7 @@ from maxrl_fast.evaluation.outcome import (
     read_outcome,
     settings_of,
 )
+from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
 from maxrl_fast.evaluation.tally import SampleTally

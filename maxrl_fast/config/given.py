@@ -173,12 +173,12 @@ def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
         InputError: where it cannot be read.
     """
     file = out / "config.json"
-    if not file.exists():
-        what = "has no config.json" if out.exists() else "does not exist"
-        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}")
     try:
         check_regular(file, JSON_BYTES)
         options = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        what = "has no config.json" if out.exists() else "does not exist"
+        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}") from None
     except OSError as error:
         raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
     except (ValueError, RecursionError) as error:

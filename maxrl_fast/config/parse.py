@@ -72,7 +72,7 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     given = {**of_run, **file, **flags}
     if "estimator_options" in given:
         raise InputError("--estimator-options was removed; use --eps, --ddof and others, which --objective NAME --help lists")
-    name = early("objective", given) or Config().objective.objective
+    name = early("objective", given, {"objective": Given(Config().objective.objective, "objective")})
     options = options_with(name)
     refuse_unknown(given, words, {**OPTIONS, **ANY_OBJECTIVES, **options})
     for key in [key for key in given if key not in options]:

@@ -7,7 +7,7 @@ import pwd
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -55,19 +55,21 @@ def convert(option: Option, given: Given) -> Any:
     Raises:
         InputError: where it has another type.
     """
-    if Note.OPTIONAL_VALUE in option.notes and isinstance(given.value, bool):  # a flag that stands alone, or no flag
-        return "" if given.value else None
+    value = given.value
+    if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):  # a flag that stands alone, or no flag
+        return "" if value else None
+    if option.takes_several:
+        one = replace(option, kind=get_args(option.kind)[0])
+        return tuple(convert(one, replace(given, value=item)) for item in as_list(value))
+    if value == "None" and option.default is None:
+        return None
     try:
-        if option.takes_several:
-            return tuple(_convert(get_args(option.kind)[0], value) for value in as_list(given.value))
-        is_none = given.value == "None" and option.default is None
-        return None if is_none else _convert(option.kind, given.value)
+        return _convert(option.kind, value)
     except ValueError:
-        kind = (get_args(option.kind) or [option.kind])[0]
-        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, _TEXT)
+        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(option.kind, _TEXT)
         wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
-        meant = nearest(str(given.value), option.choices)
-        raise InputError(f"{given.place}{given.name} must be {wanted}, got {given.value!r:.80}{meant}") from None
+        meant = nearest(str(value), option.choices)
+        raise InputError(f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:

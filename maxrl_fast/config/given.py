@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from maxrl_fast.algorithms.options import Aka, Option, nearest
-from maxrl_fast.config.metadata import Note, Resume, as_list, options_of
+from maxrl_fast.config.metadata import Note, Resume, as_list, names_with, options_of
 from maxrl_fast.config.options import Config, objective_table
 from maxrl_fast.errors import InputError
 from maxrl_fast.plugins import is_file, is_installed
@@ -187,7 +187,7 @@ def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
         raise InputError(f"{file} must be JSON, got {error}; restore it, or use another --out") from error
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
-    left_out = {"versions", "command", *(name for name, option in OPTIONS.items() if option.find(Resume) == Resume.START)}
+    left_out = {"versions", "command", *names_with(Config, Resume.START)}
     given = {key: Given(value, key, f"{file}: ") for key, value in options.items() if key not in left_out and value is not None}
     if sentence := _foreign_code(out, {name: x.value for name, x in {**given, **overriding}.items()}):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -39,8 +39,9 @@ def grouped(config: type, options: Mapping[str, Option]) -> Iterator[tuple[str, 
     static = options_of(config)
     for name, group in get_type_hints(config).items():
         names = {option.name for option in read_options(group)}
-        is_own = [option.name for option in options.values() if option.name not in static and name == "objective"]
-        yield name, group, [option for option in options.values() if option.name in names or option.name in is_own]
+        if name == "objective":
+            names |= options.keys() - static.keys()  # those of its function
+        yield name, group, [option for option in options.values() if option.name in names]
 
 
 def show_help(config: Groups, options: Mapping[str, Option], arguments: Sequence[str], prog: str) -> None:

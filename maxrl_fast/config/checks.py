@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
-from maxrl_fast.algorithms.options import nearest
+from maxrl_fast.algorithms.losses.registry import TokenLoss, learns_without_advantage
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import as_list, check_limits
-from maxrl_fast.config.options import Config, CorrectionName
+from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
@@ -29,18 +27,15 @@ def check(config: Config) -> None:
         InputError: with an expected/got message.
     """
     options = config.flat()
-    if options["aggregation"] not in (None, *AGGREGATIONS):
-        raise InputError(
-            f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {options['aggregation']!r}"
-            f"{nearest(options['aggregation'], AGGREGATIONS)}"
-        )
     check_task(options["task"])
     check_engine_name(options["rollout"])
     check_reward_weights(options)
     check_limits(Config, options)
-    _check_objective(config, options)
-    _check_loss(config, options)
-    _check_correction(config)
+    objective = objective_of(config)
+    loss = loss_of(objective.loss if config.loss.loss is None else config.loss.loss)
+    _check_objective(objective, loss, options)
+    _check_loss(config, loss, options)
+    _check_correction(config, objective)
     check_tracker(options["log_to"])
     if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
@@ -79,8 +74,6 @@ def objective_of(config: Config) -> Objective:
     chosen = config.objective
     try:
         return make_objective(chosen.objective, chosen.options, config.rollout.rollouts, config.optimizer.updates_per_step)
-    except InputError:
-        raise
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -115,9 +108,8 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
         raise InputError(str(error)) from error
 
 
-def _check_correction(config: Config) -> None:
-    options, objective = config.rollout, objective_of(config)
-    name, whose = correction_of(config)[0], config.objective.objective
+def _check_correction(config: Config, objective: Objective) -> None:
+    options, name, whose = config.rollout, correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
         raise InputError(f"{whose} does not support --correction: its loss takes no token weights, got {name}")
     if name == "sequence_mask" and objective.needs.token_weights:
@@ -129,27 +121,26 @@ def _check_correction(config: Config) -> None:
         )
 
 
-def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
-    loss, defaults = loss_of(options["loss"] or objective_of(config).loss), Config().flat()
+def _check_loss(config: Config, loss: TokenLoss, options: Mapping[str, Any]) -> None:
     try:
         learns_without_advantage(loss, tuple(loss.resolve(config.loss.own_numbers()).items()))
     except ValueError as error:
         raise InputError(str(error)) from error
     for name in ("clip_low", "clip_high"):
-        if not loss.clips and options[name] != defaults[name]:
+        if not loss.clips and options[name] != getattr(LossOptions, name):  # of a custom loss, loaded now
             raise InputError(f"{name} is not used by loss {loss.name}, got {options[name]}")
-    needed = loss.aggregation
-    if needed and options["aggregation"] not in (None, needed):
-        raise InputError(
-            f"aggregation must be {needed} for {loss.name}, whose loss it is a part of, got {options['aggregation']}"
-        )
+    _check_part_of_loss(loss.name, "aggregation", loss.aggregation, options)
 
 
-def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
-    name, objective = options["objective"], objective_of(config)
+def _check_part_of_loss(name: str, option: str, needed: str | None, options: Mapping[str, Any]) -> None:
+    if needed and options[option] not in (None, needed):
+        raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+
+
+def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str, Any]) -> None:
+    name = options["objective"]
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
-    loss = loss_of(options["loss"] or objective.loss)
     if objective.needs.token_weights and loss.by_sequence:
         raise InputError(f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses")
     _check_labels(name, objective, options)
@@ -163,9 +154,8 @@ def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
         return
     if options["top_entropy"] != 1:
         raise InputError(f"{name} does not support --top-entropy: its loss takes no token weights")
-    for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
-        if options[option] not in (None, needed):
-            raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+    _check_part_of_loss(name, "loss", objective.loss, options)
+    _check_part_of_loss(name, "aggregation", objective.aggregation, options)
 
 
 def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -> None:
@@ -174,7 +164,7 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
     if labels == "vote" and (needs.greedy or needs.parts):
         raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
     if labels in LABELS and (needs.greedy or needs.parts or needs.binary):
-        what = "takes rewards of 0 or 1" if needs.binary else "needs other rewards too"
+        what = "needs rewards of 0 or 1" if needs.binary else "needs other rewards too"
         raise InputError(f"labels cannot be {labels} for {name}, which {what}")
     if labels in LABELS and options["task"] in ("maze", "chain"):
         raise InputError(
@@ -188,13 +178,13 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
 
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
+    """Refuse what changes the sum of the rewards for an objective that uses them one by one."""
     rewards = as_list(options["reward"])
     if len(rewards) < 2:
-        raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+        raise InputError(f"{name} uses several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
-            raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
+            raise InputError(f"{name} uses several rewards one by one, so that {option} would change none of them")
     weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
         raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")

@@ -79,7 +79,7 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
 
 
 def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> str:
-    """Return the options that the run takes, and estimates of its memory on a machine and of the work of a step.
+    """Return the options that the run uses, and estimates of its memory on a machine and of the work of a step.
 
     Args:
         model: for its sizes; it may be on the meta device.
@@ -90,7 +90,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
-    lines += memory_table(estimate_memory(config, task, model, machine), machine)
+    lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
     if config.rollout.rollout not in ENGINES:
         lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
     prompt_tokens = config.rollout.prompts * task.prompt_length
@@ -98,10 +98,10 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     needs, loss = objective_of(config).needs, config.loss
     more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
     more_passes += (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)) + bool(loss.kl_coef)
-    # The greedy responses are sampled by a call of their own, which reads the prompts again.
+    # The greedy responses are sampled by another call, which reads the prompts again.
     greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
     work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}
-    # A critic computes its values before the step, and has an update of its own.
+    # A critic computes its values before the step, and is updated separately.
     work["update"] = (6 + 2 * more_passes + 8 * needs.critic) * (prompt_tokens + response_tokens)
     lines += ["work per step, estimated (multiplications with weights; all responses at their limit)"]
     lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]

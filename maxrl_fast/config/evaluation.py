@@ -1,7 +1,6 @@
 """The options of `python -m maxrl_fast.evaluate`, and the way from flags and the folder of a run to the resolved ones."""
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from maxrl_fast.algorithms.options import (
     AT_LEAST_1,
     WORKED_OUT,
+    Aka,
     BetweenZeroAndOne,
     Count,
     CountOrZero,
@@ -27,13 +27,12 @@ from maxrl_fast.config import given as training
 from maxrl_fast.config.checks import check_reward_weights, check_task
 from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
-from maxrl_fast.config.options_page import asks_for_help, show_help
+from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.model.hub import check_model, directory_of, find_model
+from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.runtime.files import read_json
 from maxrl_fast.tasks import Task
 
 PROG = "python -m maxrl_fast.evaluate"
@@ -45,9 +44,9 @@ class MeasureOptions:
 
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    prompts: Annotated[Count, Default("256, or all that are held out")] = WORKED_OUT
+    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = WORKED_OUT
     """Number of prompts: the first of the split."""
-    samples: Annotated[int, AT_LEAST_1] = 256
+    samples: Annotated[int, AT_LEAST_1, Aka("rollouts eval_samples")] = 256
     """Responses to each prompt (n)."""
     k: Annotated[tuple[int, ...], Default("1 2 4 ... up to --samples", "INT ...")] = ()
     """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
@@ -63,7 +62,7 @@ class MeasureOptions:
     embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
     """Local embedding model (transformers, safetensors) by which diversity is measured: its mean last hidden state."""
     compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
-    """Compare these folders of finished evaluations, in a table and a picture; takes no CHECKPOINT."""
+    """Compare these folders of finished evaluations, in a table and a picture, without CHECKPOINT."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,11 @@ class EvaluationConfig(Groups):
     python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
 
-    measure: MeasureOptions = field(default_factory=MeasureOptions)
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    measure: MeasureOptions = MeasureOptions()
+    sampling: SamplingOptions = SamplingOptions()
     task: TaskOptions = field(default_factory=TaskOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
-    place: PlaceOptions = field(default_factory=PlaceOptions)
+    place: PlaceOptions = PlaceOptions()
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON; several values are always a list, but for rewards."""
@@ -137,62 +136,24 @@ class ResolvedEvaluationConfig(EvaluationConfig):
     """A checked configuration whose defaults are all worked out."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """The location of a policy's weights."""
-
-    checkpoint: Path  # a Hugging Face directory, absolute, links followed
-    name: str  # for tables and file names
-    run: Path | None = None  # the folder of the run that it lies in
-
-
-def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
-    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if it is not in the cache.
-
-    Raises:
-        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be downloaded.
-    """
-    wanted, path = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run", Path(name)
-    if check_model(name, wanted) is not None:
-        pinned = find_model(name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True))
-        return Source(directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2])
-    if not (path / "config.json").exists():
-        raise InputError(f"{wanted}, got {path}, which has no config.json")
-    if _is_run(path):
-        found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
-        if found is None:
-            raise InputError(f"{path} is the folder of a run without a checkpoint: neither best nor latest is there")
-        path = found
-    path = path.resolve()
-    run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
-    return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
-
-
-def _is_run(folder: Path) -> bool:
-    """Return whether a folder holds the config.json of a run, not of a model."""
-    try:
-        options = read_json(folder / "config.json")
-    except InputError:
-        return False
-    return "objective" in options and "model_type" not in options
-
-
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     """Return what flags and the run's folder give. --help prints the options that this task uses, and exits.
 
     Raises:
-        InputError: where CHECKPOINT is missing or is none, on an unknown option, and on an option that the task does not use.
+        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is unknown or that the task does not
+            use.
     """
     options = options_of(EvaluationConfig)
     if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
-    flags, words = training.read_flags([word for word in arguments if word not in ("-h", "--help")], options)
+    words, asks_for_help = split_help(arguments)
+    flags, words = training.read_flags(words, options)
     if not words and "reward" in flags and len(rewards := flags["reward"].value) > 1 and ":" not in rewards[-1]:
         words = [rewards.pop()]  # a CHECKPOINT behind the rewards, each of which has a colon
     training.refuse_unknown(flags, words[1:], options)
     values = {name: training.convert(options[name], x) for name, x in flags.items()}
     config = EvaluationConfig().replace(**values, checkpoint=words[0] if words else None)
-    if asks_for_help(arguments):
+    if asks_for_help:
         show_help(config, options, arguments, PROG)
     if config.measure.compare:
         if words or config.measure.baseline is not None:
@@ -208,7 +169,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     if values.get("task", run.task.task) == run.task.task:  # another task uses none of its options
         config = config.replace(**{**vars(run.task), **vars(run.reward), **values})
     hidden = inapplicable_options(EvaluationConfig, config.flat())
-    for name in hidden.keys() & values.keys():
+    for name in [name for name in values if name in hidden]:
         raise InputError(f"{flags[name].name} {hidden[name]}")
     seed, task_seed, limit = config.sampling.seed, config.place.task_seed, config.sampling.max_new_tokens
     if limit is None and config.task == run.task:
@@ -267,20 +228,3 @@ def resolve(
         "threads": place.threads or torch.get_num_threads(),
     }
     return ResolvedEvaluationConfig(**vars(config.replace(**worked_out)))
-
-
-def free_folder(out: Path | None, name: str) -> Path:
-    """Return the folder of the results: --out, or one named after the policy and the time.
-
-    Raises:
-        InputError: where it holds something.
-    """
-    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        # The files that a stopped evaluation leaves behind are overwritten.
-        is_free = not out.exists() or (out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()))
-    except OSError as error:
-        raise InputError(f"cannot read --out {out}: {error}") from error
-    if not is_free:
-        raise InputError(f"--out must be a new or empty folder, got {out}")
-    return out

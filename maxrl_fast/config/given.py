@@ -6,13 +6,13 @@ import os
 import pwd
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from maxrl_fast.algorithms.options import Aka, Option
-from maxrl_fast.config.metadata import Note, Resume, as_list, options_of
+from maxrl_fast.algorithms.options import Aka, Option, nearest
+from maxrl_fast.config.metadata import Note, Resume, as_list, names_with, options_of
 from maxrl_fast.config.options import Config, objective_table
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
@@ -31,10 +31,6 @@ OTHER_NAMES = {
     for other in option.of(Aka)
     for name in other.names
 }
-# What `maxrl_fast.evaluate` calls what the trainer calls so.
-_OF_EVALUATION = {"rollouts": "samples", "eval_samples": "samples", "eval_prompts": "prompts"}
-
-
 _TEXT = "text without null bytes or half characters"
 
 
@@ -59,19 +55,21 @@ def convert(option: Option, given: Given) -> Any:
     Raises:
         InputError: where it has another type.
     """
-    if Note.OPTIONAL_VALUE in option.notes and isinstance(given.value, bool):  # a flag that stands alone, or no flag
-        return "" if given.value else None
+    value = given.value
+    if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):  # a flag that stands alone, or no flag
+        return "" if value else None
+    if option.takes_several:
+        one = replace(option, kind=get_args(option.kind)[0])
+        return tuple(convert(one, replace(given, value=item)) for item in as_list(value))
+    if value == "None" and option.default is None:
+        return None
     try:
-        if option.takes_several:
-            return tuple(_convert(get_args(option.kind)[0], value) for value in as_list(given.value))
-        is_none = given.value == "None" and option.default is None
-        return None if is_none else _convert(option.kind, given.value)
+        return _convert(option.kind, value)
     except ValueError:
-        kind = (get_args(option.kind) or [option.kind])[0]
-        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(kind, _TEXT)
+        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(option.kind, _TEXT)
         wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
-        got = "no value" if given.value == [] else f"{given.value!r:.80}"
-        raise InputError(f"{given.place}{given.name} must be {wanted}, got {got}") from None
+        meant = nearest(str(value), option.choices)
+        raise InputError(f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -169,7 +167,7 @@ def _is_whole(text: str) -> bool:
 
 
 def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the options in the config.json of a run that have a value, without those of a start.
+    """Return the options in the config.json of a run that have a value, without those that say how it was started.
 
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
 
@@ -177,19 +175,19 @@ def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
         InputError: where it cannot be read.
     """
     file = out / "config.json"
-    if not file.exists():
-        what = "has no config.json" if out.exists() else "does not exist"
-        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}")
     try:
         check_regular(file, JSON_BYTES)
         options = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        what = "has no config.json" if out.exists() else "does not exist"
+        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}") from None
     except OSError as error:
         raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} must be JSON, got {error}; restore it, or use another --out") from error
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
-    left_out = {"versions", "command", *(name for name, option in OPTIONS.items() if option.find(Resume) == Resume.START)}
+    left_out = {"versions", "command", *names_with(Config, Resume.START)}
     given = {key: Given(value, key, f"{file}: ") for key, value in options.items() if key not in left_out and value is not None}
     if sentence := _foreign_code(out, {name: x.value for name, x in {**given, **overriding}.items()}):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
@@ -219,29 +217,31 @@ def _user(number: int) -> str:
         return f"uid {number}"
 
 
-def meant_by(name: str, known: Collection[str]) -> str | None:
+def meant_by(name: str, known: Mapping[str, Option]) -> str | None:
     """Return the option among `known` that is probably meant by a flag or key of this name, perhaps with a value, or None.
 
-    The name may have the prefixes that other libraries give it (trainer.total_epochs).
+    The name may have the prefixes that other libraries give it (trainer.total_epochs). `maxrl_fast.evaluate` has other names
+    for some options of the trainer.
     """
+    renamed = {other: option.name for option in known.values() for aka in option.of(Aka) for other in aka.names}
     parts = name.lower().replace("-", "_").split(".")
     for word in ("_".join(parts), "_".join(parts[-2:]), parts[-1]):
         meant = word if word in known else OTHER_NAMES.get(word, "")
-        for option in (meant, _OF_EVALUATION.get(meant, "")):
+        for option in (meant, renamed.get(meant, "")):
             if option.partition(" ")[0] in known:
                 return option
     close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.73)  # below are words that mean others
     return close[0] if close else None
 
 
-def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
+def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
     """Return "; did you mean --...?" for an option that does not exist or is not used, or nothing."""
     option, _, value = (meant_by(name, known) or "").partition(" ")
     meant = f"--{option.replace('_', '-')} {value}".strip() if is_flag else option
     return f"; did you mean {meant}?" if option else ""
 
 
-def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Collection[str]) -> None:
+def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Mapping[str, Option]) -> None:
     """Raise InputError naming the first option or word that is not known, with the one that was probably meant."""
     for name, x in given.items():
         if name not in known:

@@ -25,7 +25,9 @@ from maxrl_fast.config import conditions as when
 from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, options_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
+from maxrl_fast.ops.token_batch import Aggregation
 from maxrl_fast.rewards.models import SCORE
+from maxrl_fast.runtime.plugins import is_file
 from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
@@ -64,6 +66,11 @@ class ObjectiveOptions:
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists them all),
     FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
     options: Mapping[str, Any] = field(default_factory=dict)  # of its function, by name
+
+    @property
+    def short_name(self) -> str:
+        """The name without a file."""
+        return self.objective.rpartition(":")[2] if is_file(self.objective) else self.objective
 
 
 @dataclass(frozen=True)
@@ -397,7 +404,7 @@ class LossOptions:
     clip_high: Annotated[NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")] = 0.2
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[
-        str,
+        Aggregation,
         Default("the objective's"),
         Note.FOLLOWS_OBJECTIVE,
         Note.FOLLOWS_LOSS,
@@ -572,17 +579,17 @@ class Config(Groups):
     --version prints the versions instead.
     """
 
-    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
-    task: TaskOptions = field(default_factory=TaskOptions)
-    reward: RewardOptions = field(default_factory=RewardOptions)
-    shaping: ShapingOptions = field(default_factory=ShapingOptions)
-    rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    run: RunOptions = field(default_factory=RunOptions)
+    objective: ObjectiveOptions = ObjectiveOptions()
+    task: TaskOptions = TaskOptions()
+    reward: RewardOptions = RewardOptions()
+    shaping: ShapingOptions = ShapingOptions()
+    rollout: RolloutOptions = RolloutOptions()
+    warm_start: WarmStartOptions = WarmStartOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    loss: LossOptions = LossOptions()
+    model: ModelOptions = ModelOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    run: RunOptions = RunOptions()
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON and TOML; None for those that other objectives have."""

@@ -35,12 +35,13 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 def grouped(config: type, options: Mapping[str, Option]) -> Iterator[tuple[str, type, list[Option]]]:
-    """Give the name and the class of each group, with those of the options that are in it; the objective's own are in its."""
+    """Give the name and the class of each group, and the options that are in it."""
     static = options_of(config)
     for name, group in get_type_hints(config).items():
         names = {option.name for option in read_options(group)}
-        is_own = [option.name for option in options.values() if option.name not in static and name == "objective"]
-        yield name, group, [option for option in options.values() if option.name in names or option.name in is_own]
+        if name == "objective":
+            names |= options.keys() - static.keys()  # those of its function
+        yield name, group, [option for option in options.values() if option.name in names]
 
 
 def show_help(config: Groups, options: Mapping[str, Option], arguments: Sequence[str], prog: str) -> None:
@@ -63,9 +64,12 @@ def show_help(config: Groups, options: Mapping[str, Option], arguments: Sequence
     )
 
 
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Return whether a command asks for the options, or for a completion of its flags."""
-    return any(word in ("-h", "--help") or word.startswith("--tyro") for word in arguments)
+def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without -h and --help, and whether they ask for the options, or for a completion by tyro."""
+    if any(word.startswith("--tyro") for word in arguments):
+        return [], True
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    return words, len(words) < len(arguments)
 
 
 def _for_tyro(option: Option, values: Mapping[str, Any]) -> Any:

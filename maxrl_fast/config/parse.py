@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.algorithms.options import Option
 from maxrl_fast.config.given import (
     ANY_OBJECTIVES,
     OPTIONS,
@@ -19,7 +20,7 @@ from maxrl_fast.config.given import (
 )
 from maxrl_fast.config.metadata import Note, inapplicable_options, names_with
 from maxrl_fast.config.options import Config, options_with
-from maxrl_fast.config.options_page import asks_for_help, show_help
+from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
@@ -38,12 +39,9 @@ def parse(arguments: Sequence[str]) -> Config:
         InputError: on a file that cannot be read, an unknown option, a value of the wrong type, and an option that the run does
             not use.
     """
-    words = [word for word in arguments if word not in ("-h", "--help")]
-    if asks_for_help(arguments):
-        words = [word for word in words if not word.startswith("--tyro")]
-    flags, others = read_flags(words, OPTIONS | ANY_OBJECTIVES)
-    config = _parse(flags, [] if asks_for_help(arguments) else others)
-    if asks_for_help(arguments):
+    words, asks_for_help = split_help(arguments)
+    config = _parse(*read_flags(words, OPTIONS | ANY_OBJECTIVES))
+    if asks_for_help:
         show_help(config, options_with(config.objective.objective), arguments, "python -m maxrl_fast.train")
     return config
 
@@ -74,10 +72,10 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     given = {**of_run, **file, **flags}
     if "estimator_options" in given:
         raise InputError("--estimator-options was removed; use --eps, --ddof and others, which --objective NAME --help lists")
-    name = early("objective", given) or Config().objective.objective
+    name = early("objective", given, {"objective": Given(Config().objective.objective, "objective")})
     options = options_with(name)
     refuse_unknown(given, words, {**OPTIONS, **ANY_OBJECTIVES, **options})
-    for key in given.keys() - options.keys():
+    for key in [key for key in given if key not in options]:
         raise _inapplicable(key, given[key], f"is not used by objective {name}", options)
     values = {key: convert(options[key], x) for key, x in given.items()}
     hidden = inapplicable_options(Config, Config().replace(**values).flat())
@@ -91,7 +89,7 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     return config.replace(resume=run, allow_changes=config.run.allow_changes and run is not None)
 
 
-def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Any]) -> InputError:
+def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Option]) -> InputError:
     """Return the error of an option that the run does not use."""
     # Where another library means something else by the name, as by beta, PACS's, the weight of the divergence.
     meant = hint(key, known, given.name.startswith("--")) if key in OTHER_NAMES else ""

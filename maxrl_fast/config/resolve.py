@@ -82,13 +82,13 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
     directory, wanted = config.model.directory, config.model.model_backend
     if wanted != "auto":
         return wanted
-    if directory is None or not (directory / "config.json").exists():  # a run that resumes has a checkpoint of its own
+    if directory is None or not (directory / "config.json").exists():  # a run that resumes has its own checkpoint
         return "native"
     return "transformers" if backend_of(directory) == "transformers" else "native"
 
 
 def _response_limit(config: Config, task: Task, warn: Callable[[str], None]) -> int:
-    # A run that resumes has a checkpoint and a response limit of its own.
+    # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
     limit, buffer = response_limit(config.rollout.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
     if buffer > limit:
@@ -170,7 +170,7 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options = config.run
-    out = options.resume or options.out or _new_folder(f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = options.resume or options.out or _new_folder(f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
         _refuse_used(out)
     if has_gpus and options.device == "cpu":
@@ -185,12 +185,6 @@ def _new_folder(name: str) -> Path:
     """Return runs/NAME, with a number behind it where a run of the same second has that folder."""
     names = (name if i == 1 else f"{name}-{i}" for i in itertools.count(1))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
-
-
-def _short(config: Config) -> str:
-    """Return the objective's name, for the folder of the run."""
-    name = config.objective.objective
-    return name.rpartition(":")[2] if is_file(name) else name
 
 
 def resolve_place(device: str, dtype: str) -> tuple[str, str]:

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.evaluation import (
-    EvaluationConfig,
-    ResolvedEvaluationConfig,
-    Source,
-    find_source,
-    free_folder,
-    resolve,
-)
+from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -34,6 +27,7 @@ from maxrl_fast.evaluation.outcome import (
     read_outcome,
     settings_of,
 )
+from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.evaluation.summary import Summary
 from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
 from maxrl_fast.evaluation.tally import SampleTally

@@ -64,7 +64,7 @@ def outcome(flags):
 
 
 def assert_explained(reason):
-    words = r"must|needs|takes no|is not used|is only a flag|unknown option|cannot read|was asked for"
+    words = r"must|needs|takes no|is not used|does not support|cannot|is only a flag|unknown option|was asked for"
     assert re.search(rf"\b({words})", reason), reason
 
 
@@ -89,6 +89,8 @@ def assert_possible(config):
 def is_as_given(value, given):
     if given == "None":  # not given: the default is worked out
         return True
+    if value in (None, "") and isinstance(given, bool):  # dry_run, a flag with or without a value
+        return given == (value == "")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) == float(given)
     return str(value) in (str(given), str(Path(str(given))), str(Path(str(given)).absolute()))

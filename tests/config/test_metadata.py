@@ -84,8 +84,8 @@ def test_another_name_can_stand_for_a_value():
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():
-    assert meant_by("maze_sise", Config().flat()) == "maze_size"
-    assert meant_by("xyzzy", Config().flat()) is None
+    assert meant_by("maze_sise", options_of(Config)) == "maze_size"
+    assert meant_by("xyzzy", options_of(Config)) is None
 
 
 def test_a_name_of_another_library_means_one_option():

@@ -300,7 +300,7 @@ def test_options():
             "--objective verifree --overlong-buffer 2",
             "verifree does not support --overlong-buffer: its reward is a probability",
         ),
-        ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which takes rewards of 0 or 1"),
+        ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which needs rewards of 0 or 1"),
         ("--objective remax --labels logprob", "labels cannot be logprob for remax, which needs other rewards too"),
         ("--objective rloo --labels logprob", "labels cannot be logprob for task maze, whose responses are answers without"),
         ("--objective rloo --task chain --labels rlpr", "labels cannot be rlpr for task chain"),

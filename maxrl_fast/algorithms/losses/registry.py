@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.options import Option, check_options, options_of
+from maxrl_fast.algorithms.options import Option, check_options, formula_of, options_of
 from maxrl_fast.algorithms.tokens import Tokens
 
 CLIPS = ("clip_low", "clip_high", "dual_clip")  # numbers of several losses: arguments of ops.policy_gradient_loss
@@ -97,7 +97,7 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
     return TokenLoss(
         name,
         function,
-        formula=" ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip("."),
+        formula=formula_of(function),
         source=source,
         options=options,
         clips="clip_low" in (parameter.name for parameter in parameters),

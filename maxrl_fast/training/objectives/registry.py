@@ -1,4 +1,4 @@
-"""The objectives by name: what each is, which options it takes, and the objective made of them."""
+"""The objectives by name: what each is, its options, and the objective made of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ _BASELINES = ("leave_two_out",)  # alone they have no gradient
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective with code of its own, beside the estimators. The texts mean the same in both tables.
+    """An objective that is not an estimator. The texts mean the same in both tables.
 
     Args:
         make: returns the objective from the updates per step; its keyword-only parameters are the objective's options.
@@ -248,7 +248,7 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
     """Return the objective of a run.
 
     Args:
-        given: options by name; those not given take their defaults.
+        given: options by name; those not given have their defaults.
         num_rollouts: N.
 
     Raises:

@@ -50,7 +50,7 @@ class NativeEngine:
         self.config = model.config
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
-        self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
+        self.statistics, self.compiled = RolloutStatistics(), compiled
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
         self.decoder: CpuDecoder | DeviceDecoder
         if in_cpp:

@@ -176,14 +176,6 @@ class HuggingFacePolicy(PolicyModel):
                 module.lora_b.zero_()
         return other
 
-    def compile_layers(self) -> None:
-        """Refuse: transformers' layers are not compiled here.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("--compile is for the native decoder, got a policy of transformers")
-
 
 def _block_names(model: Any) -> list[str]:
     """Return the names of the decoder layers: the modules of the class that _no_split_modules names, in lists."""

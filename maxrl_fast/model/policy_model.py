@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.errors import InputError
+
 
 @dataclass(frozen=True)
 class PolicySizes:
@@ -93,5 +95,5 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def compile_layers(self) -> None:
-        """Run torch.compile on parts of the layers."""
-        raise NotImplementedError
+        """Run torch.compile on parts of the layers; raise InputError where they are not our own."""
+        raise InputError("--compile is for the native decoder, got a policy of transformers")

@@ -277,10 +277,6 @@ def read_config(path: Path) -> DecoderConfig:
         raise UnsupportedModelError(
             f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}"
         )
-    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     tied = fields.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
@@ -294,12 +290,20 @@ def read_config(path: Path) -> DecoderConfig:
             tie_word_embeddings=tied,
             model_type=model_type,
             rope_scaling=_rope_scaling(rope) if kind == "llama3" else None,
-            dtype=dtype,
+            dtype=stored_dtype(fields),
         )
     except KeyError as error:
         raise InputError(f"{path} lacks the key {error}") from error
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def stored_dtype(fields: dict[str, Any]) -> str:
+    """Return the dtype of a checkpoint's weights, one of DTYPES."""
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    return dtype
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:

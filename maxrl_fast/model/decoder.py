@@ -259,17 +259,7 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states of the chosen rows of a packed stream.
-
-        Args:
-            tokens, positions: [U] int64.
-            attention: called once per layer.
-            rows: int64 [R]; after the last layer's attention only these rows are computed.
-            dtype: the compute dtype.
-
-        Returns:
-            hidden states [R, H] after the last norm, in `dtype`.
-        """
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
         kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)

@@ -76,10 +76,14 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
+        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a packed stream.
 
-        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
-        AttentionVariant behind them where the layer's attention has one.
+        Args:
+            tokens, positions: [U] int64.
+            attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
+                AttentionVariant behind them where the layer's attention has one.
+            rows: int64 [R]; after the last layer's attention only these rows are computed.
+            dtype: of the computation and the result.
         """
         raise NotImplementedError
 

@@ -82,18 +82,32 @@ class CpuDecoder:
             num_threads=torch.get_num_threads(),
         )
 
+    def describe(self) -> str:
+        return f"C++, {self.arithmetic}, key/value cache"
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the KV-cache bytes of a prompt and of a response."""
+        return self.cache_bytes(prompt_length), self.cache_bytes(max_new_tokens)
+
+    def sleep(self) -> None:
+        """Do nothing: the cache exists only while samples are decoded."""
+
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, num_slots: int
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, budget: int, max_batch: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most num_slots at a time; keys [S] int64 select the random numbers."""
+        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget` bytes of KV cache.
+
+        keys [S] int64 select the random numbers.
+        """
+        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
+        # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
+        num_slots = min(max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch)
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
-        call = KernelLaunch(
-            CPU
-        )  # keeps the tensors until this function returns: the generation has their addresses until its end
+        call = KernelLaunch(CPU)  # keeps the tensors until this function returns, because the generation has their addresses
         generation = _C.CpuGeneration(
             self._decoder,
             num_prompts=len(prompts),

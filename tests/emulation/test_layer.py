@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from maxrl_fast.model import layer_kernels
 from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
 from maxrl_fast.model.layer_ops import TORCH_OPS, Rotary
-from maxrl_fast.model.linear import add_adapters, whole
+from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.ops import dispatch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
@@ -199,7 +199,7 @@ def test_sharded_weights_have_the_same_gradients():
             sharded, names = copy.deepcopy(model), []
             shard(sharded, dtype)
             with watched_gpu(names):
-                actual = [whole(x) for x in trained(sharded, dtype)]
+                actual = [full_tensor(x) for x in trained(sharded, dtype)]
             assert names.count("swiglu_backward") == names.count("rotate_heads_backward") == 2
             assert len(actual) == len(expected)
             for a, e in zip(actual, expected, strict=True):

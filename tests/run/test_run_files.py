@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from maxrl_fast import train
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
-from maxrl_fast.model.linear import whole
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.run.events import EventFile
 from maxrl_fast.runtime.ranks import Ranks
@@ -164,7 +164,7 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
             learner.loss(batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths)))[0].backward()
-        parts.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
+        parts.append(torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
     assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
     assert norms[1] == 0
     assert norms[0] > 0

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 from maxrl_fast.model.huggingface import HuggingFaceSizes
+from maxrl_fast.model.tokenizer import MAX_LAYERS
 from maxrl_fast.runtime.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -142,6 +143,11 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     return safe
 
 
+class TensorFile(NamedTuple):
+    path: Path
+    tensors: Any  # of safetensors, which has checked the header against the file's size
+
+
 def num_tensors(directory: Path) -> int:
     """Return the number of weights in a checkpoint directory, from the headers of its files.
 
@@ -160,8 +166,8 @@ def load_checkpoint(directory: Path) -> Decoder:
         InputError: naming the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
     config = read_config(directory / "config.json")
-    where = _find_tensors(directory)
-    files = _check_tensors(directory, config, where)
+    files = _find_tensors(directory)
+    _check_tensors(directory, config, files)
     try:
         model = Decoder.empty(config)
     except RuntimeError as error:  # from PyTorch's allocator
@@ -169,9 +175,9 @@ def load_checkpoint(directory: Path) -> Decoder:
     with torch.no_grad():
         for name, weight in model.weights():
             try:
-                weight.copy_(files[where[name]].get_tensor(name))
+                weight.copy_(files[name].tensors.get_tensor(name))
             except (OSError, SafetensorError) as error:
-                raise InputError(f"cannot read {name} from {where[name]}: {error}") from error
+                raise InputError(f"cannot read {name} from {files[name].path}: {error}") from error
     return model
 
 
@@ -189,38 +195,23 @@ def read_checked_config(directory: Path) -> DecoderConfig:
     return config
 
 
-def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path]) -> dict[Path, Any]:
-    """Return the open files, after checking that they have the configuration's tensors, in its shapes, and no others."""
-    if config.num_hidden_layers > len(where):  # checked first: a huge number must not build a huge table of names
-        raise InputError(f"{_tensor_list(directory)} has {len(where)} tensors, too few for {config.num_hidden_layers} layers")
-    wanted = _shapes(config)
+def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
+    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no others."""
+    if config.num_hidden_layers > min(len(files), MAX_LAYERS):  # checked first: a huge number must not build a huge model
+        raise InputError(f"{_tensor_list(directory)} has {len(files)} tensors, too few for {config.num_hidden_layers} layers")
+    wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
-        if name not in where:
+        if name not in files:
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
-    for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
+    for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(f"{where[name]} has the tensor {shown(name)}, which {layers} does not")
-    files = {path: _open(path) for path in sorted(set(where.values()))}
+        raise InputError(f"{files[name].path} has the tensor {shown(name)}, which {layers} does not")
     for name, shape in wanted.items():
-        tensor = files[where[name]].get_slice(name)
+        tensor = files[name].tensors.get_slice(name)
         if tuple(tensor.get_shape()) != shape:
-            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
+            raise InputError(f"{files[name].path}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
         if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(f"{where[name]}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
-    return files
-
-
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights, from a one-layer model on the meta device."""
-    with torch.device("meta"):
-        model = Decoder(dataclasses.replace(config, num_hidden_layers=1))
-    all_shapes = {name: tuple(weight.shape) for name, weight in model.weights()}
-    first = "model.layers.0."
-    shapes = {name: shape for name, shape in all_shapes.items() if not name.startswith(first)}
-    layer_shapes = {name.removeprefix(first): shape for name, shape in all_shapes.items() if name.startswith(first)}
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
-    return shapes
+            raise InputError(f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
 
 
 def _tensor_list(directory: Path) -> Path:
@@ -228,38 +219,33 @@ def _tensor_list(directory: Path) -> Path:
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
-def _open(path: Path) -> Any:
-    """Open a file of tensors; safetensors checks the header against the file's size."""
+def _open(path: Path) -> TensorFile:
+    """Open a file of tensors."""
     try:
         check_regular(path)
-        return safe_open(path, framework="pt")
+        return TensorFile(path, safe_open(path, framework="pt"))
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
         raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
 
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
+def _find_tensors(directory: Path) -> dict[str, TensorFile]:
     """Return the file of every weight, from the headers of the files and not only from the index."""
     path = _tensor_list(directory)
-    if path.name == WEIGHTS:
-        return dict.fromkeys(filter(_is_weight, _open(path).keys()), path)
-    listed = read_json(path).get("weight_map")
-
-    def is_file_name(x: object) -> bool:
-        return isinstance(x, str) and Path(x).name == x and x not in ("", "..")
-
-    if not isinstance(listed, dict) or not all(map(is_file_name, listed.values())):
-        raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
-    where = {name: directory / file for file in sorted(set(listed.values())) for name in _open(directory / file).keys()}  # noqa: SIM118
+    listed: Any = {}
+    if path.name == INDEX:
+        listed = read_json(path).get("weight_map")
+        is_map = isinstance(listed, dict) and all(isinstance(x, str) and Path(x).name == x for x in listed.values())
+        if not is_map or {"", ".."} & set(listed.values()):
+            raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
+    opened = [_open(directory / file) for file in sorted(set(listed.values()))] if path.name == INDEX else [_open(path)]
+    files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
     for name, file in listed.items():
-        if where.get(name) != directory / file:
+        if name not in files or files[name].path != directory / file:
             raise InputError(f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has")
-    return {name: path for name, path in where.items() if _is_weight(name)}
-
-
-def _is_weight(name: str) -> bool:
-    return not name.endswith(".rotary_emb.inv_freq")  # a constant that old checkpoints store
+    # Old checkpoints store inv_freq, a constant.
+    return {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -291,10 +277,6 @@ def read_config(path: Path) -> DecoderConfig:
         raise UnsupportedModelError(
             f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}"
         )
-    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     tied = fields.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
@@ -308,12 +290,20 @@ def read_config(path: Path) -> DecoderConfig:
             tie_word_embeddings=tied,
             model_type=model_type,
             rope_scaling=_rope_scaling(rope) if kind == "llama3" else None,
-            dtype=dtype,
+            dtype=stored_dtype(fields),
         )
     except KeyError as error:
         raise InputError(f"{path} lacks the key {error}") from error
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def stored_dtype(fields: dict[str, Any]) -> str:
+    """Return the dtype of a checkpoint's weights, one of DTYPES."""
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    return dtype
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
-from maxrl_fast.model.linear import Linear, LoraLinear, can_join, full_tensor, joined
+from maxrl_fast.model.linear import Linear, can_join, joined, merged_weights
 from maxrl_fast.model.packed_kernels import choose_rows, layer_ops
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
@@ -259,17 +259,7 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states of the chosen rows of a packed stream.
-
-        Args:
-            tokens, positions: [U] int64.
-            attention: called once per layer.
-            rows: int64 [R]; after the last layer's attention only these rows are computed.
-            dtype: the compute dtype.
-
-        Returns:
-            hidden states [R, H] after the last norm, in `dtype`.
-        """
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
         kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
@@ -287,18 +277,8 @@ class Decoder(PolicyModel):
         return hidden
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.
-
-        With sharded weights, all ranks must iterate together.
-        """
-        for name, module in self.named_modules():
-            for own, parameter in module.named_parameters(recurse=False):
-                full = f"{name}.{own}"
-                is_tied = full == "lm_head.weight" and self.config.tie_word_embeddings
-                if is_tied or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
-                    continue
-                is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield full, module.merged() if is_adapted else full_tensor(parameter.detach())
+        """Yield every weight with its name in checkpoints; see PolicyModel.weights."""
+        return merged_weights(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H]."""

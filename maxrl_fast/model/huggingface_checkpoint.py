@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
+from maxrl_fast.model.checkpoint import INDEX, WEIGHTS, num_tensors, stored_dtype, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
@@ -129,10 +129,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
     }
     check_sizes(**sizes)
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tied, dtype = bool(getattr(config, "tie_word_embeddings", False)), stored_dtype(fields)
     return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
 
 

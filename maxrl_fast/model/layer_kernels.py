@@ -118,12 +118,8 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _add_rms_norm_in_kernel(x, None, weight, eps)[1]
-
-
-def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total, normed = _AddRmsNorm.apply(x, delta, weight, eps)
-    return total, normed
+    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
+    return normed
 
 
 # Rotary embedding.
@@ -320,4 +316,4 @@ class _SwiGlu(torch.autograd.Function):
         return grads
 
 
-KERNELS = LayerOps(_rms_norm_in_kernel, _add_rms_norm_in_kernel, _rotate_heads_in_kernel, _SwiGlu.apply)
+KERNELS = LayerOps(_rms_norm_in_kernel, _AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)

@@ -1,5 +1,6 @@
 """Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA, Hu et al. 2021)."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -83,6 +84,19 @@ def full_tensor(x: Tensor) -> Tensor:
     """Return the whole tensor, gathered from all ranks if it is sharded."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded gathered, tied once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        buffers = {x: b for x, b in module.named_buffers(recurse=False) if x not in module._non_persistent_buffers_set}
+        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
+            if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+                continue
+            seen.add(id(tensor))
+            is_adapted = isinstance(module, LoraLinear) and own == "weight"
+            yield f"{name}.{own}", module.merged() if is_adapted else full_tensor(tensor.detach())
 
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.errors import InputError
+
 
 @dataclass(frozen=True)
 class PolicySizes:
@@ -74,10 +76,14 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
+        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a packed stream.
 
-        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
-        AttentionVariant behind them where the layer's attention has one.
+        Args:
+            tokens, positions: [U] int64.
+            attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
+                AttentionVariant behind them where the layer's attention has one.
+            rows: int64 [R]; after the last layer's attention only these rows are computed.
+            dtype: of the computation and the result.
         """
         raise NotImplementedError
 
@@ -93,5 +99,5 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def compile_layers(self) -> None:
-        """Run torch.compile on parts of the layers."""
-        raise NotImplementedError
+        """Run torch.compile on parts of the layers; raise InputError where they are not our own."""
+        raise InputError("--compile is for the native decoder, got a policy of transformers")

@@ -215,7 +215,7 @@ def _logprobs(
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
-    return tuple(torch.cat([none, *(part[i] for part in parts)]) for i in range(2))  # type: ignore[return-value]
+    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat([none, *(entropy for _, entropy in parts)])
 
 
 @operator()

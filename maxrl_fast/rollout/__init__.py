@@ -37,12 +37,12 @@ class Sampling:
 class RolloutStatistics:
     """What one call of `generate` did."""
 
-    prefill_seconds: float  # for the prompts and the first token of each response
-    decode_seconds: float
-    decode_steps: int  # forward passes after the prefill
-    prompt_tokens: int
-    response_tokens: int
-    cache_bytes: int  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
+    prefill_seconds: float = 0.0  # for the prompts and the first token of each response
+    decode_seconds: float = 0.0
+    decode_steps: int = 0  # forward passes after the prefill
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    cache_bytes: int = 0  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
 
 
 class Engine(Protocol):

@@ -112,11 +112,8 @@ class Step:
 
     def _to_own_in_kernel(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
-        out, call, prompt_o = (
-            torch.empty(q.shape, dtype=q.dtype, device=q.device),
-            KernelLaunch(q.device),
-            prompt_o.contiguous(),
-        )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
         splits = num_splits(batch, kv_heads, limit)
         partial = None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
@@ -35,7 +36,7 @@ class DeviceDecoder:
     """A copy of the policy in the compute dtype, and its slots, which grow to hold the largest call."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
-        self.dtype, self.device = dtype, model.lm_head.weight.device
+        self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
         self.model = DecodeModel(model.config, self.device, dtype, compiled)
         self.in_kernel = has_kernel(model.config, dtype, self.device)  # whether attention runs in the CUDA kernel
         self.batch: DecodeSlots | None = None
@@ -43,6 +44,17 @@ class DeviceDecoder:
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
         """Return the bytes of the KV cache for so many prompts and samples of these lengths."""
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
+
+    def describe(self) -> str:
+        how = f"PyTorch, {str(self.dtype).removeprefix('torch.')}{', compiled' if self.compiled else ''}"
+        if self.device.type == "cuda":
+            own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
+            how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
+        return f"{how}, key/value cache and tensors of a step"
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the bytes of a prompt and of a response, as `bytes_of`."""
+        return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
         """Free a KV cache that takes much of the device's memory; the next call allocates it and captures its graphs again.

@@ -39,7 +39,7 @@ class TransformersEngine:
         self.config, self.dtype = model.config, dtype
         self.cache_bytes = default_cache_bytes(self.device) if cache_bytes is None else cache_bytes
         self.max_batch = MAX_BATCH[self.device.type] if max_batch is None else max_batch
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics = RolloutStatistics()
         self.model = model.copy_in(dtype)
 
     def describe(self) -> str:

@@ -115,7 +115,7 @@ class VllmEngine:
         self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
         _check_division(self.config, tensor_parallel)
         share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics = RolloutStatistics()
         self._can_sleep, self._is_asleep, self._logprobs_mode = not is_cpu, False, logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():

@@ -63,7 +63,7 @@ class VllmServerEngine:
         filters_tokens: bool = False,
     ):
         self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
-        self.statistics, self._logprobs_mode = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), logprobs_mode(filters_tokens)
+        self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"vllm_url must begin with http:// or https://, got {url}")

@@ -93,11 +93,10 @@ class TextCodec:
         limit: int,
     ) -> list[list[int] | None]:
         """Return the token ids of each text; None for those that have none, or more than `limit`."""
-        encoded = list[list[int] | None]()
+        encoded, of_text, of_chat = list[list[int] | None](), self.model / "tokenizer.json", template_file(self.model)
         for text, place in zip(texts, places, strict=True):
-            file = self.model / "tokenizer.json" if isinstance(text, str) else template_file(self.model)
             try:
-                with time_limit(f"encoding {what} with {file}"):
+                with time_limit(f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"):
                     if self._control_tokens is not None:
                         self._control_tokens.refuse(text, what)
                     ids = encode(self.tokenizer, text)

@@ -15,11 +15,8 @@ from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
-<<<<<<< HEAD:tests/job/test_run_files.py
 from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.job.trackers import TensorBoard
-=======
->>>>>>> w-model:tests/job/test_run_files.py
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks

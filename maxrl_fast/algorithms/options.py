@@ -101,6 +101,11 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def limits(self) -> list[Limit]:
+        """What its number must be; FINITE without a note."""
+        return self.of(Limit) or [FINITE]
+
+    @property
     def takes_several(self) -> bool:
         return get_origin(self.kind) is tuple
 
@@ -169,14 +174,14 @@ def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str,
             raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
-        value, limits = given.get(name, option.default), option.of(Limit) or [FINITE]
+        value = given.get(name, option.default)
         if value is None and option.of(Default):
             continue
         if value is None:
-            raise ValueError(f"{owner} needs {name}, {limits[0].wanted}")
+            raise ValueError(f"{owner} needs {name}, {option.limits[0].wanted}")
         if option.choices:
             check_choice(f"{name} of {owner}", value, option.choices)
             checked[name] = value
-        for limit in () if option.choices else limits:
+        for limit in () if option.choices else option.limits:
             checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
     return checked

@@ -140,6 +140,7 @@ class Supervisor:
         self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a full pipe must not stop a child
         faulthandler.register(signal.SIGUSR1, file=write, all_threads=False)
         signal.signal(signal.SIGUSR2, lambda *_: self._show_stacks())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the trainer ignores it, the exit codes of children would be lost
 
     def run(self) -> None:
         """Make calls until the trainer closes the connection or has ended; then kill all children with their groups.

@@ -133,7 +133,7 @@ class Supervisor:
         self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
         self._call_seconds = math.inf  # of the last call; nothing is known of the first
         self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
-        self._received = bytearray()  # from the trainer
+        self._received, self._results = bytearray(), bytearray()  # from the trainer; for the trainer
         self._children: dict[int, Child] = {}  # by the descriptor of the connection
         self._poll = select.poll()
         self._poll.register(trainer, select.POLLIN)
@@ -166,6 +166,7 @@ class Supervisor:
                     if not ready or ((child.calls or not child.is_ready) and child.deadline <= now):
                         self._look_at(child, now)
         finally:
+            self._send_results()
             for child in self._children.values():
                 kill_group(child.pid)
 
@@ -224,20 +225,21 @@ class Supervisor:
         except OSError:
             data = b""
         *lines, child.received = (child.received + data).split(b"\n")
-        results, is_last = [], False
+        num_results, is_last = 0, False
         for line in lines:
             word, _, rest = line.partition(b" ")
             if is_last or word not in (b"keep", b"last") or not child.calls or not rest.startswith(child.calls[0][0] + b" "):
                 break
             child.calls.popleft()
-            is_last = word == b"last"
-            results.append(rest + b"\n")
+            num_results, is_last = num_results + 1, word == b"last"
+            self._results += rest + b"\n"
         else:
             line = b""
-        if results:
+        if num_results:
             end = time.monotonic() + self._limit
-            self._call_seconds, child.deadline = (end - child.deadline) / len(results), end
-            self._send(b"".join(results))
+            self._call_seconds, child.deadline = (end - child.deadline) / num_results, end
+            if is_last or not child.calls:  # not at every quick call, which would wake the trainer each time
+                self._send_results()
         if line == b"ready null":
             child.is_ready = True
         elif line.startswith(b"error ") and not child.is_ready:
@@ -267,7 +269,8 @@ class Supervisor:
         code = self._replace(child)
         if call:
             message = message or f"the worker process {describe_exit(code)}"
-            self._send(call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode())
+            self._results += call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode()
+            self._send_results()
 
     def _replace(self, child: Child) -> int:
         """Kill a child with its process group and start another, and return its exit code. Its calls are made by others.
@@ -287,9 +290,10 @@ class Supervisor:
             raise LoadError(f"the worker process {describe_exit(code)}")
         return code
 
-    def _send(self, data: bytes) -> None:
+    def _send_results(self) -> None:
         with contextlib.suppress(OSError):  # the trainer has closed it, which the next read shows
-            self._trainer.sendall(data)
+            self._trainer.sendall(self._results)
+        self._results.clear()
 
     def _show_stacks(self) -> None:
         for child in [*self._children.values()]:

@@ -289,7 +289,6 @@ class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
 
     Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
 
     Args:
         name: hf:DIR.

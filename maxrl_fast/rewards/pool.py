@@ -216,7 +216,6 @@ class RewardPool(RewardSource):
         Raises:
             StartError: if it has ended, or workers cannot be started.
         """
-        assert self._supervisor is not None
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         events = dict(poll.poll(1000 * PROGRESS_INTERVAL)).get(self._connection.fileno(), 0)
@@ -228,7 +227,7 @@ class RewardPool(RewardSource):
                 return []
             data = self._connection.recv(1 << 18)
         if not data:
-            raise StartError(f"the worker process {describe_exit(self._supervisor.wait(KILL_LIMIT))}")
+            raise StartError(f"the worker process {describe_exit(self._end())}")
         *lines, self._received = (self._received + data).split(b"\n")
         messages = []
         for line in lines:
@@ -273,17 +272,17 @@ class RewardPool(RewardSource):
         self._is_closed = True
         self._end()
 
-    def _end(self) -> None:
-        """Have the supervisor kill everything, and wait until it has ended."""
+    def _end(self) -> int:
+        """Have the supervisor kill everything, wait until it has ended, and return its exit code; 0 where there is none."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
-            return
+            return 0
         self._connection.close()
         try:
-            supervisor.wait(KILL_LIMIT)
+            return supervisor.wait(KILL_LIMIT)
         except subprocess.TimeoutExpired:  # it was stopped; the kernel kills its children with it
             supervisor.kill()
-            supervisor.wait(KILL_LIMIT)
+            return supervisor.wait(KILL_LIMIT)
 
 
 class InProcessReward(RewardSource):

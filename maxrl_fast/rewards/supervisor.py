@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ from maxrl_fast.rewards.function import ROWS, Caller, LoadError, load, signature
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
 QUICK = 1e-3  # seconds of a call. Of quicker ones a child is given several at a time,
-MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many; what it has not read must fit into its socket
+MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many, which it reads at once
 SEND_LIMIT = 10.0  # seconds for an idle child to read a call
 LOOK_INTERVAL = 1.0  # seconds between two looks at the trainer's pid and at children whose connection others keep open
 GRACE = 1.0  # seconds for a child to answer after its async calls have reached the time limit
@@ -62,6 +62,7 @@ class Child:
     is_ready: bool = False
     calls: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # number and line
     received: bytes = b""  # of a line that has not come as a whole
+    has_unread: bool = False  # it ended before it read all calls
 
 
 def main() -> None:
@@ -133,6 +134,7 @@ class Supervisor:
         self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
         self._call_seconds = math.inf  # of the last call; nothing is known of the first
         self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
+        self._num_unread = Counter[bytes]()  # by number of a call: processes that ended before they read it
         self._received, self._results = bytearray(), bytearray()  # from the trainer; for the trainer
         self._children: dict[int, Child] = {}  # by the descriptor of the connection
         self._poll = select.poll()
@@ -211,19 +213,23 @@ class Supervisor:
             has_many = self._call_seconds < QUICK and self._settings["isolation"] == "process"
             count = min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
             child.calls.append(self._waiting.popleft())
-            size = 0  # of the others: the child reads the first at once
+            size = len(child.calls[0][1])
             while len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES:
                 child.calls.append(self._waiting.popleft())
-            with contextlib.suppress(OSError):  # it has ended or was stopped, which the next looks at it show
+            try:
                 child.connection.sendall(b"".join(line for _, line in child.calls))
+            except TimeoutError:  # it was stopped
+                pass
+            except OSError:  # it has ended
+                child.has_unread = True
             child.deadline = time.monotonic() + self._limit
 
     def _receive_results(self, child: Child) -> None:
         """Pass on the results that a child has sent, and replace it if they are its last or it has ended."""
         try:
             data = child.connection.recv(1 << 16)
-        except OSError:
-            data = b""
+        except OSError:  # ECONNRESET
+            data, child.has_unread = b"", True
         *lines, child.received = (child.received + data).split(b"\n")
         num_results, is_last = 0, False
         for line in lines:
@@ -248,6 +254,9 @@ class Supervisor:
             self._replace(child)
         elif line:
             self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
+        elif not data and child.has_unread and child.calls and self._num_unread[child.calls[0][0]] < self._settings["workers"]:
+            self._num_unread[child.calls[0][0]] += 1
+            self._replace(child)
         elif not data:
             self._fail(child, "crash")
 

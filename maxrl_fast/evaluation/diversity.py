@@ -76,8 +76,6 @@ class NGramDiversity:
 class EmbeddingDiversity:
     """A text's vector is the mean over its tokens of a local model's last hidden states.
 
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
-
     Raises:
         InputError: if transformers is missing or cannot read the directory.
     """

@@ -210,13 +210,11 @@ class Judge(RewardSource):
         return reply
 
     def lines(self) -> list[str]:
-        """Return how the judge is asked, for the start of a run."""
         rate = f", at most {self._rate:g} a second" if self._rate else ""
         how = f"up to {self._concurrency} requests at a time{rate}"
         return [f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"]
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes scoring about this many times as fast."""
         return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
 
 
@@ -289,7 +287,6 @@ class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
 
     Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
 
     Args:
         name: hf:DIR.
@@ -355,6 +352,5 @@ class Classifier(RewardSource):
         return values
 
     def lines(self) -> list[str]:
-        """Return what scores, for the start of a run."""
         labels = "the logit of its label" if self._model.config.num_labels == 1 else "the probability of its second label"
         return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"]

@@ -33,7 +33,7 @@ from maxrl_fast.rewards.supervisor import WROTE, describe_exit
 BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.supervisor import main; main()"
 MAX_FAILED_STARTS = 3  # after this many `score` raises RewardError
 MAX_HUNG = 3  # threads that a call never gave back, after which no other is started
-MOST_SENT = 64  # calls for each worker that the supervisor has at a time
+MOST_SENT, SENT_BYTES = 64, 1 << 20  # for each worker: calls that the supervisor has at a time, fewer if they are large
 KILL_LIMIT = 5.0  # seconds for the supervisor to kill everything and end
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 # Names of the environment variables that every function sees: how programs are found and how text is read, but no keys, no
@@ -150,20 +150,23 @@ class RewardPool(RewardSource):
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
         waiting, sent = deque(work_items(self.signature, rows, group, self._concurrency)), dict[int, WorkItem]()
-        batch, num_failed_starts = Scores.of_rows(len(rows)), 0
+        scores, num_failed_starts, workers = Scores.of_rows(len(rows)), 0, self._settings["workers"]
+        most = 2 * workers
         try:
-            while not batch.is_done(max_failures):
+            while not scores.is_done(max_failures):
                 on_progress()
                 try:
                     if self._supervisor is None:
                         self._start()
-                    while waiting and len(sent) < MOST_SENT * self._settings["workers"]:
+                    while waiting and len(sent) < most:
                         number = next(self._numbers)
-                        self._unsent += f"{number} {json.dumps(waiting[0].arguments)}\n".encode()
+                        line = f"{number} {json.dumps(waiting[0].arguments)}\n".encode()
+                        most = workers * max(2, min(MOST_SENT, SENT_BYTES // len(line)))
+                        self._unsent += line
                         sent[number] = waiting.popleft()
                     for word, results in self._exchange():
-                        batch.add(sent.pop(int(word)).rows, results)
-                        if batch.is_done(max_failures):
+                        scores.add(sent.pop(int(word)).rows, results)
+                        if scores.is_done(max_failures):
                             break
                 except StartError as error:
                     self._end()
@@ -176,7 +179,7 @@ class RewardPool(RewardSource):
         finally:
             if sent or self._unsent:  # after too many failures, or an interrupt: the calls must not go on
                 self._end()
-        return batch
+        return scores
 
     def _start(self) -> dict[str, Any]:
         """Start the supervisor and return what it says of the function, once it has loaded it.
@@ -213,7 +216,6 @@ class RewardPool(RewardSource):
         Raises:
             StartError: if it has ended, or workers cannot be started.
         """
-        assert self._supervisor is not None
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         events = dict(poll.poll(1000 * PROGRESS_INTERVAL)).get(self._connection.fileno(), 0)
@@ -225,7 +227,7 @@ class RewardPool(RewardSource):
                 return []
             data = self._connection.recv(1 << 18)
         if not data:
-            raise StartError(f"the worker process {describe_exit(self._supervisor.wait(KILL_LIMIT))}")
+            raise StartError(f"the worker process {describe_exit(self._end())}")
         *lines, self._received = (self._received + data).split(b"\n")
         messages = []
         for line in lines:
@@ -240,12 +242,10 @@ class RewardPool(RewardSource):
         return messages
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError naming the nearest fix if the function's parameters do not fit a row."""
         if sentence := mismatch(self.signature, row):
             raise InputError(f"--reward {self.name}: {sentence}")
 
     def lines(self) -> list[str]:
-        """Return how the processes are limited and how the function is called, for the start of a run."""
         fresh = "each call" if self._settings["isolation"] == "call" else "each failed call"
         if not self._can_fork:
             fresh += ", which loads the function again, because loading it starts threads"
@@ -257,7 +257,6 @@ class RewardPool(RewardSource):
         ]
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes scoring about this many times as fast."""
         if self.signature["style"] == ROWS:
             return f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
         return f"--reward-workers {power_of_two(self._settings['workers'] * factor)}"
@@ -273,17 +272,17 @@ class RewardPool(RewardSource):
         self._is_closed = True
         self._end()
 
-    def _end(self) -> None:
-        """Have the supervisor kill everything, and wait until it has ended."""
+    def _end(self) -> int:
+        """Have the supervisor kill everything, wait until it has ended, and return its exit code; 0 where there is none."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
-            return
+            return 0
         self._connection.close()
         try:
-            supervisor.wait(KILL_LIMIT)
+            return supervisor.wait(KILL_LIMIT)
         except subprocess.TimeoutExpired:  # it was stopped; the kernel kills its children with it
             supervisor.kill()
-            supervisor.wait(KILL_LIMIT)
+            return supervisor.wait(KILL_LIMIT)
 
 
 class InProcessReward(RewardSource):
@@ -300,9 +299,8 @@ class InProcessReward(RewardSource):
 
     def __init__(self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False):
         self.name, self._function, self._time_limit, self._is_optional = name, function, time_limit, is_optional
-        self._signature = signature_of(function)
-        self._requests, self._outcomes = SimpleQueue[Any](), SimpleQueue[list[dict[str, Any]]]()
-        self._has_thread, self._num_hung = False, 0
+        self._signature, self._num_hung = signature_of(function), 0
+        self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None  # to and from the thread
 
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
         """Return the rewards of rows, as `RewardSource.score`.
@@ -311,38 +309,35 @@ class InProcessReward(RewardSource):
             RewardError: if too many calls have not ended.
             TypeError: if an argument is not a JSON value.
         """
-        batch = Scores.of_rows(len(rows))
+        scores = Scores.of_rows(len(rows))
         for item in work_items(self._signature, rows, group, concurrency=1):
-            if batch.is_done(max_failures):
+            if scores.is_done(max_failures):
                 break
-            batch.add(item.rows, self._call(json.loads(json.dumps(item.arguments)), on_progress))
-        return batch
+            scores.add(item.rows, self._call(json.loads(json.dumps(item.arguments)), on_progress))
+        return scores
 
-    def _call(self, arguments: Any, on_progress: Callable[[], None]) -> list[dict[str, Any]]:
+    def _call(self, arguments: Any, on_progress: Progress) -> list[dict[str, Any]]:
         """Return the results of one call, or one failure for all of them."""
-        if not self._has_thread:
+        if self._queues is None:
             if self._num_hung >= MAX_HUNG:
                 hung = f"{MAX_HUNG} calls of the reward function {self.name} have not ended after {self._time_limit:g} s"
                 raise RewardError(f"{hung}, and a thread cannot be killed; a function in a file, FILE.py:FUNCTION, can be")
-            self._requests, self._outcomes = SimpleQueue[Any](), SimpleQueue[list[dict[str, Any]]]()
-            queues = self._requests, self._outcomes
+            self._queues = SimpleQueue(), SimpleQueue()
             # A call that never ends does not keep the process from ending.
-            threading.Thread(target=self._make_calls, args=queues, name="reward", daemon=True).start()
-            self._has_thread = True
-        self._requests.put(arguments)
+            threading.Thread(target=self._make_calls, args=self._queues, name="reward", daemon=True).start()
+        requests, outcomes = self._queues
+        requests.put(arguments)
         end = time.monotonic() + self._time_limit
         while (left := end - time.monotonic()) > 0:
             on_progress()
-            try:
-                return self._outcomes.get(timeout=min(left, PROGRESS_INTERVAL))
-            except Empty:
-                continue
+            with contextlib.suppress(Empty):
+                return outcomes.get(timeout=min(left, PROGRESS_INTERVAL))
         self.close()
         self._num_hung += 1
         return [{"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}]
 
     def _make_calls(self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]) -> None:
-        """Make one call after the other, in a thread, until one with the arguments None."""
+        """Make one call after the other, in the thread, until one with the arguments None."""
         code = getattr(self._function, "__code__", None)
         file = code.co_filename if code is not None else ""
         caller = Caller(self._function, file, self._signature["style"], self._time_limit, self._is_optional)
@@ -351,12 +346,10 @@ class InProcessReward(RewardSource):
         caller.close()
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError naming the nearest fix if the function's parameters do not fit a row."""
         if sentence := mismatch(self._signature, row):
             raise InputError(f"the reward {self.name}: {sentence}")
 
     def lines(self) -> list[str]:
-        """Return where the function runs, for the start of a run."""
         how = STYLES[self._signature["style"]].format(concurrency=1)
         return [
             f"reward {self.name}: {how}, in a thread of this process; nothing contains it: a call of more than "
@@ -365,11 +358,10 @@ class InProcessReward(RewardSource):
         ]
 
     def faster(self, factor: float) -> str:
-        """Return what makes scoring faster: worker processes."""
         return "FILE.py:FUNCTION as the reward, which runs in --reward-workers processes"
 
     def close(self) -> None:
         """End the thread once its call has ended."""
-        if self._has_thread:
-            self._requests.put(None)
-            self._has_thread = False
+        if self._queues is not None:
+            self._queues[0].put(None)
+            self._queues = None

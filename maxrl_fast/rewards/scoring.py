@@ -243,7 +243,7 @@ class Scorer:
             self._source.close()
 
 
-class WeightedRewards:
+class WeightedRewards(RewardSource):
     """The weighted sum of several rewards.
 
     A reward that is NaN does not apply to its response and is left out of the sum, as in TRL. A response to which none applies,
@@ -283,26 +283,21 @@ class WeightedRewards:
         return Scores(rewards, [failures[i] for i in sorted(failures)], 0, components)
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError if one cannot take such a row."""
         for _, source, _ in self._sources:
             source.check(row)
 
     def lines(self) -> list[str]:
-        """Return what the start of a run says about each, and the sum."""
         lines = [line for _, source, _ in self._sources for line in source.lines()]
         return [*dict.fromkeys(lines), "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources)]
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes the slowest of them about this many times as fast."""
         return self._sources[self._seconds.index(max(self._seconds))][1].faster(factor)
 
     def stacks(self) -> None:
-        """Write the stacks of all processes to standard error."""
         for _, source, _ in self._sources:
             source.stacks()
 
     def close(self) -> None:
-        """End what they have started."""
         for _, source, _ in self._sources:
             source.close()
 
@@ -339,7 +334,6 @@ class MajorityVote(RewardSource):
         self._answer = answer
 
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Return the rewards of rows; each `group` of them answers one prompt."""
         answers, rewards = [self._answer(row["response"]) for row in rows], list[float]()
         for start in range(0, len(answers), group):
             of_prompt = answers[start : start + group]
@@ -349,5 +343,4 @@ class MajorityVote(RewardSource):
         return Scores(rewards, [], components=[{} for _ in rows])
 
     def lines(self) -> list[str]:
-        """Return what the start of a run says about it."""
         return ["reward: 1 for the answer that most responses to the prompt give; evaluation has labels"]

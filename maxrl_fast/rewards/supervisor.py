@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,7 +42,7 @@ from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
 QUICK = 1e-3  # seconds of a call. Of quicker ones a child is given several at a time,
-MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many; what it has not read must fit into its socket
+MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many, which it reads at once
 SEND_LIMIT = 10.0  # seconds for an idle child to read a call
 LOOK_INTERVAL = 1.0  # seconds between two looks at the trainer's pid and at children whose connection others keep open
 GRACE = 1.0  # seconds for a child to answer after its async calls have reached the time limit
@@ -63,6 +63,7 @@ class Child:
     is_ready: bool = False
     calls: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # number and line
     received: bytes = b""  # of a line that has not come as a whole
+    has_unread: bool = False  # it ended before it read all calls
 
 
 def main() -> None:
@@ -134,13 +135,15 @@ class Supervisor:
         self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
         self._call_seconds = math.inf  # of the last call; nothing is known of the first
         self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
-        self._received = bytearray()  # from the trainer
+        self._num_unread = Counter[bytes]()  # by number of a call: processes that ended before they read it
+        self._received, self._results = bytearray(), bytearray()  # from the trainer; for the trainer
         self._children: dict[int, Child] = {}  # by the descriptor of the connection
         self._poll = select.poll()
         self._poll.register(trainer, select.POLLIN)
         self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a full pipe must not stop a child
         faulthandler.register(signal.SIGUSR1, file=write, all_threads=False)
         signal.signal(signal.SIGUSR2, lambda *_: self._show_stacks())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the trainer ignores it, the exit codes of children would be lost
 
     def run(self) -> None:
         """Make calls until the trainer closes the connection or has ended; then kill all children with their groups.
@@ -166,6 +169,7 @@ class Supervisor:
                     if not ready or ((child.calls or not child.is_ready) and child.deadline <= now):
                         self._look_at(child, now)
         finally:
+            self._send_results()
             for child in self._children.values():
                 kill_group(child.pid)
 
@@ -210,34 +214,39 @@ class Supervisor:
             has_many = self._call_seconds < QUICK and self._settings["isolation"] == "process"
             count = min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
             child.calls.append(self._waiting.popleft())
-            size = 0  # of the others: the child reads the first at once
+            size = len(child.calls[0][1])
             while len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES:
                 child.calls.append(self._waiting.popleft())
-            with contextlib.suppress(OSError):  # it has ended or was stopped, which the next looks at it show
+            try:
                 child.connection.sendall(b"".join(line for _, line in child.calls))
+            except TimeoutError:  # it was stopped
+                pass
+            except OSError:  # it has ended
+                child.has_unread = True
             child.deadline = time.monotonic() + self._limit
 
     def _receive_results(self, child: Child) -> None:
         """Pass on the results that a child has sent, and replace it if they are its last or it has ended."""
         try:
             data = child.connection.recv(1 << 16)
-        except OSError:
-            data = b""
+        except OSError:  # ECONNRESET
+            data, child.has_unread = b"", True
         *lines, child.received = (child.received + data).split(b"\n")
-        results, is_last = [], False
+        num_results, is_last = 0, False
         for line in lines:
             word, _, rest = line.partition(b" ")
             if is_last or word not in (b"keep", b"last") or not child.calls or not rest.startswith(child.calls[0][0] + b" "):
                 break
             child.calls.popleft()
-            is_last = word == b"last"
-            results.append(rest + b"\n")
+            num_results, is_last = num_results + 1, word == b"last"
+            self._results += rest + b"\n"
         else:
             line = b""
-        if results:
+        if num_results:
             end = time.monotonic() + self._limit
-            self._call_seconds, child.deadline = (end - child.deadline) / len(results), end
-            self._send(b"".join(results))
+            self._call_seconds, child.deadline = (end - child.deadline) / num_results, end
+            if is_last or not child.calls:  # not at every quick call, which would wake the trainer each time
+                self._send_results()
         if line == b"ready null":
             child.is_ready = True
         elif line.startswith(b"error ") and not child.is_ready:
@@ -246,6 +255,9 @@ class Supervisor:
             self._replace(child)
         elif line:
             self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
+        elif not data and child.has_unread and child.calls and self._num_unread[child.calls[0][0]] < self._settings["workers"]:
+            self._num_unread[child.calls[0][0]] += 1
+            self._replace(child)
         elif not data:
             self._fail(child, "crash")
 
@@ -267,7 +279,8 @@ class Supervisor:
         code = self._replace(child)
         if call:
             message = message or f"the worker process {describe_exit(code)}"
-            self._send(call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode())
+            self._results += call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode()
+            self._send_results()
 
     def _replace(self, child: Child) -> int:
         """Kill a child with its process group and start another, and return its exit code. Its calls are made by others.
@@ -287,9 +300,10 @@ class Supervisor:
             raise LoadError(f"the worker process {describe_exit(code)}")
         return code
 
-    def _send(self, data: bytes) -> None:
+    def _send_results(self) -> None:
         with contextlib.suppress(OSError):  # the trainer has closed it, which the next read shows
-            self._trainer.sendall(data)
+            self._trainer.sendall(self._results)
+        self._results.clear()
 
     def _show_stacks(self) -> None:
         for child in [*self._children.values()]:

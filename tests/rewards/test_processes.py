@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,27 @@ def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
     for pid in pids(hasty):
         os.kill(pid, signal.SIGKILL)
     assert succeeds(hasty, "") == 0.0
+
+
+def stop(pid):
+    """Stop the process with SIGSTOP and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def test_a_call_that_was_not_read_is_made_again(tmp_path):
+    """Stopped workers cannot read, so each dies with the call unread in its socket. The function is called exactly once."""
+    path = tmp_path / "calls"
+    with pool("append_line", workers=2) as two:
+        stopped = pids(two)
+        for pid in stopped:
+            stop(pid)
+        killer = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGKILL) for pid in stopped])
+        killer.start()
+        scores = two.score([{"path": str(path)}])
+        killer.join()
+        assert scores.failures == []
+        assert path.read_text() == "called\n"
 
 
 def test_workers_ignore_signals_to_the_whole_job(hasty):

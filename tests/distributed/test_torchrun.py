@@ -239,7 +239,7 @@ def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(t
 
 LATE = """  # gloo's thread still lets go of a tensor when the process ends
 import sys, threading, time, torch, torch.distributed as dist
-from maxrl_fast.runtime.ranks import Ranks, leave
+from maxrl_fast.runtime.ranks import Ranks, exit_process
 
 class Slow:
     def __del__(self):
@@ -255,7 +255,7 @@ with ranks.connected(torch.device("cpu")):
     work = dist.all_reduce(x, async_op=True)
     del x, work
 print("ended", flush=True)
-leave(int(sys.argv[1]))
+exit_process(int(sys.argv[1]))
 """
 
 

@@ -55,7 +55,7 @@ def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, pa
     """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1).
 
     Args:
-        curves: pass rates p and weights W_N(p), by estimator.
+        curves: (pass rates p, weights W_N(p)) by estimator.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The progress of a run between two steps."""
+"""The progress of a run between two steps; checkpoints store it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,8 +10,6 @@ Phase = Literal["warm start", "training"]
 
 @dataclass
 class Progress:
-    """The progress of a run between two steps; a checkpoint stores it."""
-
     phase: Phase = "warm start"
     step: int = 0  # number of steps done in this phase
     next_prompt: int = 0  # index of the first unused training prompt
@@ -38,6 +36,6 @@ class Progress:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":
-        """Return the progress from its fields as dataclasses.asdict and JSON stored them."""
+        """Read the JSON of dataclasses.asdict."""
         evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
         return cls(**{**fields, "evaluations": evaluations})

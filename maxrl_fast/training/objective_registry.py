@@ -1,4 +1,4 @@
-"""The objectives by name: what each is, which options it takes, and the objective made of them."""
+"""The objectives by name, their options, and how they are built."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,20 +19,21 @@ from maxrl_fast.training.verifree_objective import VerifreeObjective
 from maxrl_fast.training.zvp_objective import ZvpObjective
 
 DEFAULT_K, DEFAULT_BUNDLE = 4, 5
-_BASELINES = ("leave_two_out",)  # alone they have no gradient
+_BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
 
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective with code of its own, beside the estimators. The texts mean the same in both tables.
+    """An objective that has its own class instead of an estimator. `formula`, `needs` and `source` mean the same in both
+    tables.
 
     Args:
-        make: returns the objective from its options and the updates per step.
-        formula, needs, source: of its advantages, as `python -m maxrl_fast.objectives` prints them.
+        make: builds the objective from its options and the number of updates per step.
+        formula, needs, source: texts that `python -m maxrl_fast.objectives` prints.
         loss: its token loss without --loss.
-        options: their defaults; None where the configuration works one out.
+        options: defaults; None where the configuration works the value out.
         min_rollouts: smallest N.
-        takes_one_naive: whether it takes N = 1 with --score naive.
+        takes_one_naive: whether N = 1 is allowed with --score naive.
     """
 
     make: Callable[[dict[str, Any], int], Objective]
@@ -109,7 +110,7 @@ OWN: dict[str, ObjectiveRow] = {
         min_rollouts=2,
     ),
     "ppo": ObjectiveRow(
-        lambda options, _: PpoObjective(options["gae_gamma"], options["gae_lambda"]),  # the others are the critic's
+        lambda options, _: PpoObjective(options["gae_gamma"], options["gae_lambda"]),  # the other options configure the critic
         formula="A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t + gamma V_(t+1) - V_t, r at "
         "the last token; the critic V: a copy of the policy with a value head, trained on A + V",
         needs="N >= 1; memory and work of a second model that is trained",
@@ -121,16 +122,15 @@ OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
 
 def is_custom(name: str) -> bool:
-    """Return whether an objective is a function of the user's: FILE.py:FUNCTION, or the name of an installed one."""
+    """Return whether the name is FILE.py:FUNCTION or an installed plug-in, not a built-in objective."""
     return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
 
 
 def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return the options that an objective takes, with their defaults; None where one must be given, or where the configuration
-    works it out.
+    """Return an objective's options with their defaults; None where one must be given or the configuration works it out.
 
     Raises:
-        InputError: where a custom objective cannot be loaded.
+        InputError: if a custom objective cannot be loaded.
     """
     if name in OWN:
         return dict(OWN[name].options)
@@ -141,12 +141,11 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     flags = {option for other in ESTIMATORS.values() for option in other.options}  # a user's function may have more
     options: dict[str, Any] = {key: option.default for key, option in row.options.items() if key in flags}
     if options.get("ddof") is not None:
-        options["ddof"] = int(options["ddof"])  # an integer among the options of a run
+        options["ddof"] = int(options["ddof"])  # the run's options hold an integer
     return sizes | options
 
 
 def _row(name: str) -> Estimator:
-    """Return the estimator of a name, FILE.py:FUNCTION or an installed one; raises InputError where it cannot be loaded."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     function = load_plugin("objective", name, "FUNCTION")
@@ -159,7 +158,6 @@ def _row(name: str) -> Estimator:
 
 
 def default_loss(name: str) -> str:
-    """Return the token loss of an objective without --loss."""
     if name in OWN:
         return OWN[name].loss
     takes_ratios = (name in ESTIMATORS or is_custom(name)) and "log_ratios" in _row(name).inputs
@@ -167,14 +165,15 @@ def default_loss(name: str) -> str:
 
 
 def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
-    """Return the objective of a run.
+    """Build the objective of a run.
 
     Args:
-        given: options by name; those not given take their defaults.
+        given: options by name; the others take their defaults.
         num_rollouts: N.
 
     Raises:
-        ValueError: where an option does not fit the objective or N, with a sentence.
+        ValueError: if an option does not fit the objective or N.
+        InputError: if a custom objective cannot be loaded.
     """
     options = objective_options(name, num_rollouts) | dict(given)
     if name in OWN:

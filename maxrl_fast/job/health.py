@@ -26,7 +26,7 @@ class Health:
     _absent: dict[str, int] = field(default_factory=dict)  # steps since the rule's condition last held
 
     def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that start at this step. A condition that lasts, or returns within ten steps, is reported once."""
+        """Return the warnings that start at this step. A condition that lasts, or returns within ten steps, counts once."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:

@@ -63,7 +63,8 @@ class RolloutBatch(Samples):
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Split the groups into `count` equal shares; each lists its samples with a known reward, int64 on the host, ascending."""
+        """Split the groups into `count` equal shares: of each, the samples with a known reward, int64 on the host,
+        ascending."""
         shares, valid = self.sequences.chunk(count), None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
@@ -200,7 +201,7 @@ class RolloutCollector:
         return replace(batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths)
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
-        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN where a reward does not apply."""
+        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a reward does not apply."""
         own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in self.scorer.components]
         values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))  # [S, R]
         return values.view(*rewards.shape, -1).movedim(-1, 0)

@@ -38,7 +38,8 @@ class LossSettings:
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S]. It does not depend on the micro-batches."""
+        """Return the denominator of the summed loss of responses of these lengths [S], however they are split into
+        micro-batches."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
         return float(len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1))

@@ -214,7 +214,7 @@ class Packer:
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
-        """Divide the chosen sequences among the ranks by whole groups, so that all ranks get about the same number of tokens."""
+        """Divide the chosen sequences among the ranks by whole groups, with about the same number of tokens for each rank."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
         tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])

@@ -103,7 +103,7 @@ class PpoObjective:
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's value of the state before each token, float32 [T], the same on all ranks. All ranks must call this."""
+    """Return the critic's value of the state before each token, float32 [T], the same on all ranks; all must call this."""
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Groups of rollouts padded to one width, and the refusal of numbers that an estimator cannot take."""
+"""Groups padded to one width, and checks of the numbers that an estimator gets."""
 
 import math
 from collections.abc import Mapping
@@ -14,24 +14,22 @@ from maxrl_fast.algorithms.estimators import Estimator
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Groups padded to one width W."""
-
     shape: tuple[int, ...]  # of the rewards: (G, W), or (S,) with offsets
-    num_groups: int | None  # with empty ones at the end, which may be cut; None: the rollouts of groups are not adjacent
-    index: Tensor | None  # [G, W], of each rollout in the flat rewards; None where the rewards are [G, W]
+    num_groups: int | None  # including empty groups at the end, which may be cut; None: a group's rollouts are not adjacent
+    index: Tensor | None  # [G, W] index of each rollout in the flat rewards; None if the rewards are [G, W]
     present: Tensor  # [G, W] bool, whether there is a rollout
-    exists: Tensor  # [G, W] bool, whether there is a valid one
+    exists: Tensor  # [G, W] bool, whether there is a valid rollout
     too_long: Tensor | None  # [G, 1] bool, whether the group has rollouts that W leaves out
 
     @classmethod
     def of(
         cls, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None, width: int
     ) -> "PaddedGroups":
-        """Pad the layout that the operator takes.
+        """Pad the operator's layout.
 
         Args:
-            width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
-                groups at the end are cut. Where tensors have no values, 0 is the number of rollouts.
+            width: an upper bound of the sizes of uneven groups; 0: the largest size, read from the device, and empty groups at
+                the end are cut. When tracing, 0 means the number of rollouts.
         """
         if offsets is None:
             exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid
@@ -54,8 +52,11 @@ class PaddedGroups:
 
 
 def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroups, largest: float) -> Tensor | None:
-    """Raise ValueError for the first number [..., G, W] that the estimator cannot take. Where the check would wait, return
-    which groups must become NaN, [G, 1] bool, or [1, 1] where the batch scales all groups."""
+    """Raise ValueError for the first number [..., G, W] that the estimator cannot take.
+
+    If the check would wait for the device, return instead which groups must become NaN: [G, 1] bool, or [1, 1] if the batch
+    scales all groups; None if none.
+    """
     unusable = padded.too_long
     for name, x in values.items():
         if not isinstance(x, Tensor) or x.dtype == torch.bool:
@@ -65,7 +66,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
         elif name == "log_ratios":
             wanted, wrong = "numbers", x.isnan()  # they are clamped
         elif name == "reward_parts":
-            wanted, wrong = "finite", x.abs() > largest  # NaN: a part that does not apply
+            wanted, wrong = "finite", x.abs() > largest  # NaN is allowed: a part that does not apply
         elif name == "rewards" and row.binary:
             wanted, wrong = "finite", (x != 0) & (x != 1)
         else:

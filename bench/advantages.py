@@ -87,7 +87,6 @@ def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
 
 
 def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Return a call of every estimator by name, with the inputs and options that it needs."""
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
     known |= {"log_ratios": torch.randn(rewards.shape).mul(0.1).to(rewards.device)}
@@ -161,7 +160,6 @@ def growth(rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, float]:
-    """Return each implementation's microseconds per call on rewards [G, N]."""
     g, n = rewards.shape
     flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
     weights = [table.to(rewards) for table in matrix_weights(n, K)]
@@ -180,7 +178,6 @@ def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, floa
 
 
 def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device) -> dict[str, float]:
-    """Return each implementation's microseconds per call on groups of these sizes [G]."""
     ids = torch.repeat_interleave(sizes)
     rewards = torch.randn(len(ids), generator=generator).to(device)
     offsets, shuffled = cumulative(sizes).to(device), ids[torch.randperm(len(ids), generator=generator)].to(device)

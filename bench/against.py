@@ -59,8 +59,6 @@ COMPARED = ["--sft-steps", "3", "--steps", "1", "--eval-every", "0"]  # before r
 
 @dataclass
 class Side:
-    """A process per source tree, which answers requests one at a time."""
-
     name: str
     folder: Path
     threads: int
@@ -144,7 +142,7 @@ def build(folder: Path) -> None:
     Raises:
         RuntimeError: if that fails, with the end of the compiler's output.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # cmake and ninja beside the interpreter
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for cmake and ninja
     process = subprocess.Popen(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=folder,
@@ -221,7 +219,6 @@ def agree(what: str, results: Mapping[str, Mapping[str, float]], tolerance: floa
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median of the per-round time ratios."""
     return statistics.median(x / y for x, y in zip(slow, fast, strict=True))
 
 
@@ -262,7 +259,6 @@ def report(name: str, x: Mapping[str, Any]) -> None:
 
 
 def update_case(name: str) -> dict[str, Any]:
-    """Return the arguments of an update, without its dtype."""
     config, shape = UPDATES[name]
     return {
         "config": asdict(config),

@@ -33,7 +33,6 @@ learning, packing = module("training.learner", "learner"), module("training.pack
 
 
 def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
-    """Return the default job's optimizer."""
     if IS_FLAT:
         optimizer = learning.make_optimizer(model, module("", "options").OptimizerOptions())
     else:
@@ -43,12 +42,11 @@ def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
 
 
 def samples(prompts: Prompts, rollouts: Rollouts) -> tuple[Any, ...]:
-    """Return the first arguments of Learner.update."""
+    """The first arguments of Learner.update."""
     return (prompts, rollouts) if IS_FLAT else (records.Samples(prompts, rollouts),)
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
-    """Return prompts of random tokens, all of one length."""
     tokens = torch.randint(vocabulary, (count * length,), generator=torch.Generator().manual_seed(0))
     return Prompts(tokens, torch.arange(count + 1) * length, torch.arange(count))
 

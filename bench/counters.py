@@ -33,7 +33,6 @@ LAUNCHES = 80  # at most; each takes a fraction of a second under ncu
 
 
 def run(device: torch.device) -> None:
-    """Launch the kernels to be profiled."""
     from bench.rollout import CASES, policy
     from bench.token_loss import Case
     from maxrl_fast.rollout import Sampling

@@ -49,7 +49,6 @@ PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross
 
 
 def output_of(*command: str) -> str | None:
-    """Return a program's output; None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
@@ -78,7 +77,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def check(device: torch.device) -> None:
-    """Raise InputError if the GPU or a package is missing."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
@@ -118,7 +116,6 @@ def results_folder(is_dry: bool) -> Path:
 
 
 def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
-    """Run the steps, and write the results after each."""
     log, start = file.with_suffix(".log"), time.monotonic()
     limit = sum(step.seconds for step in steps if not step.absent) * stretch
     for number, step in enumerate(steps, 1):

@@ -24,7 +24,6 @@ ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names
 
 
 def digest_of_sources() -> str:
-    """Return the SHA-256 of the names and contents of the extension's source files."""
     files = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
     digest = hashlib.sha256()
     for file in files:
@@ -68,7 +67,6 @@ def build_for(python: str, folder: Path) -> None:
 
 
 def has_kernels() -> bool:
-    """Return whether the package's extension loads, in a new process, and has CUDA kernels."""
     code = "from maxrl_fast import _C; raise SystemExit(not _C.cuda)"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -73,7 +73,6 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
 
 
 def maze(seconds: float, absent: str = "") -> Step:
-    """Return a step that continues the MaxRL paper's maze experiment in runs/maze_table."""
     command = [sys.executable, "examples/papers/maze_table.py", "--out", "runs/maze_table"]
     command += ["--minutes", f"{(seconds - 60) / 60:g}"]  # a minute for starting, saving and drawing
     return Step("maze", command, seconds, has_figures=False, absent=absent)
@@ -157,5 +156,4 @@ def dry_steps() -> dict[str, list[Step]]:
 
 
 def environment_of(step: Step) -> dict[str, str]:
-    """Return the environment of a step's process: no downloads, unbuffered output."""
     return os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | step.environment

@@ -129,7 +129,7 @@ class LayoutUpdates:
             self.learner.loss(packer.pack(part), plan)[0].backward()
 
     def gradient(self) -> Tensor:
-        """Return the last update's clipped gradient, flat."""
+        """The last update's clipped gradient, flat."""
         return torch.cat([p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None])
 
     def work(self, layout: str) -> tuple[int, int]:

@@ -74,7 +74,6 @@ def run_command(body: Callable[[], int]) -> int:
 
 
 def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return what the figures may depend on, for the JSON document."""
     place = {"threads": torch.get_num_threads(), "device": str(device)}
     return versions() | place | ({} if dtype is None else {"dtype": str(dtype)})
 
@@ -266,7 +265,6 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int | No
 
 
 def status_bytes(field: str) -> int:
-    """Return a size from this process's /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 

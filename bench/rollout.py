@@ -63,7 +63,6 @@ USUAL = {"cpu": ["maze7", "maze17", "default"], "cuda": ["maze17x32", "maze17x12
 
 
 def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Decoder:
-    """Return a policy of four layers with random weights."""
     longest = task.prompt_length + task.max_new_tokens
     sizes = (task.vocab_size, hidden, intermediate, 4, heads, kv_heads, hidden // heads, longest)
     model = Decoder(DecoderConfig(*sizes, rope_theta=100.0)).requires_grad_(False)

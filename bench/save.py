@@ -55,7 +55,6 @@ def qwen(layers: int) -> DecoderConfig:
 
 
 def make_learner(config: DecoderConfig, device: torch.device) -> Learner:
-    """Return a learner with random weights and moments, without gradients."""
     model = Decoder.empty(config, device)
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     for parameter in model.parameters():
@@ -96,7 +95,6 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def multiplications(until: Callable[[], bool], device: torch.device) -> float:
-    """Return matrix multiplications per second until a condition holds."""
     a, count, start = torch.rand(768, 768, device=device), 0, time.perf_counter()
     while not until():
         torch.mm(a, a)

@@ -104,13 +104,11 @@ class Case:
         return self.backward(loss(self.computed(), self.targets, self.per_token, self.old))
 
     def refill(self) -> None:
-        """Restore the logits and free the last gradient, before every implementation."""
         self.gradient = torch.empty(0)
         self.working.copy_(self.source)
 
 
 def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the losses of other libraries, and the names of the missing libraries."""
     peers: dict[str, Callable[[], Tensor]] = {}
     absent = []
     try:

@@ -157,7 +157,6 @@ def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.devi
 
 
 def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:
-    """Return rollouts that no policy sampled, with log-probs 0."""
     return Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool))
 
 

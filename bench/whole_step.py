@@ -47,18 +47,15 @@ class TimedTrainer:
     stages: list[dict[str, float]] = field(default_factory=list)  # milliseconds of each step
 
     def step(self) -> None:
-        """Take the next step, on new prompts."""
         n, clock = len(self.records) + 1, self.trainer.clock
         before = dict(clock.seconds)
         self.records.append(self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts))
         self.stages.append({name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()})
 
     def tokens(self, last: int = 0) -> float:
-        """Return the mean number of response tokens over the last steps; 0: over all."""
         return statistics.mean(record.tokens["rollout"] for record in self.records[-last:])
 
     def metric(self, name: str, last: int = 0) -> float:
-        """Return a metric's mean over the last steps; 0: over all."""
         return statistics.mean(record.metrics[name] for record in self.records[-last:])
 
     def median_stages(self, last: int) -> dict[str, float]:

@@ -96,7 +96,6 @@ class Prompts:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate the tensors; None if one of them is None."""
     known = [part for part in parts if part is not None]
     return torch.cat(known) if len(known) == len(parts) else None
 
@@ -170,8 +169,6 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and their responses: the input of a learner."""
-
     prompts: Prompts  # G
     rollouts: Rollouts  # S = G N
 

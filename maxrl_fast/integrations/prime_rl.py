@@ -73,5 +73,4 @@ def policy_loss(
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Return the mean; 0 for no values."""
     return values.sum() / max(len(values), 1)

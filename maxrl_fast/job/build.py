@@ -57,7 +57,6 @@ def build_learner(
     module: Any = None,
     reference: PolicyModel | None = None,
 ) -> Learner:
-    """Build the learner of reinforcement learning, with a new optimizer."""
     options = config.optimizer
     return Learner(
         model,
@@ -73,7 +72,7 @@ def build_learner(
 
 
 def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Critic:
-    """Build the critic of a policy that is not sharded yet, with a new optimizer."""
+    """Build the critic; the policy's weights must not be sharded yet."""
     options, trained = config.objective, critic_model(model)
     assert options.critic_lr is not None
     assert options.value_clip is not None
@@ -85,7 +84,6 @@ def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Cr
 def build_warm_start(
     config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks | None = None, module: Any = None
 ) -> WarmStart:
-    """Build the warm start, with a separate learner and optimizer."""
     options, optimizer = config.warm_start, config.optimizer
     learner = Learner(
         model,
@@ -112,7 +110,7 @@ def build_collector(
     ranks: Ranks | None = None,
     learner: Learner | None = None,
 ) -> RolloutCollector:
-    """Build the sampler and scorer of a step's rollouts.
+    """Build the collector of training rollouts.
 
     Args:
         learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the check of the rewards.
@@ -198,7 +196,6 @@ def build_evaluator(
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
-    """Return the fingerprints of the files that determine the run's result."""
     task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
     loss = config.loss.loss
     files = {

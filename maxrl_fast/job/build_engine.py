@@ -81,11 +81,8 @@ def build_engine(
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
     """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for engines that tests cover.
 
-    Args:
-        name: of the engine. vLLM is compared only for transformers policies, a custom engine always.
-
-    Raises:
-        InputError: if the engine samples from another model.
+    vLLM is compared only for transformers policies, a custom engine always. Raises InputError if the engine samples from
+    another model.
     """
     if name not in ENGINES:
         engine.load_weights(model)
@@ -95,7 +92,6 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 
 
 def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None) -> Engine:
-    """Build the rollout engine of a run; raises as `build_engine` does."""
     options = config.rollout
     return build_engine(
         options.rollout,

@@ -72,20 +72,15 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
 def compare_policy(model: PolicyModel) -> str:
     """Return a sentence on how close a transformers policy is to the model's own forward pass; "" for the native decoder.
 
-    Raises:
-        InputError: if it is too far off to train.
+    Raises InputError if it is too far off to train.
     """
     return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
-    """Return the files of the policy's checkpoints besides its weights, by name: JSON contents or bytes.
+    """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
 
-    Args:
-        start: the checkpoint that the policy starts from, whose configuration is kept; None: a new policy.
-
-    Raises:
-        InputError: if a file cannot be read.
+    `start` is the checkpoint whose configuration is kept; None for a new policy. Raises InputError if a file cannot be read.
     """
     own = new_files(model.config, task.stop_ids) if start is None else kept_files(start, task.stop_ids)
     return {**task.tokenizer_files(), **own}

@@ -35,7 +35,6 @@ def build_scorer(
     """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
 
     Args:
-        device, dtype: of a reward model.
         functions: Python functions of this process, by their names among the rewards.
         num_ranks: number of processes that each score a part of the responses.
 
@@ -116,18 +115,15 @@ def _key(environment: Sequence[str]) -> str | None:
 
 
 def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return the scorer of training rollouts. It differs from the evaluation's if labels are majority votes."""
+    """Return the scorer of training rollouts, which differs from the evaluation's for majority votes."""
     return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
 
 
 def build_policy_reward(
     config: ResolvedConfig, task: Task, objective: Objective, learner: Learner | None
 ) -> PolicyReward | None:
-    """Build the scorer of training rollouts by the probability of the reference answer; None if rewards do not come from the
-    policy.
-
-    Args:
-        learner: holds the policy; None: only the task is checked.
+    """Build the reward from the policy for training rollouts; None if there is none. Without a learner only the task is
+    checked.
 
     Raises:
         InputError: if the task has no reference answers.

@@ -16,7 +16,6 @@ from maxrl_fast.tasks.own import json_object, own_task
 
 
 def build_run_task(config: Config) -> Task:
-    """Build the task of a run; raises as `build_task` does."""
     return build_task(
         config.task,
         config.run.seed,

@@ -43,9 +43,7 @@ class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
     Args:
-        files: the files of the run; a checkpoint stores its options and the length of its logs.
         policy_files: the files of a checkpoint besides its weights, by name: JSON contents or bytes.
-        fingerprints: of the files that determine the run's result.
         save_every: number of steps between checkpoints; 0: only at the end and when stopped.
         keep: number of newest checkpoints to keep, besides the best one and the one after the warm start; 0: all.
         saved: the checkpoint from which the run resumes.
@@ -70,10 +68,7 @@ class Checkpoints:
         self.newest = self._begun = saved.directory if saved else None  # newest complete one; newest started
 
     def restore(self, learner: Learner) -> None:
-        """Load the saved state into the first learner of the run; later calls do nothing.
-
-        The first learner belongs to the phase (warm start or training) in which the checkpoint was written.
-        """
+        """Load the saved state into the run's first learner, of the phase in which it was saved; later calls do nothing."""
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
@@ -83,11 +78,7 @@ class Checkpoints:
                     rename_damaged_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
-        """Save after a step if a checkpoint is due, if it was the last step, or if a signal asked for a stop.
-
-        Raises:
-            Interrupted: after saving, if a signal asked for a stop.
-        """
+        """Save after a step if a checkpoint is due or it was the last step; then `stop_point`."""
         if is_last or (self._save_every and progress.step % self._save_every == 0):
             self.save(progress, learner)
         self.stop_point(progress, learner)
@@ -95,8 +86,7 @@ class Checkpoints:
     def stop_point(self, progress: Progress, learner: Learner) -> None:
         """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones after `progress.step`.
 
-        Raises:
-            StorageError: if the previous save failed.
+        Raises StorageError if the previous save failed.
         """
         self._clock.beat()
         self._background.check()
@@ -106,11 +96,7 @@ class Checkpoints:
             raise Interrupted(number)
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk.
-
-        Raises:
-            StorageError: if it failed.
-        """
+        """Wait until the last save is on the disk; raise StorageError if it failed."""
         with self._clock("checkpoint"):
             self._background.wait()
 
@@ -131,8 +117,7 @@ class Checkpoints:
         collectives that must not overlap the next step's, so this returns only when the checkpoint is written.
 
         Raises:
-            StorageError: if this save or the previous one fails, for example because the disk is full; earlier checkpoints are
-                unchanged.
+            StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
         """
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
@@ -181,7 +166,6 @@ class Checkpoints:
         write_checksums(temporary)
 
     def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
-        """Write a checkpoint of sharded weights, on all ranks."""
         weights = learner.model.weights()  # all ranks must iterate: each weight is gathered collectively
         low_rank = dict(adapters(learner.model))
         with self._temporary(directory) as temporary:
@@ -194,7 +178,6 @@ class Checkpoints:
                     pass
 
     def _finish(self, directory: Path) -> None:
-        """Point `latest` to a written checkpoint, and remove old ones."""
         self.newest = directory
         if self._ranks.is_first:
             with self._stored(f"{self.out / 'latest'} or config.json"):
@@ -204,7 +187,6 @@ class Checkpoints:
 
     @contextmanager
     def _stored(self, what: str) -> Iterator[None]:
-        """Turn an error of the file system into a StorageError."""
         try:
             yield
         except (OSError, SafetensorError) as error:

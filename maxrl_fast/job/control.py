@@ -21,7 +21,7 @@ SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "S
 
 
 class Interrupted(Exception):
-    """Raised at a safe point after a signal asked the run to stop. `signal` is the signal's number."""
+    """Raised at a safe point after a signal; `signal` is its number."""
 
     def __init__(self, number: int):
         super().__init__(SIGNALS.get(signal.Signals(number), signal.Signals(number).name))
@@ -69,10 +69,9 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Reports that the current stage makes no progress, after all processes have written their stacks, and ends this process.
+    """Ends this process when the current stage makes no progress, after all processes have written their stacks.
 
     Args:
-        clock: the run's stopwatch, which knows the current stage.
         limit: seconds that a stage may take without progress.
         tell: sends the message to the other ranks, and waits until they have written their stacks.
         dump_workers: makes worker processes write their stacks.

@@ -14,11 +14,8 @@ from maxrl_fast.tasks import Task
 def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
-    Args:
-        files: by the option that names them; None: no file. Only a function's own file is read, not its imports.
-
-    Raises:
-        InputError: if a file cannot be read.
+    `files` are by the option that names them. Only a function's own file is read, not its imports. Raises InputError if a file
+    cannot be read.
     """
     contents = {"the prompts": task.fingerprint.encode(), "the stop tokens": json.dumps(task.stop_ids).encode()}
     for name, content in task.tokenizer_files().items():
@@ -51,6 +48,5 @@ def source_file(function: str) -> Path | None:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe each fingerprint that differs."""
     found = [f"{name}: missing" for name in before if name not in now] + [f"{name}: new" for name in now if name not in before]
     return sorted([*found, *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name])])

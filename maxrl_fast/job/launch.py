@@ -79,10 +79,7 @@ class Job:
     def run(self) -> tuple[ExitStatus, Trained | None]:
         """Build and train. Return the exit status and the trained policy; None if the run ended before its first step.
 
-        The number of CPU threads is set for the run, and restored.
-
-        Raises:
-            InputError: if building shows that the configuration is wrong.
+        The number of CPU threads is restored. Raises InputError if building shows that the configuration is wrong.
         """
         config, task, ranks, screen, device = self.config, self.task, self.ranks, self.screen, self.device
         out = Path(ranks.text_from_first(str(config.run.out)))  # the same on all ranks: its name may contain the time
@@ -131,11 +128,8 @@ class Job:
             return self._train(trained, scorer, files, saved, fingerprints), trained
 
     def _check_rewards(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
-        """Try the rewards before anything is written. Return an error if all fail.
-
-        Raises:
-            InputError: if the rewards do not suit the objective, or a function's parameters do not fit.
-        """
+        """Try the rewards before anything is written. Return an error if all fail; raise InputError if they do not suit the
+        objective."""
         collector = build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
         if config.shaping.labels == "vote":  # these rewards serve only the evaluation, and may be any number
             collector = replace(collector, needs_binary=False)
@@ -149,7 +143,6 @@ class Job:
     def _train(
         self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
     ) -> ExitStatus:
-        """Train under the watchdog and the signal handlers."""
         config, model, engine = trained.config, trained.model, trained.engine
         task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
         progress = saved.progress if saved else Progress()
@@ -220,8 +213,7 @@ def check_rewards(collector: RolloutCollector) -> str:
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model resolved to a folder or a hub commit, the same on all ranks.
 
-    Raises:
-        InputError: if there is no such model.
+    Raises InputError if there is no such model.
     """
     model = config.model.model
     if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # a resumed run has its own checkpoints
@@ -237,9 +229,7 @@ def supervise(
 ) -> Iterator[ExitStatus]:
     """Run the body, and record how it ended.
 
-    Args:
-        is_alone: whether this is the only rank. Otherwise a StorageError or ServerError is raised, so that the other ranks hear
-            of it.
+    With several ranks a StorageError or ServerError is raised, so that the others end too.
     """
     ending = ExitStatus()
     try:

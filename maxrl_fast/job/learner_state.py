@@ -84,8 +84,6 @@ def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: tor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A host copy of a learner's part of a checkpoint."""
-
     tensors: dict[str, Tensor]  # from learner_tensors
     weights: list[tuple[str, Tensor]]  # from PolicyModel.weights; share memory with `tensors`, unless merged or converted
     dtype: str  # of the policy's weights in the checkpoint
@@ -118,7 +116,6 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write host tensors as safetensors into a new folder."""
     folder.mkdir()
     parts = _parts(tensors)
     for i, names in enumerate(parts, start=1):
@@ -156,11 +153,9 @@ def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     """Read the learner's tensors, whatever number of ranks wrote them.
 
-    An objective other than the checkpoint's, which --allow-changes permits, keeps its initial state. With sharded weights every
-    rank reads; otherwise the first rank reads and broadcasts.
-
-    Raises:
-        InputError: if names or shapes differ from this learner's.
+    With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An objective other than the
+    checkpoint's, which --allow-changes permits, keeps its initial state. Raises InputError if names or shapes differ from this
+    learner's.
     """
     names = set(json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else []))))
     optimizers = {"optimizer.": learner.optimizer}
@@ -226,7 +221,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None:
-    """Read files that several ranks wrote together."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -29,7 +29,6 @@ class Log:
 
     @property
     def columns(self) -> list[str]:
-        """Column names in order of appearance."""
         return list(dict.fromkeys(name for row in self._rows for name in row))
 
     def __len__(self) -> int:
@@ -65,7 +64,6 @@ class Log:
         return column
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame; pandas must be installed."""
         import pandas
 
         return pandas.DataFrame(self._rows, columns=self.columns)
@@ -93,7 +91,6 @@ def flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """Return a table cell: 4 digits of a number, the start of a text, dots in the row that stands for skipped rows."""
     if name not in row:
         return "" if row else "..."
     value = row[name]

@@ -19,14 +19,13 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint at this point."""
+        """The name of a checkpoint at this point."""
         return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
 
     def __str__(self) -> str:
         return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
 
     def begin_training(self, next_prompt: int) -> None:
-        """Switch from the warm start to training."""
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:

@@ -56,11 +56,8 @@ def rename_damaged_after(directory: Path) -> None:
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
     """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet. All ranks must call this.
 
-    Args:
-        warn: called with a message for each damaged checkpoint.
-
-    Raises:
-        InputError: if every checkpoint is damaged, or the run has metrics but no checkpoints.
+    Warns of each damaged checkpoint. Raises InputError if every checkpoint is damaged, or the run has metrics but no
+    checkpoints.
     """
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
@@ -97,13 +94,8 @@ def check_same(
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's.
 
-    Args:
-        options: the resolved options, by name.
-        fingerprints: of the code, prompts and tokenizer in use now.
-        warn: called with the differences that make the numbers not bitwise identical.
-
-    Raises:
-        InputError: naming options or files that change the result and differ, unless `allow_changes`.
+    Warns of differences that make the numbers not bitwise identical. Raises InputError naming options or files that change the
+    result and differ, unless `allow_changes`.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.mathematics], [*changed.rounding]

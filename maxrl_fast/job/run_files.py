@@ -69,16 +69,15 @@ class RunFiles:
     """Writes the files of one run into its folder.
 
     Args:
-        options: the run's options by name, for config.json.
+        options: by name, for config.json.
         log_to: "wandb" or "trackio", in addition to TensorBoard.
         is_writer: whether this rank writes; on the other ranks the methods do nothing.
         is_resumed: whether the folder may already hold a run.
-        saved: the checkpoint to resume from, or None to start from the beginning. The logs are cut to their length at that
-            checkpoint.
+        saved: the checkpoint to resume from, whose log lengths the logs are cut to; None: start from the beginning.
 
     Raises:
         InputError: if the folder cannot be written to, holds another run, or has something else in place of a link.
-        StorageError: if the disk is full.
+        StorageError: if the disk is full. All methods that write raise it.
     """
 
     def __init__(
@@ -139,11 +138,7 @@ class RunFiles:
             write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
 
     def write(self, log: str, record: dict[str, Any]) -> None:
-        """Append a record to a log, and to TensorBoard and the tracker.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        """Append a record to a log, and to TensorBoard and the tracker."""
         if not self._is_writer:
             return
         try:
@@ -157,11 +152,7 @@ class RunFiles:
             raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
-        """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
         if self._is_writer:
@@ -176,7 +167,6 @@ class RunFiles:
         return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
-        """Return the paths of the run's results by name, for the closing listing."""
         newest, best = self.out / "latest", self.out / "best"
         return {
             "checkpoint": str(self.out / os.readlink(newest)) if newest.is_symlink() else "none was written",
@@ -188,14 +178,7 @@ class RunFiles:
         }
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
-        """Plot the curves, write timings.json, and close the files.
-
-        Args:
-            is_done: whether the run has completed all its steps.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        """Plot the curves, write timings.json, and close the files."""
         if not self._is_writer:
             return
         try:
@@ -213,7 +196,6 @@ class RunFiles:
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record's numbers under the names that TensorBoard and the trackers show."""
     return {f"{log}/{name}": value for name, value in flat(record).items()}
 
 

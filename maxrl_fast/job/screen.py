@@ -68,7 +68,6 @@ class Stage:
         self._task = self._bar.add_task(name, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
-        """Show that `done` items are done, with a note after the bar."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
@@ -88,8 +87,7 @@ class Stage:
 class Screen:
     """Prints to standard output and standard error; nothing if `is_quiet`, because another rank prints.
 
-    Args:
-        most_lines: limit on a stage's progress lines off a terminal; None: no limit.
+    `most_lines` limits a stage's progress lines off a terminal.
     """
 
     def __init__(self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None):
@@ -138,10 +136,8 @@ class Screen:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap long lines between words to at most `width` characters; continuation lines are indented.
-
-    A longer word, such as a path, stays whole for copying.
-    """
+    """Wrap long lines between words; continuation lines are indented. A longer word, such as a path, stays whole for
+    copying."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -25,7 +25,6 @@ class TensorBoard:
 
     Args:
         options: the run's hyperparameters: numbers, strings and booleans.
-        name: of the run.
         purge_step: TensorBoard drops earlier files' events from this step on.
 
     Raises:
@@ -65,14 +64,9 @@ class TensorBoard:
 
 
 class Tracker:
-    """A run of wandb or trackio.
+    """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
-    A resumed run keeps its name. The tracker decides how to show repeated steps (wandb ignores steps that go backwards).
-
-    Args:
-        name: "wandb" or "trackio".
-        out: the run's folder, which names the run; wandb writes its files there.
-        options: the run's configuration.
+    The tracker decides how to show repeated steps (wandb ignores steps that go backwards).
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any]):
@@ -89,7 +83,7 @@ class Tracker:
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format samples as Markdown that TensorBoard shows literally, whatever markup a response contains."""
+    """Format samples as Markdown that TensorBoard shows literally, also if a response contains markup."""
     blocks = []
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"

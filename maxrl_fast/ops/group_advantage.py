@@ -157,7 +157,6 @@ def group_advantage(
 
 
 def find_estimator(estimator: str | Estimator) -> Estimator:
-    """Return the row of an estimator; raise ValueError if the name is unknown."""
     row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else estimator
     if not isinstance(row, Estimator):
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r:.80}")
@@ -180,7 +179,6 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 
 
 def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if a tensor's device, dtype or shape does not match the rewards."""
     for name, value in given.items():
         if value is None or name == "prompts":
             continue

@@ -25,8 +25,6 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 @dataclass  # not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
 class LossTerms:
-    """The terms of a token's loss, and their coefficients."""
-
     loss: str
     clip_low: float
     clip_high: float
@@ -213,7 +211,6 @@ def prepare(
 
 
 def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None) -> None:
-    """Raise ValueError or TypeError if the mask or another per-token tensor is not [T]."""
     for name, values in per_token.items():
         if values is not None:
             check_tensor(name, values, device, "the logits are")
@@ -258,7 +255,6 @@ def loss_terms(
     kl_coef: float,
     entropy_coef: float,
 ) -> LossTerms:
-    """Return the terms; raise ValueError if the KL estimator or a number is not allowed."""
     check_choice("kl", kl, KL_ESTIMATORS)
     return LossTerms(
         loss,

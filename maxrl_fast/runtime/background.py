@@ -32,7 +32,6 @@ class Background:
         self._newest: _Job | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue work after all earlier work, and return at once."""
         self._newest = _Job(work, self._newest)
         self._newest.start()
 

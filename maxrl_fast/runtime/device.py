@@ -17,11 +17,6 @@ from maxrl_fast.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda".
-
-    Raises:
-        InputError: if "cuda" is not available.
-    """
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one")
     if name == "auto":
@@ -42,7 +37,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions and hardware that a run's numbers may depend on besides its configuration."""
     return {
         "maxrl_fast": maxrl_fast.__version__,
         "python": platform.python_version(),
@@ -55,7 +49,6 @@ def versions() -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the device's total memory; for "cpu" the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -71,16 +64,11 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, processes: int) -> "Machine":
-        """Return this machine, whose CPU memory the processes share."""
         return cls(device.type, processes, memory_bytes(device) // (processes if device.type == "cpu" else 1))
 
     @classmethod
     def named(cls, text: str) -> "Machine":
-        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each.
-
-        Raises:
-            InputError: if the text has another form.
-        """
+        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each. Raises InputError for other texts."""
         found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
         if found is None or float(found[2]) == 0:
             raise InputError(f"--dry-run takes GPUs x GB of each, such as 8x80, or nothing, got {text!r:.80}")

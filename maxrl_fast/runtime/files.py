@@ -29,7 +29,6 @@ class DamagedError(Exception):
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,7 +37,6 @@ def fsync(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path at which a file or folder is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -94,7 +92,6 @@ def point(link: Path, target: Path) -> None:
 
 
 def write_checksums(directory: Path) -> None:
-    """Write checksums.json, with the size and SHA-256 of every file in a folder."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sums = {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
@@ -103,8 +100,7 @@ def write_checksums(directory: Path) -> None:
 def verify_checksums(directory: Path) -> None:
     """Check every file of a folder against checksums.json.
 
-    Raises:
-        DamagedError: naming a file that is missing, truncated or changed.
+    Raises DamagedError, naming the file, if one is missing, truncated or changed.
     """
     path = directory / CHECKSUMS
     if not path.is_file():
@@ -140,7 +136,6 @@ def _sha256(path: Path) -> str:
 
 
 def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], object]) -> None:
-    """Lock a folder; raise InputError if another process still holds the lock after `limit` seconds."""
     end, is_told = time.monotonic() + limit, False
     while True:
         try:
@@ -163,7 +158,6 @@ def refused(folder: Path, error: OSError) -> InputError | StorageError:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the folder's lock."""
     if not (folder / "lock").exists():
         return False
     with open(folder / "lock", "rb+") as file:
@@ -219,11 +213,9 @@ TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse a path that is not a regular file (reading a pipe would block), or a file larger than `most_bytes`.
+    """Raise InputError if a path is not a regular file (reading a pipe would block), or is larger than `most_bytes`.
 
-    Raises:
-        OSError, ValueError: if the file does not exist, or its name is not valid.
-        InputError: if the file is refused; the message names it.
+    Raises OSError or ValueError if the file does not exist, or its name is not valid.
     """
     _check_status(path, os.stat(path), most_bytes)
 
@@ -240,8 +232,7 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises:
-        InputError: if the file cannot be read, is larger than JSON_BYTES, or does not hold an object; the message names it.
+    Raises InputError, naming the file, if it cannot be read, is larger than JSON_BYTES, or does not hold an object.
     """
     try:
         content = json.loads(_read(path))
@@ -257,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. The status is that of the open file, so it cannot be swapped.
+    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which cannot be swapped.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
         content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0

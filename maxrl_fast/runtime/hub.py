@@ -8,8 +8,7 @@ SECONDS = 2.0  # to look up the hub's name, connect and get an answer
 def why_unreachable() -> str:
     """Return within SECONDS why the hub cannot be reached, or "". HF_ENDPOINT, HF_HUB_OFFLINE and proxies are respected.
 
-    Raises:
-        ImportError: if huggingface_hub is not installed.
+    Raises ImportError if huggingface_hub is not installed.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]

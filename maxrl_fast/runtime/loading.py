@@ -20,11 +20,7 @@ class LoadError(Exception):
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file.
-
-    Raises:
-        LoadError: if it cannot be loaded.
-    """
+    """Return the function "path/to/file.py:name" or "package.module:name", and its file. Raises LoadError."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():

@@ -44,11 +44,7 @@ def owner(point: EntryPoint) -> str:
 
 
 def find(option: str, name: str) -> EntryPoint | None:
-    """Return the entry point of this name; None if there is none.
-
-    Raises:
-        InputError: if several distributions have one.
-    """
+    """Return the entry point of this name; None if there is none. Raises InputError if several distributions have one."""
     found = [point for point in installed(option) if point.name == name]
     if len(found) > 1:
         owners = " and ".join(map(owner, found))
@@ -71,13 +67,9 @@ def place_of(option: str, name: str) -> str:
 
 @cache
 def load_plugin(option: str, name: str, wanted: str) -> Any:
-    """Return the object that an option's value names.
+    """Return the object that an option's value names. `wanted` is "FUNCTION" or "CLASS", for messages.
 
-    Args:
-        wanted: what the name must be, for messages: "FUNCTION" or "CLASS".
-
-    Raises:
-        InputError: if it cannot be loaded; the message names the distribution and the error.
+    Raises InputError, naming the distribution and the error, if it cannot be loaded.
     """
     if is_file(name):
         try:

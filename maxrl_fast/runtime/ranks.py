@@ -40,12 +40,10 @@ class Ranks:
 
     @classmethod
     def of_environment(cls) -> "Ranks":
-        """Read rank and size from torchrun's environment variables."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
@@ -69,7 +67,6 @@ class Ranks:
         return x
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Return whether the flag is true on any rank."""
         return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
 
     def from_first(self, x: Tensor) -> Tensor:
@@ -218,11 +215,7 @@ def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
     in the list. So ranks need not agree on how often they were started, which torchrun counts differently on different
     machines.
 
-    Args:
-        limit: seconds to wait for the other ranks.
-
-    Raises:
-        RuntimeError: if a rank has not arrived within the limit.
+    Raises RuntimeError if a rank has not arrived within `limit` seconds.
     """
     own, end = uuid.uuid4().hex, time.monotonic() + limit
     others = range(1, size)

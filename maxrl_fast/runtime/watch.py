@@ -81,7 +81,6 @@ class RankMonitor(threading.Thread):
                 self._end(message)
 
     def _failure(self) -> str | None:
-        """Return what happened to another rank, or None."""
         if self._store.check(["failed"]):
             message: str = self._store.get("failed").decode()
             return message

@@ -77,7 +77,6 @@ class RolloutCollector:
         num_prompts, num_rollouts: G and N.
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
         needs_greedy: whether the greedy response to each prompt is scored too.
-        needs_binary: whether rewards must be 0 or 1.
         needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
         policy_reward: scores the responses instead of the scorer; not with needs_greedy or needs_parts.
         length_penalty: added to the rewards that the objective sees.
@@ -186,7 +185,6 @@ class RolloutCollector:
         rollout_seconds: float,
         components: MetricAccumulator,
     ) -> RolloutBatch:
-        """Return the batch with rewards from the policy, which all ranks compute together."""
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
         first, own = self.ranks.part(self.num_prompts)
@@ -209,7 +207,6 @@ class RolloutCollector:
     def _checked(
         self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
     ) -> RolloutBatch:
-        """Check the rewards [G, N], NaN if failed, and build the batch."""
         failed, warning = self.scorer.failures(self.ranks, f"step {step}")
         valid = ~rewards.isnan() if warning else None  # samples without a reward are left out of their group
         known = rewards.nan_to_num() if warning else rewards

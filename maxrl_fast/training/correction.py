@@ -24,16 +24,6 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A row of the table of corrections.
-
-    Args:
-        formula: of the factor of a token's advantage.
-        passes: the forward passes that it adds to a step.
-        source: the publication.
-        options: names and defaults of its --correction-options.
-        has_cap: whether --importance-cap is its upper bound.
-    """
-
     formula: str
     passes: str
     source: str
@@ -111,7 +101,6 @@ class ImportanceWeights:
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
-        """Return w_t or W for each token [T]."""
         if not self.of_sequence:
             return log_ratios.exp()
         sums = sequence_sums(log_ratios.double(), lengths)
@@ -145,7 +134,7 @@ def correction_numbers(name: str, cap: float | None, given: Mapping[str, float])
 
 
 def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
-    """Build the token weighting of a correction; None if it weights nothing before the first update."""
+    """Return the token weighting of a correction; None if it weights nothing before the first update."""
     if "low" not in numbers:
         return None
     of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap

@@ -54,10 +54,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 @dataclass
 class Critic:
-    """A critic and its optimizer.
+    """A critic, trained in place, and its optimizer.
 
     Args:
-        model: from `critic_model`, trained in place.
         lr: learning rate, constant over the run.
         value_clip: `clip` of `value_loss`.
         module: runs the model's training passes (sharding.distribute).

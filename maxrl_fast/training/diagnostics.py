@@ -50,8 +50,7 @@ def prompt_gradient_norms(
 def diagnostics_record(
     batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Return a line of diagnostics.jsonl: each prompt's index, its mean over known rewards (0 if none is known), its gradient
-    norm.
+    """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none is known) and gradient norm.
 
     This calls `objective.begin`, so the caller must call it again before the step's updates.
     """

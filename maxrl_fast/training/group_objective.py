@@ -23,7 +23,7 @@ class GroupObjective:
 
     Args:
         estimator: a name in ops.ESTIMATORS, or the row of a custom function.
-        options: keywords of ops.group_advantage that stay the same over a run, such as k or eps.
+        options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
     """
 
     estimator: str | Estimator

@@ -71,13 +71,11 @@ class Learner:
     """A policy, its optimizer and its loss.
 
     Args:
-        model: the policy, trained in place.
         clip_grad: largest gradient norm.
         token_budget: largest number of tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
         reference: the reference policy, for settings.kl_coef and for objectives that need one.
         objective_state: the objective's tensors that checkpoints store, by name.
-        critic: for objectives that need one; checkpoints store it too.
         module: runs the policy's passes (sharding.distribute); None: the model itself.
     """
 
@@ -304,7 +302,6 @@ class Learner:
         return loss
 
     def copy_policy(self) -> None:
-        """Copy the current policy into the reference policy and the critic, if there are any."""
         self.set_reference()
         if self.critic is not None:
             self.critic.start_from(self.model)

@@ -11,12 +11,7 @@ class LengthPenalty:
 
         min(0, factor (limit - buffer - length) / buffer)
 
-    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit.
-
-    Args:
-        limit: the longest response, in tokens.
-        buffer: tokens, from 1 to `limit`.
-        factor: the size of the penalty at the limit, in reward.
+    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit, the length of the longest response.
     """
 
     limit: int

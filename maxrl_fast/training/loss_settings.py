@@ -50,7 +50,6 @@ class LossSettings:
 
     @cached_property
     def options(self) -> dict[str, float]:
-        """The loss's own options by name."""
         return self.row.resolve(self.loss_options)
 
     @property
@@ -60,7 +59,6 @@ class LossSettings:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Arguments of ops.policy_gradient_loss for every micro-batch."""
         names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high", "kl", "kl_coef", "entropy_coef")
         return {name: getattr(self, name) for name in names}
 

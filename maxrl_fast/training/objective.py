@@ -11,8 +11,6 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective needs in addition to rollouts and rewards."""
-
     reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1

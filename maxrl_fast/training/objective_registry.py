@@ -122,15 +122,13 @@ OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
 
 def is_custom(name: str) -> bool:
-    """Return whether the name is FILE.py:FUNCTION or an installed plug-in, not a built-in objective."""
     return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
 
 
 def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return an objective's options with their defaults; None where one must be given or the configuration works it out.
 
-    Raises:
-        InputError: if a custom objective cannot be loaded.
+    Raises InputError if a custom objective cannot be loaded.
     """
     if name in OWN:
         return dict(OWN[name].options)
@@ -138,7 +136,7 @@ def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     if row.size is not None:
         sizes[row.size.name] = min(DEFAULT_K, largest_k) if row.size.name == "k" else num_rollouts - 1
-    flags = {option for other in ESTIMATORS.values() for option in other.options}  # a user's function may have more
+    flags = {option for other in ESTIMATORS.values() for option in other.options}  # a custom function may have more
     options: dict[str, Any] = {key: option.default for key, option in row.options.items() if key in flags}
     if options.get("ddof") is not None:
         options["ddof"] = int(options["ddof"])  # the run's options hold an integer

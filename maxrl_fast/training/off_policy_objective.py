@@ -1,7 +1,7 @@
 """Objectives that weight whole responses by the ratio of the policy to the sampler: estimators with the input log_ratios.
 
 Every update changes the ratios, so each update recomputes the advantages with one more forward pass over its samples. The
-gradient is that of -(1/S) sum_i A_i log pi(y_i), where log pi(y_i) is summed over the response.
+gradient equals the gradient of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i) summed over the response.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class _Step:
 
 @dataclass
 class OffPolicyObjective(GroupObjective):
-    """Advantages of an estimator that takes log_ratios. Every update recomputes them; see GroupObjective."""
+    """See GroupObjective; every update recomputes the advantages."""
 
     loss: str = "reinforce"
     owns_loss: bool = True
@@ -71,7 +71,7 @@ class OffPolicyObjective(GroupObjective):
         )
         own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
         if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
-            step.values[chosen] = torch.nan  # as on a GPU; the update then reports what is not finite
+            step.values[chosen] = torch.nan  # as on a GPU; the update then reports the non-finite value
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
         valid = None if batch.valid is None else batch.valid[groups]
@@ -82,7 +82,6 @@ class OffPolicyObjective(GroupObjective):
     def _estimate(
         self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Return the advantages of some groups. Raises InputError, which names the step, if the rewards are too large."""
         try:
             return group_advantage(rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options)
         except ValueError as error:

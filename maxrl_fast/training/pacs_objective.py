@@ -1,6 +1,6 @@
 """PACS in the trainer: advantages with which the learner's REINFORCE loss has the gradient of the PACS loss.
 
-The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of each group. Its gradient equals that of
+The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of each group. It has the gradient of
 -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, so each update computes them
 from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
 """
@@ -30,7 +30,7 @@ class _Step:
 
 @dataclass
 class PacsObjective:
-    """PACS.
+    """The objectives pacs and pacs_paper.
 
     Args:
         beta: scale of the reward proxies, in reward per nat of log-ratio.

@@ -41,7 +41,6 @@ class Passes:
     Args:
         token_budget: largest number of tokens in one pass.
         dtype: of the computation.
-        temperature: of the log-probs.
         merge_cost: from packing.merge_cost.
         shares_weights: whether each rank holds only a shard of every weight (FSDP2).
     """

@@ -22,8 +22,6 @@ _FORMAT_SHARE = 0.1  # weight of the format term in RLPR's reward, as the author
 
 @dataclass(frozen=True)
 class Answered:
-    """A response with the reference answer in place of its own answer."""
-
     tokens: list[int]  # the reasoning, perhaps cut, the lead-in of the answer, and the answer
     num_answer: int  # number of answer tokens, at the end
     leads: bool  # whether the response itself leads to an answer and leaves room for it
@@ -63,8 +61,7 @@ class PolicyReward:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
         """Return the rewards of N responses to each prompt, the same on all ranks, which must all call this.
 
-        Raises:
-            InputError: if the answer to a prompt is not known.
+        Raises InputError if the answer to a prompt is not known.
         """
         responses = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
         references = self._references(prompts, rollouts)
@@ -133,11 +130,7 @@ class PolicyReward:
 def check_answers(task: Task, who: str) -> AnsweredTask:
     """Return the task if it knows reference answers; its first prompt is tried.
 
-    Args:
-        who: the option that needs them, such as "--labels rlpr".
-
-    Raises:
-        InputError: if it does not.
+    Raises InputError, naming the option `who` that needs them, if it does not.
     """
     if not isinstance(task, AnsweredTask):
         raise InputError(f"{who} needs the reference answer to every prompt, which the task {task.name} does not give")

@@ -48,9 +48,6 @@ class PpoObjective:
     learns the returns A + V, with A before whitening, after the policy updates and on the same minibatches.
 
     The learner takes an advantage per response, here 1, and a factor per token, here the token's advantage.
-
-    Args:
-        gamma, gae_lambda: of gae_advantages.
     """
 
     gamma: float = 1.0
@@ -157,7 +154,6 @@ def update_critic(
 
 
 def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
-    """Raise NonFiniteError naming the first prompt with a value that is not finite."""
     broken = (~values.isfinite()).nonzero()
     if len(broken):
         token = int(broken[0])

@@ -28,11 +28,8 @@ class PromptPrefetcher:
         atexit.register(lambda: self._background.join(EXIT_SECONDS))
 
     def take(self, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1`, and start to make the next `count`.
-
-        Raises:
-            Whatever `task.prompts` raises for these prompts.
-        """
+        """Return prompts `start` to `start + count - 1`, and start to make the next `count`. Raises what `task.prompts`
+        raises."""
         wanted, coming = range(start, start + count), self._coming
         self._coming = None
         if wanted == coming:

@@ -30,7 +30,7 @@ class StepRecord:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Numbers of tokens sampled ("rollout") and computed by the learner ("update")."""
+        """Tokens sampled ("rollout") and computed by the learner ("update")."""
         return {"rollout": self.batch.num_tokens, "update": sum(update.num_tokens for update in self.updates)}
 
 

@@ -19,13 +19,9 @@ class ZvpObjective:
 
     If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha (max_s H_s - H_t), with s over
     the tokens of its response. H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
-    advantages of grpo.
+    advantages of grpo, with its eps and ddof.
 
     The learner takes an advantage per response, here 1 or -1, and a factor per token.
-
-    Args:
-        alpha: weight of the entropies.
-        eps, ddof: of grpo.
     """
 
     alpha: float = 0.1

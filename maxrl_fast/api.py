@@ -177,8 +177,7 @@ def _named(
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
     """Return the options that name task and rewards, the reward functions by name, and the task if it is an object.
 
-    Raises:
-        InputError: if a reward is neither a name nor callable, or the task lacks a member of `Task`.
+    Raises InputError if a reward is neither a name nor callable, or the task lacks a member of `Task`.
     """
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
@@ -202,7 +201,7 @@ def _named(
 
 
 def _screen(ranks: Ranks) -> Screen:
-    """Return the screen; plain lines in a notebook, where rich would need widgets for a moving bar."""
+    """A notebook gets plain lines: rich would need widgets for a moving bar."""
     if not Console().is_jupyter:
         return Screen(is_quiet=not ranks.is_first)
     plain = Console(force_jupyter=False, force_terminal=False, quiet=not ranks.is_first)

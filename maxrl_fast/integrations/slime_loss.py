@@ -29,7 +29,7 @@ def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor, _: Any) -> tup
     (logits,) = logits  # [T, V]
     lengths, ends = batch["response_lengths"], torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
     rows = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]).to(logits.device)
-    weights = torch.cat(batch["loss_masks"]).float()
+    weights = torch.cat(batch["loss_masks"]).float()  # [response tokens]
     if not args.calculate_per_token_loss:  # divide by the tokens of the sample's rollout, as slime's sum_of_sample_mean
         counts = [count.clamp_min(1).expand(n) for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)]
         weights = weights / torch.cat(counts)

@@ -62,7 +62,6 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         return (rewards * self.reward_weights.cpu()).nansum(1), ~rewards.isnan().all(1)
 
     def own(self, values: Tensor, size: int) -> Tensor:
-        """Return this process's `size` values from the values of all processes."""
         return values[self.accelerator.process_index * size :][:size].to(self.accelerator.device)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:

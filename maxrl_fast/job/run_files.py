@@ -77,7 +77,7 @@ class RunFiles:
 
     Raises:
         InputError: if the folder cannot be written to, holds another run, or has something else in place of a link.
-        StorageError: if the disk is full. All methods that write raise it.
+        StorageError: if the disk is full; in the methods, if writing fails.
     """
 
     def __init__(

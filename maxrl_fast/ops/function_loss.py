@@ -44,11 +44,7 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor
 
 
 def function_loss(loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
-    """Return the LossSums, float64 [10], of which the loss is differentiable.
-
-    Raises:
-        ValueError: if the function does not return a loss of each token.
-    """
+    """Return the LossSums, float64 [10]; the loss is differentiable. Raises ValueError if the function's result is not [T]."""
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
     needs_advantage = not (terms.kl_coef or terms.entropy_coef or learns_without_advantage(loss, tuple(options.items())))

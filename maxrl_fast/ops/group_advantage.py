@@ -128,7 +128,7 @@ def group_advantage(
         # The number of groups is not read from the device: S groups are made, and the last ones are empty.
         ids, places = group_ids.long().sort(stable=True)
         group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
-        offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
+        offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))  # [S+1]
     viewed = rewards.detach().contiguous()
     valid = None if valid is None else valid.contiguous()
     if not is_flat and len(shape) != 2:

@@ -35,7 +35,7 @@ class PaddedGroups:
             exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid
             return cls(tuple(rewards.shape), len(rewards), None, exists, exists, None)
         total, num_groups, too_long = len(rewards), len(offsets) - 1, None
-        starts, sizes = offsets[:-1], offsets.diff()
+        starts, sizes = offsets[:-1], offsets.diff()  # [G], [G]
         if width or is_traced():
             width = min(width or total, total)
             too_long = (sizes > width)[:, None]
@@ -43,9 +43,9 @@ class PaddedGroups:
             last = ((sizes > 0) * torch.arange(1, num_groups + 1, device=rewards.device)).max()
             width, num_rows = torch.stack([sizes.max(), last]).tolist()
             starts, sizes = starts[:num_rows], sizes[:num_rows]
-        places = torch.arange(width, device=rewards.device)
+        places = torch.arange(width, device=rewards.device)  # [W]
         present = places < sizes[:, None]
-        index = (starts[:, None] + places).clamp(0, total - 1)
+        index = (starts[:, None] + places).clamp(0, total - 1)  # [G, W]
         index = index if order is None else order[index]
         exists = present if valid is None else present & valid[index]
         return cls((total,), num_groups if order is None else None, index, present, exists, too_long)

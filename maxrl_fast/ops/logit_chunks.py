@@ -45,7 +45,7 @@ def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softc
 
 
 def row_stride(vocab_size: int, device: torch.device) -> int:
-    """Return the distance between rows of logits, in elements."""
+    """Distance between rows of logits, in elements."""
     multiple = _ROW_MULTIPLE if _gate.is_gpu(device) else 1
     return -(-vocab_size // multiple) * multiple
 
@@ -163,6 +163,5 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:
-    """Return a chunk's targets and temperatures, in the form of the operators on logits."""
     chosen = temperature[start:stop] if isinstance(temperature, Tensor) else temperature
     return targets[start:stop], *split_temperature(chosen)

@@ -37,7 +37,7 @@ def pacs_loss_reference(
     def group_sum(x: Tensor) -> Tensor:
         return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
 
-    centred = r - group_sum(r) / n
+    centred = r - group_sum(r) / n  # [S]
     if score == "naive":
         psi = r
     elif score == "rloo":

@@ -62,12 +62,12 @@ def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Return temperatures [T] or None, and one temperature, which is unused with the former."""
+    """Return (temperatures [T], unused) or (None, temperature)."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, int]:
-    """Return address and row stride for the kernel; raise ValueError if the tensor does not fit or a row is not contiguous."""
+    """Return address and row stride for the kernel; raise ValueError if the tensor does not fit."""
     side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != call.device or not side_by_side:
         raise ValueError(

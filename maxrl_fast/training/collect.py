@@ -127,7 +127,7 @@ class RolloutCollector:
         whole = _joined(batches)
         mixed = is_mixed(whole.sampled_rewards)
         # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
-        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
+        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
         metrics |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
         return self._shaped(replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning))
 

@@ -72,7 +72,7 @@ class ImportanceWeights:
 
     Args:
         low, high: bounds of a weight.
-        of_sequence: whether a token takes the product W of its response's ratios instead of its own ratio.
+        of_sequence: whether a token takes the product W of its response's ratios.
         masks: whether a weight outside the bounds becomes 0; otherwise a weight above `high` becomes `high`.
     """
 

@@ -22,8 +22,8 @@ def prompt_gradient_norms(
 ) -> list[float]:
     """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper); 0 if none of its samples has a gradient.
 
-    The gradients are parts of the gradient of the loss over all samples. All ranks must call this: each runs the backward
-    passes of all prompts. All gradients are zero afterwards.
+    Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must call this: each runs the
+    backward passes of all prompts. All gradients are zero afterwards.
 
     Args:
         advantages: [S].
@@ -58,7 +58,7 @@ def diagnostics_record(
     advantages = objective.advantages(sequences)
     norms = prompt_gradient_norms(learner, learned, advantages, sequences, beat, draw=(batch.step, 0))
     known = batch.known.float()
-    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)
+    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {
         "step": batch.step,
         "ids": batch.prompts.ids.tolist(),

@@ -25,7 +25,7 @@ def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: f
     behind = cu_seqlens[1:].repeat_interleave(lengths, output_size=size) - 1 - torch.arange(size, device=values.device)
     values, is_last = values.double(), behind == 0
     given = rewards.double().repeat_interleave(lengths, output_size=size)
-    sums = torch.where(is_last, given, gamma * values.roll(-1)) - values
+    sums = torch.where(is_last, given, gamma * values.roll(-1)) - values  # [T], delta_t
     # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places later.
     longest = int(lengths.max()) if size else 0
     shift, factor = 1, gamma * gae_lambda

@@ -120,7 +120,6 @@ class Learner:
             sequences: int64, ascending: the samples of this update. The loss is averaged over all of them; samples with zero
                 gradient count in the average but are not computed.
             when: for messages, such as "step 3".
-            lr: learning rate.
             draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
@@ -201,7 +200,7 @@ class Learner:
         index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
         index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
         values = self.passes.compute(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
-        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))
+        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))  # [T']
         importance = rollouts.importance_weights
         keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
@@ -235,11 +234,11 @@ class Learner:
         total = sums[0]
         if settings.siren:
             total = total + siren(tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"])
-        (of_values,) = torch.autograd.grad(total, values)
+        (of_values,) = torch.autograd.grad(total, values)  # [T', 2 + R]
         of_values = self.ranks.from_first(of_values)  # broadcast: all ranks must run the same passes
         gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(0, index, of_values)
         (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
-        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]  # [S'+1] tokens with a gradient before each
         return UpdatePlan(sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics)
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:

@@ -12,16 +12,12 @@ from maxrl_fast.training.learner import UpdateMetrics
 def step_metrics(
     batch: RolloutBatch, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
 ) -> dict[str, float]:
-    """Return the metrics of a step.
+    """Return the metrics of a step, given its advantages [S].
 
     Rewards are averaged over all sampled rollouts, including those of replaced groups; lengths, truncation and entropy over the
     rollouts of the step. The loss, the gradient norm and the variance from Adam's moments are means over the updates. Ratios,
     clip fractions and KL are means over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's
     own metrics are summed over the updates if they are integers, else averaged.
-
-    Args:
-        advantages: [S].
-        train_seconds: time of advantages and updates.
     """
     rewards, rollouts = batch.sampled_rewards, batch.sampled
     solved = rewards > 0.5  # False for an unknown reward (NaN)

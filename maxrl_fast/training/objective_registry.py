@@ -24,12 +24,11 @@ _BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective that has its own class instead of an estimator. `formula`, `needs` and `source` mean the same in both
-    tables.
+    """An objective that has its own class instead of an estimator.
 
     Args:
         make: builds the objective from its options and the number of updates per step.
-        formula, needs, source: texts that `python -m maxrl_fast.objectives` prints.
+        formula, needs, source: texts that `python -m maxrl_fast.objectives` prints, as for estimators.
         loss: its token loss without --loss.
         options: defaults; None where the configuration works the value out.
         min_rollouts: smallest N.
@@ -163,11 +162,7 @@ def default_loss(name: str) -> str:
 
 
 def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
-    """Build the objective of a run.
-
-    Args:
-        given: options by name; the others take their defaults.
-        num_rollouts: N.
+    """Build the objective of a run; options that are not `given` take their defaults.
 
     Raises:
         ValueError: if an option does not fit the objective or N.

@@ -69,7 +69,7 @@ class OffPolicyObjective(GroupObjective):
         index, cu_seqlens, chosen, groups = to_device(
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )
-        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
+        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)  # [sequences]
         if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
             step.values[chosen] = torch.nan  # as on a GPU; the update then reports the non-finite value
             return step.values

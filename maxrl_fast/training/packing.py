@@ -118,8 +118,8 @@ class Packer:
             target_rows   0  3  4  0  1  2             rows[target_rows] is "read at"
         """
         prompt_cu, response_cu = self._cu_seqlens
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
+        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]  # [G'], [S]
         inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
         is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
 
@@ -133,21 +133,21 @@ class Packer:
         shared = inputs[~is_whole]
 
         # Pieces of the stream: each run's prompt and the response in it, then the responses that share a prompt.
-        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
-        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
+        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]  # [S] in self._tokens
+        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]  # [S], [S]
 
         def pieces(of_prompts: Tensor, of_responses: Tensor) -> Tensor:
             return torch.cat([torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(), of_responses[~is_whole]])
 
         piece_lengths = torch.cat([torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared])
-        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)
+        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)  # [U] in self._tokens
         positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
 
         # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its first token.
         run_starts = cumulative(run_lengths)
         input_starts = run_starts[run] + prompt_ends
         input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
-        predicted_from = ranges(input_starts - 1, lengths)
+        predicted_from = ranges(input_starts - 1, lengths)  # [T] in the stream
         target_cu = cumulative(lengths)
         begins = target_cu[:-1][lengths > 0]
         predicted_from[begins] = (run_starts[run] + prompt_ends - 1)[lengths > 0]
@@ -216,8 +216,8 @@ class Packer:
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
         """Divide the chosen sequences among the ranks by whole groups, with about the same number of tokens for each rank."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
+        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])  # [G'] of each group
         loads = [(0, rank) for rank in range(num_ranks)]  # a heap; the least loaded rank comes first
         rank_of = torch.zeros_like(groups)
         for g in tokens.argsort(descending=True, stable=True).tolist():

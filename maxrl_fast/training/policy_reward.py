@@ -88,12 +88,12 @@ class PolicyReward:
 
     def _probabilities(self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]) -> AnswerScores:
         """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the policy's log-probs of y*."""
-        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
+        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)  # [answer tokens], [S]
         has_answer = lengths > 0
         sums = torch.where(has_answer, sequence_sums(logprobs, lengths), -torch.inf)
         reasoning = continued.lengths - lengths
-        own = ranges(rollouts.cu_seqlens[:-1], reasoning)
-        kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])
+        own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the sampled tokens
+        kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])  # in z + y*
         values = torch.cat([rollouts.logprobs[own], logprobs])
         continued = replace(continued, logprobs=torch.zeros_like(values).index_copy(0, kept, values))
         parts = {"answer_logprob": sums, "answer_leads": has_answer.float()}

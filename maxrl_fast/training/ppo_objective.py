@@ -118,7 +118,6 @@ def update_critic(
         old_values, returns: [T] of all samples.
         sequences: int64 on the host, ascending: the samples of this update. The loss is the mean over their tokens; without
             tokens there is no step.
-        when: for messages.
 
     Returns:
         The loss, and the gradient norm before clipping.

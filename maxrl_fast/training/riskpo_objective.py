@@ -58,7 +58,7 @@ class RiskpoObjective:
         known = batch.known.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
-        scores = bundles.sum(1)
+        scores = bundles.sum(1)  # [G/B, N]
         self._scores = scores[has_score]
         self._start()
         low, high = self.quantiles

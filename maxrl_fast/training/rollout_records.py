@@ -51,9 +51,8 @@ def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
     """Return the indices of `count` prompts, int64 on the host: the ones with the smallest checksums of their tokens.
 
-    The prompts are on the host. Because the choice depends only on the tokens, about half of the prompts chosen in one epoch of
-    a data set are chosen again in the next, however it is shuffled. A random choice would repeat only one in as many as a step
-    has.
+    The prompts are on the host. The choice depends only on the tokens: about half of the prompts chosen in one epoch of a data
+    set are chosen again in the next, however it is shuffled. By chance it would be one in G.
     """
     checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in prompts.tokens.split(prompts.lengths.tolist())]
     return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

@@ -16,7 +16,7 @@ from maxrl_fast.training.critic import num_critic_weights
 
 
 def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False) -> bool:
-    """Return whether to shard the weights, the same on all ranks. "auto" shards if `fills_half` holds on any rank."""
+    """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if `fills_half` holds on any rank."""
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":

@@ -14,10 +14,7 @@ class Lap:
 class Stopwatch:
     """Measures wall time by stage, and the time since the current stage last made progress.
 
-    The time of a nested stage counts for the inner stage only.
-
-    Args:
-        seconds: totals of the run so far by stage; updated in place.
+    The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is updated in place.
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:

@@ -58,7 +58,7 @@ class ZvpObjective:
         entropies = learner.passes.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
         index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
         lengths = cu_seqlens.diff()
-        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)
+        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)  # [sequences]
         is_correct = (batch.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
         below = largest.repeat_interleave(lengths, output_size=len(index)) - entropies
         factors = self.alpha * torch.where(is_correct, entropies, below)

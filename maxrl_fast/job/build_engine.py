@@ -1,5 +1,3 @@
-"""Builds the rollout engine from the rollout options."""
-
 import torch
 
 from maxrl_fast.config.options import ResolvedConfig

@@ -1,5 +1,3 @@
-"""Builds the policy and its checkpoint files from the model options."""
-
 from pathlib import Path
 from typing import Any
 

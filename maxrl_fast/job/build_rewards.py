@@ -1,5 +1,3 @@
-"""Builds the scorers of responses from the reward options."""
-
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence

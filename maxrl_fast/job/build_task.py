@@ -1,5 +1,3 @@
-"""Builds the task from its options."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

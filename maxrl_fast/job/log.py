@@ -1,5 +1,3 @@
-"""A run's log as a table: metrics.jsonl, eval.jsonl or samples.jsonl."""
-
 import html
 import json
 from collections.abc import Iterable, Iterator

@@ -1,5 +1,3 @@
-"""Plots of a run's curves and of estimators' weights."""
-
 from pathlib import Path
 from typing import Any
 

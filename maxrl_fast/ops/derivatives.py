@@ -20,7 +20,6 @@ def register_backward(
     This is torch.library.register_autograd with errors instead of silently zero derivatives.
 
     Args:
-        op: an operator from `operator`.
         function: the public function that calls it, for error messages.
         backward: takes the context and the gradients of the results, and returns the gradients of those arguments.
         save: takes the context, the arguments and the results, and saves what the backward pass needs.
@@ -84,8 +83,7 @@ def needs_gradient(x: Tensor) -> bool:
 def check_mode(function: str, *inputs: Tensor) -> bool:
     """Return whether autograd will need the gradient of one of these inputs.
 
-    Raises:
-        RuntimeError: if forward mode or torch.func would differentiate the function.
+    Raises RuntimeError if forward mode or torch.func would differentiate the function.
     """
     for x in inputs:
         if unpack_dual(x).tangent is not None:

@@ -1,5 +1,3 @@
-"""The factor by which an estimator scales a prompt's gradient."""
-
 from typing import Any, cast
 
 import torch

@@ -106,8 +106,8 @@ def kernel_groups(
 def read_sizes(call: Call, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
     """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
-    Raises:
-        ValueError: if the offsets do not fit, or the largest group exceeds `max_group_size` or is too small for k or the order.
+    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is too small for k or the
+    order.
     """
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)

@@ -27,9 +27,8 @@ class PaddedGroups:
     ) -> "PaddedGroups":
         """Pad the operator's layout.
 
-        Args:
-            width: an upper bound of the sizes of uneven groups; 0: the largest size, read from the device, and empty groups at
-                the end are cut. When tracing, 0 means the number of rollouts.
+        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the device, and empty groups at
+        the end are cut; when tracing, the number of rollouts.
         """
         if offsets is None:
             exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid

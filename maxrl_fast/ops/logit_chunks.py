@@ -1,5 +1,3 @@
-"""The logits hidden @ weight.T, one chunk of tokens at a time."""
-
 import math
 from functools import cache, lru_cache
 from typing import Any

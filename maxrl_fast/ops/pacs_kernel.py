@@ -1,5 +1,3 @@
-"""The PACS operators on CPU and CUDA."""
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,5 +1,3 @@
-"""`register_estimator` adds a custom estimator to ESTIMATORS."""
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +48,7 @@ def own_estimator(function: Callable[..., Any]) -> Estimator:
 
 
 def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any) -> None:
-    """Compute the advantages of a small example with these options; raise ValueError if that fails."""
+    """Compute the advantages of a small example; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
     rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
     rewards[1, : (num_rollouts + 1) // 2] = 1

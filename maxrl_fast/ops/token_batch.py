@@ -153,11 +153,7 @@ def prepare(
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
     """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
 
-    Returns:
-        The batch, the terms of the loss, its row and its options.
-
-    Raises:
-        ValueError, TypeError: as policy_gradient_loss.
+    Returns the batch, the terms of the loss, its row and its options. Raises as policy_gradient_loss.
     """
     row = find_loss(loss)
     options = row.resolve(loss_options)
@@ -354,8 +350,7 @@ def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """Return the denominator as a float64 scalar tensor on the device; or None, and the number if the host knows it.
 
-    Raises:
-        ValueError: if it is not one finite number above 0.
+    Raises ValueError if it is not one finite number above 0.
     """
     wanted = "a finite number above 0"
     if not isinstance(given, Tensor):

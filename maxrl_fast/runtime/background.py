@@ -1,5 +1,3 @@
-"""Work in a background thread during training."""
-
 import threading
 from collections.abc import Callable
 

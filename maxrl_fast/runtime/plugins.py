@@ -25,7 +25,6 @@ GROUPS = {  # of entry points, by option
 
 
 def is_file(name: str) -> bool:
-    """Return whether the name is FILE.py:NAME."""
     return name.rpartition(":")[0].endswith(".py")
 
 

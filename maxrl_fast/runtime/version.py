@@ -1,5 +1,3 @@
-"""What --version prints."""
-
 import platform
 
 import maxrl_fast

@@ -1,5 +1,3 @@
-"""DAPO's soft overlong punishment: in training, responses close to the length limit lose reward."""
-
 from dataclasses import dataclass
 
 from torch import Tensor

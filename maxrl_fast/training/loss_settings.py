@@ -1,5 +1,3 @@
-"""The settings of the token loss, constant over a run."""
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

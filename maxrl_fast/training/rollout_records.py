@@ -16,14 +16,9 @@ from maxrl_fast.training.collect import RolloutBatch
 
 
 def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
-    """Return `count` rollouts of a step as JSON objects, group by group; all ranks must call this.
+    """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an empty list on the others.
 
-    Args:
-        count: at least 1.
-        advantages: [S] of the update.
-
-    Returns:
-        The records on the first rank, an empty list on the others.
+    All ranks must call this. `advantages` [S] are the update's.
     """
     prompts, rollouts, num_rollouts = batch.prompts, batch.sampled, batch.num_rollouts
     tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(

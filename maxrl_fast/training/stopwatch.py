@@ -1,5 +1,3 @@
-"""Wall time of a step by stage."""
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -53,14 +53,12 @@ class Trainer:
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def step(self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None) -> StepRecord:
-        """Take step n, counted from 1, on the prompts from index `first_prompt` on.
-
-        Args:
-            diagnose: called with the batch before the first update.
+        """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets the batch before the first
+        update.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
-            InputError: if the rewards are not what the objective needs.
+            InputError: if the rewards do not suit the objective.
         """
         clock, learner, objective, lr = self.clock, self.learner, self.objective, self.learning_rate.at(n)
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]

@@ -39,15 +39,16 @@ class Case:
     def layout(self) -> SharedPromptLayout:
         count = self.prompts * self.responses
         lengths = torch.randint(self.shortest, self.longest + 1, (count,), generator=torch.Generator().manual_seed(0))
-        answers = torch.arange(self.prompts).repeat_interleave(self.responses)
+        prompt_index = torch.arange(self.prompts).repeat_interleave(self.responses)
         prompts = torch.full((self.prompts,), self.prompt_length)
-        return SharedPromptLayout.build(prompts, lengths, answers, torch.device("cpu"))
+        return SharedPromptLayout(prompts, lengths, prompt_index, torch.device("cpu"))
 
     def pairs(self) -> int:
         """Return the number of pairs of a query, per head, and a key that it attends to."""
-        prompts, lengths, answers = self.layout().lengths
+        layout = self.layout()
+        prompts, lengths, prompt_index = layout.lengths, layout.response_lengths, layout.prompt_index
         own = (prompts * (prompts + 1) // 2).sum() + (lengths * (lengths + 1) // 2).sum()
-        return self.heads * int(own + (lengths * prompts[answers]).sum())
+        return self.heads * int(own + (lengths * prompts[prompt_index]).sum())
 
 
 CASES = {

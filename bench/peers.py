@@ -27,7 +27,7 @@ from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import WORDS
@@ -124,7 +124,9 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "policy"
-        save_checkpoint(checkpoint, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+        checkpoint.mkdir()
+        files = new_files(model.config, task.stop_ids) | task.tokenizer_files()
+        write_policy(checkpoint, model.config.dtype, model.weights(), files)
         trainer, rewards = trl_trainer(resolved, task, checkpoint, steps, InTurn())
         trainer.train()
     counted = {name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()}

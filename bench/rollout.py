@@ -42,7 +42,7 @@ from bench.measure import (
     run_command,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import save_checkpoint
+from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine, Sampling
@@ -87,9 +87,12 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
     """Return a call of transformers' generate on the same weights, which returns the number of sampled tokens."""
     from transformers import AutoModelForCausalLM
 
-    save_checkpoint(Path(folder) / "policy", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+    policy = Path(folder) / "policy"
+    policy.mkdir()
+    files = new_files(model.config, task.stop_ids) | task.tokenizer_files()
+    write_policy(policy, model.config.dtype, model.weights(), files)
     device = prompts.tokens.device
-    theirs: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "policy", dtype=model.lm_head.weight.dtype)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=model.lm_head.weight.dtype)
     theirs = theirs.to(device).eval()
     width = int(prompts.lengths.max())
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)

@@ -22,7 +22,7 @@ from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.group_objective import GroupObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer

@@ -31,7 +31,7 @@ class NaiveEngine:
         if not isinstance(model, Decoder):
             raise InputError(f"NaiveEngine samples from the native decoder, got a policy of {model.backend}")
         self.model, self.dtype = Decoder.empty(model.config, model.lm_head.weight.device), dtype
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics = RolloutStatistics()
 
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""

@@ -1,5 +1,5 @@
 """What Python names of the compiled module, csrc/bindings/. Kernels, whose names end in _cpu and _cuda, are called through
-`Call.launch` of maxrl_fast/ops/_gate.py, and check the names and types of their arguments themselves."""
+`KernelLaunch.launch` of maxrl_fast/ops/dispatch.py, and check the names and types of their arguments themselves."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.plugins import installed, owner
 from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
-from maxrl_fast.training.objective_registry import OWN
+from maxrl_fast.training.objectives.registry import OWN
 
 _NOTATION = (
     "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "

@@ -18,6 +18,11 @@ def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return tokens, cumulative(torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64))
 
 
+def unpack(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Return packed sequences [T] of these lengths [S] as token lists."""
+    return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
+
+
 def cumulative(lengths: Tensor) -> Tensor:
     """Return cu_seqlens [S+1] of lengths [S], both int64."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from maxrl_fast.model.layer_kernels import KERNELS
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Rotary
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 
 CPU = torch.device("cpu")
 NORMS = [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)]  # rows, size
@@ -46,7 +46,7 @@ def check_norm(rows, size, dtype, device, around_kernels):
     inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [1 + numbers(size, seed=2, dtype=dtype) / 2]
     inputs = [x.to(dtype).double() for x in inputs]
     for compute, chosen in ((operator.attrgetter("add_rms_norm"), inputs), (operator.attrgetter("rms_norm"), inputs[::2])):
-        expected = with_gradients(partial(_with_eps, compute(PLAIN)), chosen, torch.float64)
+        expected = with_gradients(partial(_with_eps, compute(TORCH_OPS)), chosen, torch.float64)
         with around_kernels():
             actual = with_gradients(partial(_with_eps, compute(KERNELS)), chosen, dtype, device)
         assert_rows_equal(actual, expected, dtype)
@@ -71,7 +71,7 @@ def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_
 
         return function
 
-    expected = with_gradients(rotated(PLAIN, Rotary(*(x.double() for x in chosen))), inputs, torch.float64)
+    expected = with_gradients(rotated(TORCH_OPS, Rotary(*(x.double() for x in chosen))), inputs, torch.float64)
     by_position = Rotary(*(x.to(device) for x in (*table, positions)))
     with around_kernels():
         for rotary in (by_position, Rotary(*(x.to(device) for x in chosen))):
@@ -89,7 +89,7 @@ def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_
 def check_swiglu(rows, size, dtype, device, around_kernels):
     """Compare SwiGLU with float64, of two matrices and of one packed matrix."""
     inputs = [(3 * numbers(rows, size, seed=i)).to(dtype).double() for i in range(2)]
-    expected = with_gradients(PLAIN.swiglu, inputs, torch.float64)
+    expected = with_gradients(TORCH_OPS.swiglu, inputs, torch.float64)
     with around_kernels():
         actual = with_gradients(KERNELS.swiglu, inputs, dtype, device)
         of_packed = with_gradients(lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [torch.cat(inputs, 1)], dtype, device)

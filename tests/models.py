@@ -1,10 +1,14 @@
 """Small models for the tests."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.model.checkpoint import SHARD_BYTES, new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
@@ -20,6 +24,19 @@ TINY = DecoderConfig(
     max_position_embeddings=512,
     rope_theta=100.0,
 )
+
+
+def save_checkpoint(
+    directory: Path,
+    config: DecoderConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    files: Mapping[str, Any],
+    stop_ids: tuple[int, ...],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a new policy into a folder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_policy(directory, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
 
 
 def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:

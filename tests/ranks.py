@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.tokens import Tokens
-from maxrl_fast.model.linear import add_adapters, whole
+from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.off_policy_objective import OffPolicyObjective
+from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute
 from tests.batches import collected, make_prompts
@@ -68,7 +68,7 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
     rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise)
     samples = Samples(samples.prompts, rollouts)
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     weights = {name: weight.clone() for name, weight in model.weights()}
     chosen = torch.tensor([1, 4, 5, 6, 16])
     logprobs = learner.passes.logprobs(model, samples, chosen)

@@ -21,7 +21,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.options_page import groups, page
 from maxrl_fast.config.parse import parse
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/papers/README.md")

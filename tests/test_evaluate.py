@@ -17,10 +17,9 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
-from tests.models import tiny_decoder
+from tests.models import save_checkpoint, tiny_decoder
 
 RUNTIME = ("--threads", "1", "--dtype", "float32")
 SMALL = (*RUNTIME, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
@@ -290,8 +289,8 @@ REFUSALS = {
         ("{run}", "--temperature", "0"),
         "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",
     ),
-    "cold": (("{run}", "--temperature", "-1"), "temperature must be finite and at least 0, got -1.0"),
-    "no top-p": (("{run}", "--top-p", "0"), "top_p must be above 0 and at most 1, got 0.0"),
+    "cold": (("{run}", "--temperature", "-1"), "temperature must be a finite number of at least 0, got -1.0"),
+    "no top-p": (("{run}", "--top-p", "0"), "top_p must be a number above 0 and at most 1, got 0.0"),
     "a negative seed": (("{run}", "--seed", "-1"), "seed must be in [0, 2^63), got -1"),
     "a negative task seed": (("{run}", "--task-seed", "-1"), "task_seed must be in [0, 2^63), got -1"),
     "even mazes": (("{run}", "--maze-size", "6"), "maze size must be an odd number from 5 to 31, got 6"),
@@ -315,7 +314,7 @@ REFUSALS = {
         ("--compare", "{finished}", "{finished}", "--k", "7"),
         "k must be from 1 to 6, the fewest samples of these evaluations, got 7",
     ),
-    "compared and evaluated": (("{run}", "--compare", "{finished}", "{finished}"), "takes no CHECKPOINT"),
+    "compared and evaluated": (("{run}", "--compare", "{finished}", "{finished}"), "without CHECKPOINT"),
 }
 
 

@@ -8,7 +8,7 @@ from maxrl_fast import objectives
 from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS, LOSSES
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 
 def test_the_table_has_every_estimator(capsys):

@@ -94,12 +94,12 @@ def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective maxpo maxrl --k 4", "error: the run of objective maxrl: objective maxrl takes no k"),
+        ("--objective maxpo maxrl --k 4", "error: the run of objective maxrl: --k is not used by objective maxrl"),
         ("--lr 0.1 -0.1", "error: the run of lr -0.1: lr must be a finite number above 0, got -0.1"),
         ("--seeds 0 0", "runs/sweep/maxpo_seed-0 is of two runs of the grid"),
         ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values behind it"),
         ("--seeds 0 --seed 1", "--seed must be given once"),
-        ("--resume runs/x", "a sweep takes no --resume: the same command resumes it"),
+        ("--resume runs/x", "a sweep does not use --resume: the same command resumes it"),
         ("maxrl --seeds 0", "a sweep takes --option VALUE [VALUE ...], got maxrl"),
     ],
 )

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast import ops, train
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.checkpoint import load_checkpoint, save_checkpoint
+from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.passes import Passes
-from tests.models import tiny_decoder
+from tests.models import save_checkpoint, tiny_decoder
 
 SMALL = [
     *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "3"),

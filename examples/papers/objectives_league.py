@@ -38,7 +38,7 @@ from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.runtime.files import write_json
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import StepRecord, Trainer
 

@@ -76,7 +76,7 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {_shown(value)}")
 
 
-def can_look_at(tensor: Tensor) -> bool:
+def is_host_readable(tensor: Tensor) -> bool:
     """Return whether the values of a tensor may be read for a check. On a GPU that would wait for the device."""
     return tensor.device.type == "cpu" and not is_traced()
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import Limit, Option, formula_of, options_of, parameters_of
+from maxrl_fast.algorithms.options import Default, Help, Limit, NotNegative, Option, formula_of, options_of, parameters_of
 
 # What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G.
 INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts", "log_ratios")
@@ -32,6 +32,11 @@ class Size:
     below_n: int = 1
     name: str = "k"
     required: bool = True  # otherwise the largest size is the default
+
+    @property
+    def option(self) -> Option:
+        what = "Size of max@k, in rollouts" if self.name == "k" else "Order at which the series of maxrl is truncated"
+        return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default("4" if self.name == "k" else "N-1"),))
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
@@ -51,7 +56,12 @@ KBelowN = Annotated[int, Size()]
 KOfPairs = Annotated[int, Size(smallest=2, below_n=0)]
 KOfPairsBelowN = Annotated[int, Size(smallest=2)]
 Order = Annotated[int | None, Size()]
-Ddof = Annotated[int, Limit("0 or 1", lambda x: x in (0, 1))]
+Eps = Annotated[NotNegative, Help("Added to the divisor: the standard deviation of the rewards, or their mean.")]
+Ddof = Annotated[
+    int,
+    Limit("0 or 1", lambda x: x in (0, 1)),
+    Help("1: sample standard deviation; 0: population standard deviation."),
+]
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,23 @@
-"""The options of a loss or an estimator: keyword-only parameters of its function, whose annotations say what they may be."""
+"""What an option says of itself in its `Annotated[...]`, at a field of a configuration or in the signature of a function.
+
+    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1) -> Tensor:
+
+An estimator, a loss or an objective has options: the keyword-only parameters of its function.
+"""
 
 import contextlib
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from maxrl_fast.algorithms.arguments import check_number
+from maxrl_fast.algorithms.arguments import check_choice, check_number
+
+AnyNote = TypeVar("AnyNote")
+WORKED_OUT: Any = None  # a default that depends on other options; resolving the configuration replaces it
 
 
 @dataclass(frozen=True)
@@ -20,18 +29,112 @@ class Limit:
 
 
 FINITE = Limit("a finite number", math.isfinite)
+AT_LEAST_1 = Limit("at least 1", lambda x: x >= 1)
+_FITS_INT32 = Limit("below 2^31", lambda x: x < 2**31)
+Count = Annotated[int, AT_LEAST_1, _FITS_INT32]
+CountOrZero = Annotated[int, Limit("at least 0", lambda x: x >= 0), _FITS_INT32]
+Seed = Annotated[int, Limit("in [0, 2^63)", lambda x: 0 <= x < 2**63)]
+Finite = Annotated[float, FINITE]
 NotNegative = Annotated[float, Limit("a finite number of at least 0", lambda x: 0 <= x < math.inf)]
 Positive = Annotated[float, Limit("a finite number above 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Limit("a number above 0 and at most 1", lambda x: 0 < x <= 1)]
 UnitInterval = Annotated[float, Limit("a number from 0 to 1", lambda x: 0 <= x <= 1)]
+BetweenZeroAndOne = Annotated[float, Limit("above 0 and below 1", lambda x: 0 < x < 1)]
+BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
+
+
+@dataclass(frozen=True)
+class Help:
+    """What --help shows of a parameter; a field has a docstring below it instead."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default that is worked out when the run starts.
+
+    Args:
+        text: as --help shows it.
+        metavar: what --help shows in the value's place.
+        chosen: returns the text for a run of these options by name.
+    """
+
+    text: str
+    metavar: str = ""
+    chosen: Callable[[Mapping[str, Any]], str] | None = None
+
+
+class Aka:
+    """What TRL, the Trainer of transformers, verl, OpenRLHF and slime call an option, without their prefixes
+    (actor_rollout_ref.rollout.n is n).
+
+    Args:
+        names: separated by spaces.
+        value: of our option, which their names stand for.
+    """
+
+    def __init__(self, *names: str, value: str = ""):
+        self.names, self.value = " ".join(names).split(), value
 
 
 @dataclass(frozen=True)
 class Option:
-    """A number that a function takes. Without a default it must be given."""
+    """An option. Without a default it must be given, unless a `Default` says how it is worked out."""
 
-    default: float | None
-    limit: Limit
+    name: str
+    kind: Any  # its type, without notes and without `| None`
+    default: Any
+    help: str  # on one line
+    notes: tuple[Any, ...]
+
+    def of(self, kind: type[AnyNote]) -> list[AnyNote]:
+        """Return its notes of a class."""
+        return [note for note in self.notes if isinstance(note, kind)]
+
+    def find(self, kind: type[AnyNote]) -> AnyNote | None:
+        """Return its note of a class, if it has one."""
+        return next(iter(self.of(kind)), None)
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What its number must be; FINITE without a note."""
+        return self.of(Limit) or [FINITE]
+
+    @property
+    def takes_several(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts of a Literal; () of another type."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+
+def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
+    """Return the option of a type hint, which may be Annotated."""
+    notes = tuple(_notes(hint))
+    help_text = next((note.text for note in notes if isinstance(note, Help)), text)
+    while get_origin(hint) is Annotated or get_origin(hint) in (Union, UnionType):  # of X | None
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    return Option(name, hint, default, " ".join(help_text.split()), notes)
+
+
+def _notes(hint: Any) -> Iterator[Any]:
+    """Return what the Annotated in a type hint say, also those of the X in `X | None`."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    yield from (note for part in get_args(hint) for note in _notes(part))
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the word that is most like this one, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -49,34 +152,36 @@ def formula_of(function: Callable[..., Any]) -> str:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """Return the keyword-only parameters of a function that are numbers, by name."""
+    """Return the keyword-only parameters of a function that are numbers or one of several texts, by name."""
     options = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint = float if parameter.annotation is parameter.empty else parameter.annotation
-        number = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if parameter.kind is parameter.KEYWORD_ONLY and number in (int, float):
-            limits = [extra for extra in get_args(hint)[1:] if isinstance(extra, Limit)]
-            default = None if parameter.default is parameter.empty else float(parameter.default)
-            options[name] = Option(default, limits[0] if limits else FINITE)
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if parameter.kind is parameter.KEYWORD_ONLY and (plain in (int, float) or get_origin(plain) is Literal):
+            options[name] = make_option(name, hint, None if parameter.default is parameter.empty else parameter.default)
     return options
 
 
-def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, float]) -> dict[str, float]:
-    """Return all options of `owner`, the given numbers and the defaults of the others.
+def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of `owner`, the given values and the defaults of the others; numbers are floats.
 
     Raises:
-        ValueError: if an option is unknown or missing, or if a number is out of its range.
+        ValueError: if an option is unknown or missing, or if a value is out of its range.
     """
     for name in given:
         if name not in options:
-            close = difflib.get_close_matches(str(name), options, n=1, cutoff=0.4)
             takes = f"the options {', '.join(options)}" if options else "no options"
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{hint}")
-    checked = {}
+            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
+    checked: dict[str, Any] = {}
     for name, option in options.items():
         value = given.get(name, option.default)
+        if value is None and option.of(Default):
+            continue
         if value is None:
-            raise ValueError(f"{owner} needs {name}, {option.limit.wanted}")
-        checked[name] = check_number(f"{name} of {owner}", value, option.limit.wanted, option.limit.holds)
+            raise ValueError(f"{owner} needs {name}, {option.limits[0].wanted}")
+        if option.choices:
+            check_choice(f"{name} of {owner}", value, option.choices)
+            checked[name] = value
+        for limit in () if option.choices else option.limits:
+            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
     return checked

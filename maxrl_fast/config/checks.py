@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
-from maxrl_fast.config.conditions import Choices
-from maxrl_fast.config.hints import nearest
-from maxrl_fast.config.metadata import check_limits, inapplicable_options
-from maxrl_fast.config.options import Config, CorrectionName, as_list
+from maxrl_fast.algorithms.losses.registry import TokenLoss, learns_without_advantage
+from maxrl_fast.config.conditions import loss_of
+from maxrl_fast.config.metadata import as_list, check_limits
+from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.token_batch import AGGREGATIONS
 from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import DEFAULT_BUNDLE, OBJECTIVES, is_custom, make_objective
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.registry import make_objective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from maxrl_fast.training.policy_reward import LABELS
 
 
@@ -30,22 +27,15 @@ def check(config: Config) -> None:
         InputError: with an expected/got message.
     """
     options = config.flat()
-    name = options["objective"]
-    if name not in OBJECTIVES and not is_custom(name):
-        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
-    if options["aggregation"] not in (None, *AGGREGATIONS):
-        raise InputError(
-            f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {options['aggregation']!r}"
-            f"{nearest(options['aggregation'], AGGREGATIONS)}"
-        )
     check_task(options["task"])
     check_engine_name(options["rollout"])
-    refuse_inapplicable(Config, options)
     check_reward_weights(options)
     check_limits(Config, options)
-    _check_objective(config, options)
-    _check_loss(config, options)
-    _check_correction(config)
+    objective = objective_of(config)
+    loss = loss_of(objective.loss if config.loss.loss is None else config.loss.loss)
+    _check_objective(objective, loss, options)
+    _check_loss(config, loss, options)
+    _check_correction(config, objective)
     check_tracker(options["log_to"])
     if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
         raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
@@ -75,48 +65,17 @@ def check_reward_weights(options: Mapping[str, Any]) -> None:
         raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
 
 
-def refuse_inapplicable(config: type, options: Mapping[str, Any]) -> None:
-    """Refuse options of Config or EvaluationConfig that the run does not take and that differ from their defaults.
-
-    Raises:
-        InputError: naming the option and what does not take it.
-    """
-    defaults = config().flat()
-    for name, who in inapplicable_options(config, Choices.of(options)).items():
-        if options[name] != defaults[name]:
-            raise InputError(f"{who} takes no {name}, got {options[name]!r}")
-
-
 def objective_of(config: Config) -> Objective:
     """Return the objective that a configuration asks for.
 
     Raises:
         InputError: where its options do not fit it.
     """
-    chosen, rollout = config.objective, config.rollout
-    given = {name: value for name, value in vars(chosen).items() if name != "objective" and value is not None}
+    chosen = config.objective
     try:
-        return make_objective(chosen.objective, given, rollout.rollouts, config.optimizer.updates_per_step)
-    except InputError:
-        raise
+        return make_objective(chosen.objective, chosen.options, config.rollout.rollouts, config.optimizer.updates_per_step)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
-
-    Raises:
-        InputError: where there is no such loss, or it cannot be loaded.
-    """
-    if name in LOSSES:
-        return LOSSES[name]
-    if not is_file(name) and not is_installed("loss", name):
-        raise InputError(f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}")
-    try:
-        return find_loss(load_plugin("loss", name, "FUNCTION"))
-    except ValueError as error:
-        raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
 
 
 def correction_name(config: Config) -> CorrectionName:
@@ -149,9 +108,8 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
         raise InputError(str(error)) from error
 
 
-def _check_correction(config: Config) -> None:
-    options, objective = config.rollout, objective_of(config)
-    name, whose = correction_of(config)[0], config.objective.objective
+def _check_correction(config: Config, objective: Objective) -> None:
+    options, name, whose = config.rollout, correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
         raise InputError(f"{whose} does not support --correction: its loss takes no token weights, got {name}")
     if name == "sequence_mask" and objective.needs.token_weights:
@@ -163,41 +121,41 @@ def _check_correction(config: Config) -> None:
         )
 
 
-def _check_loss(config: Config, options: Mapping[str, Any]) -> None:
-    loss, defaults = loss_of(options["loss"] or objective_of(config).loss), Config().flat()
+def _check_loss(config: Config, loss: TokenLoss, options: Mapping[str, Any]) -> None:
     try:
         learns_without_advantage(loss, tuple(loss.resolve(config.loss.own_numbers()).items()))
     except ValueError as error:
         raise InputError(str(error)) from error
     for name in ("clip_low", "clip_high"):
-        if not loss.clips and options[name] != defaults[name]:
-            raise InputError(f"loss {loss.name} does not take {name}, got {options[name]}")
-    needed = loss.aggregation
-    if needed and options["aggregation"] not in (None, needed):
-        raise InputError(
-            f"aggregation must be {needed} for {loss.name}, whose loss it is a part of, got {options['aggregation']}"
-        )
+        if not loss.clips and options[name] != getattr(LossOptions, name):  # of a custom loss, loaded now
+            raise InputError(f"{name} is not used by loss {loss.name}, got {options[name]}")
+    _check_part_of_loss(loss.name, "aggregation", loss.aggregation, options)
 
 
-def _check_objective(config: Config, options: Mapping[str, Any]) -> None:
-    name, objective = options["objective"], objective_of(config)
+def _check_part_of_loss(name: str, option: str, needed: str | None, options: Mapping[str, Any]) -> None:
+    if needed and options[option] not in (None, needed):
+        raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+
+
+def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str, Any]) -> None:
+    name = options["objective"]
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
         raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
-    loss = loss_of(options["loss"] or objective.loss)
     if objective.needs.token_weights and loss.by_sequence:
         raise InputError(f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses")
     _check_labels(name, objective, options)
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
-        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not take")
+        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not support")
+    if isinstance(objective, RiskpoObjective) and options["prompts"] % objective.bundle_size:
+        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {objective.bundle_size}")
     if not objective.owns_loss:
         return
     if options["top_entropy"] != 1:
         raise InputError(f"{name} does not support --top-entropy: its loss takes no token weights")
-    for option, needed in (("loss", objective.loss), ("aggregation", objective.aggregation)):
-        if options[option] not in (None, needed):
-            raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+    _check_part_of_loss(name, "loss", objective.loss, options)
+    _check_part_of_loss(name, "aggregation", objective.aggregation, options)
 
 
 def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -> None:
@@ -206,7 +164,7 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
     if labels == "vote" and (needs.greedy or needs.parts):
         raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
     if labels in LABELS and (needs.greedy or needs.parts or needs.binary):
-        what = "takes rewards of 0 or 1" if needs.binary else "needs other rewards too"
+        what = "needs rewards of 0 or 1" if needs.binary else "needs other rewards too"
         raise InputError(f"labels cannot be {labels} for {name}, which {what}")
     if labels in LABELS and options["task"] in ("maze", "chain"):
         raise InputError(
@@ -214,19 +172,19 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
             "responses to a prompt have the same reward; --objective verifree learns from them"
         )
     if needs.answers and labels != "given":
-        raise InputError(f"labels must be given for {name}, which has a reward of its own, got {labels}")
+        raise InputError(f"labels must be given for {name}, which computes its own reward, got {labels}")
     if needs.answers and options["overlong_buffer"]:
-        raise InputError(f"{name} takes no overlong_buffer: its reward is a probability")
+        raise InputError(f"{name} does not support --overlong-buffer: its reward is a probability")
 
 
 def _check_parts(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what changes the sum of the rewards for an objective that takes them one by one."""
+    """Refuse what changes the sum of the rewards for an objective that uses them one by one."""
     rewards = as_list(options["reward"])
     if len(rewards) < 2:
-        raise InputError(f"{name} takes several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+        raise InputError(f"{name} uses several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
-            raise InputError(f"{name} takes several rewards one by one, so that {option} would change none of them")
+            raise InputError(f"{name} uses several rewards one by one, so that {option} would change none of them")
     weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
         raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")
@@ -239,9 +197,6 @@ def _check_multiples(options: Mapping[str, Any]) -> None:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
         )
-    bundle = options["bundle_size"] or DEFAULT_BUNDLE
-    if options["objective"] == "riskpo" and options["prompts"] % bundle:
-        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {bundle}")
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:
             raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")

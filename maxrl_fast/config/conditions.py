@@ -1,121 +1,111 @@
-"""The conditions under which a run takes an option: --help shows these options alone, and all others are refused."""
+"""The conditions under which a run uses an option, by its other options `c`: --help shows these options alone, and all others
+are refused."""
 
-import contextlib
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.losses.registry import TokenLoss
-from maxrl_fast.config.metadata import When
+from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
+from maxrl_fast.algorithms.options import nearest
+from maxrl_fast.config.metadata import When, as_list
+from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import JUDGE
-from maxrl_fast.tasks.dataset_specs import DatasetSpec
+from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
-from maxrl_fast.training.correction import CORRECTIONS, CorrectionSpec
-from maxrl_fast.training.objective_registry import OBJECTIVES, default_loss, is_custom, objective_options
+from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.objectives.registry import default_loss
+
+Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The options on which it depends whether others are taken, and what follows from them."""
-
-    objective: str = "maxpo"
-    task: str = "maze"
-    reward: Any = None
-    resume: Any = None
-    model: Any = None
-    lora_rank: float = 0
-    kl_coef: float = 0.0
-    loss: str | None = None
-    overlong_buffer: int = 0
-    rollout: str = "native"
-    vllm_url: str | None = None
-    correction: str | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "Choices":
-        """Return the choices among options by name. Values that flags give are text."""
-        chosen = {field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options}
-        for name in ("lora_rank", "kl_coef"):
-            with contextlib.suppress(ValueError, TypeError):  # non-numbers are rejected later
-                chosen[name] = float(chosen.get(name, 0))
-        for name in ("objective", "task", "rollout", "loss"):  # and so are numbers in a file
-            if chosen.get(name) is not None:
-                chosen[name] = str(chosen[name])
-        return cls(**chosen)
-
-    @cached_property
-    def rewards(self) -> list[str]:
-        return [str(x) for x in (self.reward if isinstance(self.reward, list) else [self.reward]) if x is not None]
-
-    @cached_property
-    def of_objective(self) -> Mapping[str, Any] | None:
-        """The options that the objective takes; None where there is no such objective, which is refused later."""
-        is_known = self.objective in OBJECTIVES or is_custom(self.objective)
-        return objective_options(self.objective, num_rollouts=2) if is_known else None
-
-    @cached_property
-    def token_loss(self) -> TokenLoss | None:
-        """The loss; None for a custom one, which is checked when it is loaded."""
-        return LOSSES.get(self.loss or default_loss(self.objective))
-
-    @property
-    def loss_chooser(self) -> str:
-        if self.loss is not None:
-            return f"loss {self.loss}"
-        return "a run without --loss" if default_loss(self.objective) == "ppo" else f"objective {self.objective}"
-
-    @property
-    def correction_spec(self) -> CorrectionSpec | None:
-        return CORRECTIONS.get(self.correction or "tis")  # the one that --importance-cap alone asks for
-
-    @property
-    def correction_chooser(self) -> str:
-        return "a run without --correction" if self.correction is None else f"correction {self.correction}"
-
-    @cached_property
-    def dataset(self) -> DatasetSpec | None:
-        return dataset_spec(self.task)
-
-    @property
-    def reads_text(self) -> bool:
-        return self.dataset is not None or self.task.startswith(GYM)
-
-    @cached_property
-    def has_reward_processes(self) -> bool:
-        if self.rewards:  # Python objects run in this process
-            return any(not x.startswith(OBJECT) for x in self.rewards)
-        return self.reads_text or is_plugin(self.task) or self.task.startswith(OBJECT)  # which may score by a function
+def _token_loss(c: Values) -> TokenLoss | None:
+    """Return the loss; None for a custom one, which is checked when it is loaded."""
+    return LOSSES.get(c["loss"] or default_loss(c["objective"]))
 
 
-OBJECTIVE = When("objective {0.objective}", lambda c, name: c.of_objective is None or name in c.of_objective)
-TAKES_CLIPS = When("{0.loss_chooser}", lambda c, _: c.token_loss is None or c.token_loss.clips)
-TAKES_LOSS_OPTIONS = When("{0.loss_chooser}", lambda c, _: c.token_loss is None or c.token_loss.options)
-WITH_KL = When("a run without --kl-coef", lambda c, _: c.kl_coef)
+def loss_of(name: str) -> TokenLoss:
+    """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
 
-MAZE = When("task {0.task}", lambda c, _: c.task == "maze")
-CHAIN = When("task {0.task}", lambda c, _: c.task == "chain")
-GYM_TASK = When("task {0.task}", lambda c, _: c.task.startswith(GYM))
-CUSTOM_TASK = When("task {0.task}", lambda c, _: is_plugin(c.task))
-DATASET = When("task {0.task}", lambda c, _: c.dataset is not None)
-WITH_ANSWERS = When("task {0.task}", lambda c, _: c.dataset is not None and c.dataset.gold is not None)
-READS_TEXT = When("task {0.task}", lambda c, _: c.reads_text)
+    Raises:
+        InputError: where there is no such loss, or it cannot be loaded.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if not is_file(name) and not is_installed("loss", name):
+        raise InputError(f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}")
+    try:
+        return find_loss(load_plugin("loss", name, "FUNCTION"))
+    except ValueError as error:
+        raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
 
-TASK_IS_NO_REWARD = When("task {0.task}", lambda c, _: not is_reward(c.task))
-WITH_REWARDS = When("task {0.task}", lambda c, _: c.rewards)
-WITH_JUDGE = When("task {0.task}", lambda c, _: any(x.startswith(JUDGE) for x in c.rewards))
-NOT_0_OR_1 = When("task {0.task}", lambda c, _: c.task != "maze" or c.rewards)
-IN_PROCESSES = When("task {0.task}", lambda c, _: c.has_reward_processes)
-BY_FUNCTIONS = When("task {0.task}", lambda c, _: c.has_reward_processes or c.rewards)
 
-WITH_BUFFER = When("a run without --overlong-buffer", lambda c, _: c.overlong_buffer)
-VLLM = When("a run without --rollout vllm", lambda c, _: c.rollout == "vllm")
-NO_VLLM_SERVER = When("a run with --vllm-url", lambda c, _: c.rollout != "vllm" or c.vllm_url is None)  # the server's own
-TAKES_CAP = When("{0.correction_chooser}", lambda c, _: c.correction_spec is None or c.correction_spec.has_cap)
-TAKES_NUMBERS = When("{0.correction_chooser}", lambda c, _: c.correction_spec is None or c.correction_spec.options)
+def numbers_of_loss(c: Values) -> str:
+    """Return the options of the loss with their defaults."""
+    loss = loss_of(c["loss"] or default_loss(c["objective"]))
+    return " ".join(f"{name}={option.default}" for name, option in loss.options.items())
 
-WITH_MODEL = When("a run without --model", lambda c, _: c.model is not None)
-WITH_LORA = When("a run without --lora-rank", lambda c, _: c.lora_rank)
-RESUMES = When("a run without --resume", lambda c, _: c.resume is not None)
+
+def numbers_of_correction(c: Values) -> str:
+    """Return the numbers of the correction with their defaults."""
+    return " ".join(f"{name}={default:g}" for name, default in CORRECTIONS[c["correction"]].options.items())
+
+
+def _takes_clips(c: Values) -> bool:
+    loss = _token_loss(c)
+    return loss is None or loss.clips
+
+
+def _takes_loss_options(c: Values) -> bool:
+    loss = _token_loss(c)
+    return loss is None or bool(loss.options)
+
+
+def _reads_text(c: Values) -> bool:
+    return dataset_spec(c["task"]) is not None or c["task"].startswith(GYM)
+
+
+def _has_answers(c: Values) -> bool:
+    dataset = dataset_spec(c["task"])
+    return dataset is not None and dataset.gold is not None
+
+
+def _has_reward_processes(c: Values) -> bool:
+    if rewards := as_list(c["reward"]):  # Python objects run in this process
+        return any(not x.startswith(OBJECT) for x in rewards)
+    return _reads_text(c) or is_plugin(c["task"]) or c["task"].startswith(OBJECT)  # which may score by a function
+
+
+def _not_by_loss(c: Values) -> str:
+    return f"is not used by loss {c['loss'] or default_loss(c['objective'])}"
+
+
+TAKES_CLIPS = When(_not_by_loss, _takes_clips)
+TAKES_LOSS_OPTIONS = When(_not_by_loss, _takes_loss_options)
+WITH_KL = When("needs --kl-coef", lambda c: c["kl_coef"])
+
+_NOT_BY_TASK = "is not used by task {task}"
+MAZE = When(_NOT_BY_TASK, lambda c: c["task"] == "maze")
+CHAIN = When(_NOT_BY_TASK, lambda c: c["task"] == "chain")
+GYM_TASK = When(_NOT_BY_TASK, lambda c: c["task"].startswith(GYM))
+CUSTOM_TASK = When(_NOT_BY_TASK, lambda c: is_plugin(c["task"]))
+DATASET = When(_NOT_BY_TASK, lambda c: dataset_spec(c["task"]) is not None)
+WITH_ANSWERS = When(_NOT_BY_TASK, _has_answers)
+READS_TEXT = When(_NOT_BY_TASK, _reads_text)
+
+TASK_IS_NO_REWARD = When(_NOT_BY_TASK, lambda c: not is_reward(c["task"]))
+WITH_REWARDS = When("needs --reward", lambda c: c["reward"])
+WITH_JUDGE = When(f"needs --reward {JUDGE}URL/MODEL", lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])))
+NOT_0_OR_1 = When("needs --reward with task {task}", lambda c: c["task"] != "maze" or c["reward"])
+IN_PROCESSES = When("needs a --reward that runs in processes", _has_reward_processes)
+BY_FUNCTIONS = When("needs --reward", lambda c: _has_reward_processes(c) or c["reward"])
+
+WITH_BUFFER = When("needs --overlong-buffer", lambda c: c["overlong_buffer"])
+VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")
+NO_VLLM_SERVER = When("cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None)
+# Without --correction, --importance-cap asks for tis.
+TAKES_CAP = When("is not used by correction {correction}", lambda c: CORRECTIONS[c["correction"] or "tis"].has_cap)
+TAKES_NUMBERS = When("needs --correction icepop, mis or sequence_mask", lambda c: CORRECTIONS[c["correction"] or "tis"].options)
+
+WITH_MODEL = When("needs --model", lambda c: c["model"] is not None)
+WITH_LORA = When("needs --lora-rank", lambda c: c["lora_rank"])
+RESUMES = When("needs --resume", lambda c: c["resume"] is not None)

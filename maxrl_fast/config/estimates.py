@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 import maxrl_fast
-from maxrl_fast.config.checks import loss_of, objective_of
-from maxrl_fast.config.conditions import Choices
+from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config, ResolvedConfig
@@ -14,7 +14,7 @@ from maxrl_fast.config.resolve import default_rates
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops._gate import kernels_for
+from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
@@ -62,7 +62,7 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
     if not objective_of(config).needs.critic:
         return []
     what = "its adapters" if config.model.lora_rank else "all its weights"
-    number, rate = num_critic_weights(model), config.objective.critic_lr
+    number, rate = num_critic_weights(model), config.objective.options["critic_lr"]
     return [f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"]
 
 
@@ -79,18 +79,18 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
 
 
 def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> str:
-    """Return the options that the run takes, and estimates of its memory on a machine and of the work of a step.
+    """Return the options that the run uses, and estimates of its memory on a machine and of the work of a step.
 
     Args:
         model: for its sizes; it may be on the meta device.
     """
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
-    hidden = {*inapplicable_options(Config, Choices.of(flat)), "dry_run"}
+    hidden = {*inapplicable_options(Config, flat), "dry_run"}
     lines = ["configuration"]
     lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
-    lines += memory_table(estimate_memory(config, task, model, machine), machine)
+    lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
     if config.rollout.rollout not in ENGINES:
         lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
     prompt_tokens = config.rollout.prompts * task.prompt_length
@@ -98,10 +98,10 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     needs, loss = objective_of(config).needs, config.loss
     more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
     more_passes += (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)) + bool(loss.kl_coef)
-    # The greedy responses are sampled by a call of their own, which reads the prompts again.
+    # The greedy responses are sampled by another call, which reads the prompts again.
     greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
     work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}
-    # A critic computes its values before the step, and has an update of its own.
+    # A critic computes its values before the step, and is updated separately.
     work["update"] = (6 + 2 * more_passes + 8 * needs.critic) * (prompt_tokens + response_tokens)
     lines += ["work per step, estimated (multiplications with weights; all responses at their limit)"]
     lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]

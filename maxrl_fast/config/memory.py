@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from maxrl_fast.config.checks import objective_of
+from maxrl_fast.config.metadata import LessMemory, inapplicable_options, options_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.logit_chunks import CHUNK_BYTES
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
+from maxrl_fast.rollout.decode_slots import Shape
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
-from maxrl_fast.rollout.grid import Shape
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.runtime.device import Machine
@@ -38,33 +39,32 @@ def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, mach
     weights, trained = count(model), count(model, is_trained=True)
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
-    needs_reference = bool(config.loss.kl_coef) or objective_of(config).needs.reference
-    reference = 4 * trained if needs_reference else 0  # it shares frozen weights
-    critic = num_critic_weights(model) if objective_of(config).needs.critic else 0  # so does it
-    # Gradients and moments stay from the first update on.
-    memory: dict[str, Phases] = {
-        f"weights (float32){sharded}": (4.0 * weights, 4 * weights * part, 4 * weights * part),
-        f"gradients (float32){sharded}": (0.0, 4 * trained * part, 4 * trained * part),
-        f"Adam moments (float32){sharded}": (0.0, 8 * trained * part, 8 * trained * part),
-        f"reference policy (float32){sharded}": _scaled(reference, (1, part, part)),
-        f"critic (float32){sharded}": _scaled(4 * critic, (1, part, part)),
-        f"critic's gradients and Adam moments (float32){sharded}": _scaled(12 * critic, (0, part, part)),
-        **_of_engine(config, task, model, machine),
-        **{name: (0.0, 0.0, value) for name, value in _of_update(config, model, machine).items()},
+    needs = objective_of(config).needs
+    reference = trained if config.loss.kl_coef or needs.reference else 0  # it shares frozen weights
+    critic = num_critic_weights(model) if needs.critic else 0  # so does it
+    state = {  # gradients and moments stay from the first update on
+        "weights (float32)": _scaled(4 * weights, (1, part, part)),
+        "gradients (float32)": _scaled(4 * trained, (0, part, part)),
+        "Adam moments (float32)": _scaled(8 * trained, (0, part, part)),
+        "reference policy (float32)": _scaled(4 * reference, (1, part, part)),
+        "critic (float32)": _scaled(4 * critic, (1, part, part)),
+        "critic's gradients and Adam moments (float32)": _scaled(12 * critic, (0, part, part)),
     }
+    memory = {f"{name}{sharded}": phases for name, phases in state.items()} | _of_engine(config, task, model, machine)
+    memory |= {name: _scaled(value, (0, 0, 1)) for name, value in _of_update(config, model, machine).items()}
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory
-        copied = (4 * weights + 8 * trained + reference + 12 * critic) * part
-        memory["copy of the state while a checkpoint is written"] = (0.0, 0.0, copied)
+        copied = (4 * weights + 8 * trained + 4 * reference + 12 * critic) * part
+        memory["copy of the state while a checkpoint is written"] = _scaled(copied, (0, 0, 1))
     return {name: phases for name, phases in memory.items() if any(phases)}
 
 
 def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> dict[str, Phases]:
-    """Return the rollout engine's copy of the weights, KV cache, and tensors of a decoding step.
+    """Return the rollout engine's copy of the weights, KV cache, and tensors of a decoding step; nothing for a vLLM server and
+    for a custom engine.
 
     vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy trains. The native engine keeps
-    its weights, and a cache of at most KEPT_SHARE of a GPU; its cache has the keys and values of the samples that it decodes at
-    a time, each prompt once, and on a GPU the tensors of a step. A vLLM server (--vllm-url) has memory of its own, and what an
-    engine of the user's takes is not known.
+    its weights, and a cache of at most KEPT_SHARE of a GPU: keys and values of the samples that it decodes at a time, each
+    prompt once, and on a GPU the tensors of a step.
     """
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
     if options.vllm_url is not None or options.rollout not in ENGINES:
@@ -112,15 +112,14 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
 def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
     """Return what a forward and backward pass over --token-budget tokens needs beside the training state.
 
-    - activations: `layer_numbers` of every layer, and half as many for the gradients within one layer; with
-      --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed again.
-    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32. On a CPU the
-      native decoder's layers copy `joined_weights`, in any dtype and with sharding too. Autograd keeps the copies of all
-      layers; with --checkpoint-activations those of one layer. With sharding, FSDP2 gathers in the compute dtype the weights
-      outside the layers, and two layers: one that computes and the next one.
+    - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with --checkpoint-activations the
+      input of every layer [tokens, H], and one layer that is computed again.
+    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32; on a CPU the
+      native decoder's layers copy `joined_weights`, always. Autograd keeps those of all layers, or of one with
+      --checkpoint-activations. FSDP2 gathers the weights outside the layers and of two layers, in the compute dtype.
     - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32.
-    - logits: one chunk, and a float32 copy of it where a CPU multiplies half precision; the output matrix in the compute dtype;
-      and its gradient in float32, which a tied matrix keeps until the embedding's is added.
+    - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix in the compute dtype; and
+      its gradient in float32, which a tied matrix keeps until the embedding's is added.
     """
     sizes, options, tokens = model.config, config.optimizer, config.optimizer.token_budget
     dtype: torch.dtype = getattr(torch, config.run.dtype)
@@ -165,11 +164,11 @@ def joined_weights(model: PolicyModel) -> int:
 def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward pass.
 
-    The native decoder: input and output of both norms, and one more of H; gate, up, silu and their product, of the feed-forward
-    size; q and k before and after norms and rotation, v, and what attention makes of them. With `runs_packed`, the kernels of a
-    CPU: no more of H, no silu, and q and k before rotation only where they have norms. Layers of transformers have norms of
-    several operations, each of which keeps its input, in float32: more numbers of H and of the heads, and with bfloat16 about
-    twice as many (measured with Gemma 3, whose layers have the most norms). An adapter keeps its low-rank product.
+    The native decoder: 5 of H (input and output of both norms, and one more), 4 of the feed-forward size (gate, up, silu and
+    their product), and 4 of the heads (q and k before and after norms and rotation, v, and what attention makes of them). With
+    `runs_packed`, the kernels of a CPU, one less of H, no silu, and q and k before rotation only where they have norms. Norms
+    of transformers keep float32 inputs of several operations (measured with Gemma 3, which has the most norms). An adapter
+    keeps its low-rank product.
     """
     sizes = model.config
     heads, keys = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
@@ -185,7 +184,7 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
     return numbers + sum(adapters)
 
 
-def memory_table(memory: dict[str, Phases], machine: Machine) -> list[str]:
+def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedConfig) -> list[str]:
     """Return the lines of --dry-run on the memory: a table, and a sentence on whether it fits."""
     totals = tuple(map(sum, zip(*memory.values(), strict=True)))
     most, usable = max(totals), (1 - FREE_SHARE) * machine.memory
@@ -199,12 +198,12 @@ def memory_table(memory: dict[str, Phases], machine: Machine) -> list[str]:
     needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB, nine tenths of the memory"
     if most <= usable:
         return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
-    advice = {
-        "start": "a lower --kv-cache-gb or a higher --vllm-tensor-parallel",
-        "rollout": "a lower --kv-cache-gb or --sharding full on more GPUs",
-        "update": "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs",
-    }
-    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}; {advice[phase]} needs less."]
+    hidden, options = inapplicable_options(ResolvedConfig, config.flat()), options_of(ResolvedConfig)
+    notes = [(option.flag, note) for name, option in options.items() if name not in hidden for note in option.of(LessMemory)]
+    advice = [note.advice.format(flag) for flag, note in notes if phase in note.phases]
+    said = " or ".join(filter(None, [", ".join(advice[:-1]), *advice[-1:]]))
+    less = f"; {said} needs less" if said else ""
+    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}{less}."]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

@@ -2,54 +2,38 @@
 
     vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING, Aka("tensor_parallel_size")] = 1
 
-A `Limit`, here that of Count, bounds its numbers; a `When` says which runs take it; a `Resume` what a change means for a run
+A `Limit`, here that of Count, bounds its numbers; a `When` says which runs use it; a `Resume` what a change means for a run
 that resumes; `Aka` what other libraries call it; `Default` how --help shows a default that is worked out when the run starts;
-and a `Note` what else is special about it.
+`LessMemory` how it reduces the memory; and a `Note` what else is special about it.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import docstring_parser
-import tyro
 
-from maxrl_fast.algorithms.options import Limit
+from maxrl_fast.algorithms.options import Limit, Option, make_option
 from maxrl_fast.errors import InputError
 
-AnyNote = TypeVar("AnyNote")
-
-_FITS_INT32 = Limit("below 2^31", lambda x: x < 2**31)
-AT_LEAST_1 = Limit("at least 1", lambda x: x >= 1)
-Count = Annotated[int, AT_LEAST_1, _FITS_INT32]
-CountOrZero = Annotated[int, Limit("at least 0", lambda x: x >= 0), _FITS_INT32]
-Seed = Annotated[int, Limit("in [0, 2^63)", lambda x: 0 <= x < 2**63)]
-Positive = Annotated[float, Limit("a finite number above 0", lambda x: 0 < x < math.inf)]
-NotNegative = Annotated[float, Limit("finite and at least 0", lambda x: 0 <= x < math.inf)]
-Finite = Annotated[float, Limit("finite", math.isfinite)]
-UnitInterval = Annotated[float, Limit("in [0, 1]", lambda x: 0 <= x <= 1)]
-Share = Annotated[float, Limit("above 0 and at most 1", lambda x: 0 < x <= 1)]
-BetweenZeroAndOne = Annotated[float, Limit("above 0 and below 1", lambda x: 0 < x < 1)]
-BelowOne = Annotated[float, Limit("in [0, 1)", lambda x: 0 <= x < 1)]
+AnyGroups = TypeVar("AnyGroups", bound="Groups")
 
 
 @dataclass(frozen=True)
 class When:
-    """The runs that take an option.
+    """The runs that use an option.
 
     Args:
-        others: who does not take it, for messages; a format of the choices, as in "task {0.task}".
-        holds: whether a run of these choices takes the option of this name.
+        otherwise: what to say of the option in other runs: a format of the options by name, or a function of them.
+        holds: whether a run of these options by name uses it.
     """
 
-    others: str
-    holds: Callable[[Any, str], Any]
+    otherwise: str | Callable[[Mapping[str, Any]], str]
+    holds: Callable[[Mapping[str, Any]], Any]
 
 
 class Resume(Enum):
@@ -63,25 +47,11 @@ class Resume(Enum):
     START = auto()  # it says how a run was started, and is not compared
 
 
-class Aka:
-    """What TRL, the Trainer of transformers, verl, OpenRLHF and slime call an option, without their prefixes
-    (actor_rollout_ref.rollout.n is n).
+class LessMemory:
+    """How an option reduces the memory in some phases of a step: a format of its flag, as in "a lower {}"."""
 
-    Args:
-        names: separated by spaces.
-        value: of our option, which their names stand for.
-    """
-
-    def __init__(self, *names: str, value: str = ""):
-        self.names, self.value = " ".join(names).split(), value
-
-
-@dataclass(frozen=True)
-class Default:
-    """A default that is worked out when the run starts, as --help shows it, and what --help shows in the value's place."""
-
-    text: str
-    metavar: str = ""
+    def __init__(self, advice: str, *phases: str):
+        self.advice, self.phases = advice, phases
 
 
 class Note(Enum):
@@ -89,74 +59,55 @@ class Note(Enum):
     FOLLOWS_LOSS = auto()  # the same for --loss
     MAY_NAME_CODE = auto()  # it may name a file, a module or an installed plug-in that the run imports
     NAMES_CODE = auto()  # each of its values does
+    JSON = auto()  # its text is a JSON object
     NOT_IN_A_FILE = auto()  # a flag without a key of --config
+    POSITIONAL = auto()  # a word of the command without a flag
+    OPTIONAL_VALUE = auto()  # its flag may stand alone, which gives ""
     SELDOM = auto()  # --help has only its name; docs/options.md has all of it
 
 
 @dataclass(frozen=True)
-class Option:
-    """An option of a configuration."""
+class Groups:
+    """A configuration: a dataclass of groups of options, which are dataclasses with a docstring below each field."""
 
-    name: str
-    kind: Any  # its type, without notes
-    default: Any
-    help: str  # on one line
-    notes: tuple[Any, ...]
+    def flat(self) -> dict[str, Any]:
+        """All options by flag name, in the types of JSON and TOML."""
+        return {name: as_json(value) for group in vars(self).values() for name, value in vars(group).items()}
 
-    def of(self, kind: type[AnyNote]) -> list[AnyNote]:
-        """Return its notes of a class."""
-        return [note for note in self.notes if isinstance(note, kind)]
-
-    def find(self, kind: type[AnyNote]) -> AnyNote | None:
-        """Return its note of a class, if it has one."""
-        return next(iter(self.of(kind)), None)
-
-    @property
-    def takes_several(self) -> bool:
-        return get_origin(self.kind) is tuple
-
-    @property
-    def metavar(self) -> str:
-        """What --help shows in the value's place."""
-        default = self.find(Default)
-        kinds = [kind for kind in (get_args(self.kind) or [self.kind]) if kind is not NoneType]  # of X | None
-        return (default and default.metavar) or _METAVARS.get(kinds[0], "STR")
-
-    @property
-    def shown(self) -> Any:
-        """How tyro shows it."""
-        if (default := self.find(Default)) is None:
-            return tyro.conf.arg(help=self.help)
-        return tyro.conf.arg(help=self.help, metavar=self.metavar, help_behavior_hint=f"(default: {default.text})")
+    def replace(self: AnyGroups, **options: Any) -> AnyGroups:
+        """A copy with other values for some options, by flag name."""
+        changed = {}
+        for name, group in vars(self).items():
+            if own := {key: options[key] for key in vars(group).keys() & options.keys()}:
+                changed[name] = dataclasses.replace(group, **own)
+        return dataclasses.replace(self, **changed)
 
 
-_METAVARS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+def as_json(value: Any) -> Any:
+    """Return an option's value in the types of JSON and TOML: of several values a list, of one the value, of none None."""
+    if isinstance(value, tuple):
+        return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
+    return str(value) if isinstance(value, Path) else value
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values that `as_json` made one value of."""
+    return [*value] if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 @lru_cache
-def options_of(config: type) -> dict[str, Option]:
+def options_of(config: Any) -> dict[str, Option]:
     """Return the options of Config or EvaluationConfig by name, in the order of --help."""
-    groups = [group for group in get_type_hints(config).values() if dataclasses.is_dataclass(group)]
-    return {option.name: option for group in groups for option in read_options(group)}  # type: ignore[arg-type]
+    return {option.name: option for group in get_type_hints(config).values() for option in read_options(group)}
 
 
 @lru_cache
 def read_options(group: Any) -> tuple[Option, ...]:
-    """Return the options of a group: a dataclass with a docstring below each field."""
-    kinds, hints = get_type_hints(group), get_type_hints(group, include_extras=True)
-    # tyro alone would keep the source's line breaks.
-    texts = docstring_parser.parse_from_object(group).params
-    helps = {text.arg_name: " ".join((text.description or "").split()) for text in texts}
-    return tuple(
-        Option(x.name, kinds[x.name], x.default, helps[x.name], tuple(_notes(hints[x.name]))) for x in dataclasses.fields(group)
-    )
-
-
-def _notes(hint: Any) -> Iterator[Any]:
-    """Return what the Annotated in a type hint say, also those of the X in `X | None`."""
-    if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
-    yield from (note for part in get_args(hint) for note in _notes(part))
+    """Return the options of a group."""
+    hints = get_type_hints(group, include_extras=True)
+    helps = {text.arg_name: text.description or "" for text in docstring_parser.parse_from_object(group).params}
+    fields = [field for field in dataclasses.fields(group) if field.default is not dataclasses.MISSING]
+    return tuple(make_option(field.name, hints[field.name], field.default, helps[field.name]) for field in fields)
 
 
 def names_with(config: type, note: Note | Resume) -> tuple[str, ...]:
@@ -172,12 +123,12 @@ def check_limits(config: type, values: Mapping[str, Any]) -> None:
                 raise InputError(f"{name} must be {limit.wanted}, got {values[name]}")
 
 
-def inapplicable_options(config: type, choices: Any) -> dict[str, str]:
-    """Return the options that a run of these choices does not take, each with who does not take it."""
-    found = {}
+def inapplicable_options(config: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that a run of these options by name does not use, each with what to say of it."""
+    found: dict[str, str] = {}
     for name, option in options_of(config).items():
         for condition in option.of(When):
-            if not condition.holds(choices, name):
-                found[name] = condition.others.format(choices)
-                break
+            if not condition.holds(values):
+                said = condition.otherwise
+                found.setdefault(name, said.format_map(values) if isinstance(said, str) else said(values))
     return found

@@ -1,66 +1,40 @@
 """Every option of a run, with its help and default, in the groups that --help shows: as parsed, and as resolved."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from tyro.constructors import PrimitiveConstructorSpec
-
-from maxrl_fast.config import conditions as when
-from maxrl_fast.config.metadata import (
+from maxrl_fast.algorithms.options import (
+    WORKED_OUT,
     Aka,
     BelowOne,
     Count,
     CountOrZero,
     Default,
     Finite,
-    Note,
     NotNegative,
+    Option,
     Positive,
-    Resume,
     Seed,
     Share,
     UnitInterval,
 )
+from maxrl_fast.config import conditions as when
+from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, options_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
+from maxrl_fast.ops.token_batch import Aggregation
 from maxrl_fast.rewards.models import SCORE
+from maxrl_fast.runtime.plugins import is_file
+from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
 
 
-def _one_or_none(texts: list[str]) -> str:
-    if len(texts) > 1:
-        raise ValueError(f"takes one value or none, got {' '.join(texts)}")
-    return "".join(texts)
-
-
-# Of an option that is a flag alone, which gives "", or a flag with a value.
-OPTIONAL_VALUE = PrimitiveConstructorSpec(
-    nargs="*",
-    metavar="[STR]",
-    instance_from_str=_one_or_none,
-    is_instance=lambda value: value is None or isinstance(value, str),
-    str_from_instance=lambda value: [value] if value else [],
-)
-
-
-def as_json(value: Any) -> Any:
-    """Return an option's value in the types of JSON and TOML: of several values a list, of one the value, of none None."""
-    if isinstance(value, tuple):
-        return [*value] if len(value) > 1 else value[0] if value else None
-    return str(value) if isinstance(value, Path) else value
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the values that `as_json` made one value of."""
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def numbers_by_name(option: str, texts: Sequence[str]) -> dict[str, float]:
+def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
     """Return the numbers of an option whose values are NAME=VALUE.
 
     Raises:
@@ -81,7 +55,7 @@ def numbers_by_name(option: str, texts: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """What is maximised. Only the options that the objective takes are shown."""
+    """What is maximised. Only the options that the objective uses are shown."""
 
     objective: Annotated[
         str,
@@ -91,65 +65,17 @@ class ObjectiveOptions:
     ] = "maxpo"
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists them all),
     FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
-    k: Annotated[int | None, Default("4"), when.OBJECTIVE] = None
-    """Size of max@k, in rollouts: 1 to N-1 for maxpo, 2 to N for pkpo."""
-    order: Annotated[int | None, Default("N-1"), when.OBJECTIVE] = None
-    """Order at which maxrl is truncated, 1 to N-1."""
-    eps: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """Added to the divisor: the standard deviation of the rewards, or their mean."""
-    ddof: Annotated[int | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """1: sample standard deviation; 0: population standard deviation."""
-    tau: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """Weight of the log-probs in differential_smoothing."""
-    alpha: Annotated[Positive | None, Default("0.1"), when.OBJECTIVE] = None
-    """Weight of the tokens' entropies in rl_zvp, per nat."""
-    bundle_size: Annotated[Count | None, Default("5"), when.OBJECTIVE] = None
-    """Prompts in a bundle of riskpo; it divides --prompts."""
-    quantile: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """Quantile of the group's rewards that is the baseline of qae."""
-    penalty: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """Share of the reward that the most probable rollout of a group loses in unlikeliness."""
-    score_range: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """HERO: half-width of the score range within a verifier class, below .5."""
-    correct_weight: Annotated[float | None, Default("the estimator's"), when.OBJECTIVE] = None
-    """Weight of correct rollouts in w_reinforce."""
-    clamp_delta: Annotated[float | None, Default("0"), when.OBJECTIVE] = None
-    """Clamp probability ratios of responses to at most this distance from 1, in the off-policy objectives; 0: do not."""
-    false_positive_rate: Annotated[float | None, Default("must be given"), when.OBJECTIVE] = None
-    """Probability that the verifier accepts a wrong rollout."""
-    false_negative_rate: Annotated[float | None, Default("must be given"), when.OBJECTIVE] = None
-    """Probability that the verifier rejects a correct rollout."""
-    beta: Annotated[Positive | None, Default("1"), when.OBJECTIVE] = None
-    """Scale of PACS's reward proxies, in reward per nat of log-ratio."""
-    score: Annotated[Literal["rloo", "grpo", "dr_grpo", "naive"] | None, Default("rloo"), when.OBJECTIVE] = None
-    """Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."""
-    class_weight: Annotated[Literal["balanced", "none"] | None, Default("balanced"), when.OBJECTIVE] = None
-    """PACS's weights of correct and wrong rollouts: balanced in every group, or none."""
-    ref_reset_interval: Annotated[CountOrZero | None, Default("50"), when.OBJECTIVE] = None
-    """Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."""
-    gae_gamma: Annotated[UnitInterval | None, Default("1"), when.OBJECTIVE, Aka("gamma discount")] = None
-    """Discount of the reward per token in the generalized advantage estimates of ppo."""
-    gae_lambda: Annotated[UnitInterval | None, Default("1"), when.OBJECTIVE, Aka("lam lambd lambda_ gae_lam")] = None
-    """Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."""
-    value_clip: Annotated[
-        NotNegative | None,
-        Default("0.2"),
-        when.OBJECTIVE,
-        Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
-    ] = None
-    """Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."""
-    critic_lr: Annotated[
-        Positive | None,
-        Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
-        when.OBJECTIVE,
-        Aka("critic_learning_rate value_lr vf_lr"),
-    ] = None
-    """Learning rate of ppo's critic, constant from the first step."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its function, by name
+
+    @property
+    def short_name(self) -> str:
+        """The name without a file."""
+        return self.objective.rpartition(":")[2] if is_file(self.objective) else self.objective
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Where prompts come from. Only the options that the task takes are shown."""
+    """Where prompts come from. Only the options that the task uses are shown."""
 
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
     """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of reasoning-gym; dataset, prompts
@@ -159,9 +85,9 @@ class TaskOptions:
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64
     """States of the chain; the MaxPO paper has 1000."""
-    gym_config: Annotated[str, when.GYM_TASK] = ""
+    gym_config: Annotated[str, when.GYM_TASK, Note.JSON] = ""
     """Options of a data set of reasoning-gym as a JSON object, such as {"min_terms": 2, "max_terms": 2}."""
-    task_args: Annotated[str, when.CUSTOM_TASK] = ""
+    task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
     """Arguments of the class of your own task or an installed one as a JSON object, such as {"length": 6}."""
     data: Annotated[
         Path | None, Default("none", "FILE"), when.DATASET, Aka("train_file train_files prompt_data train_data dataset_path")
@@ -275,6 +201,7 @@ class RolloutOptions:
         when.VLLM,
         when.NO_VLLM_SERVER,
         Resume.ROUNDING,
+        LessMemory("a higher {}", "start"),
         Aka("vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size"),
     ] = 1
     """vLLM tensor-parallel size; must divide the world size."""
@@ -305,13 +232,13 @@ class RolloutOptions:
     dynamic_sampling: Annotated[CountOrZero, Aka("dynamic_filtering filter_groups")] = 0
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all equal (DAPO); 0: one batch."""
     max_new_tokens: Annotated[
-        Count | None,
+        Count,
         Default("the task's; 32 for 9x9 mazes"),
         Aka(
             "max_completion_length max_response_length generate_max_len max_tokens max_length response_length",
             "rollout_max_response_len max_gen_len max_completion_tokens",
         ),
-    ] = None
+    ] = WORKED_OUT
     """Response limit, in tokens."""
     temperature: Annotated[Positive, Aka("rollout_temperature sampling_temperature")] = 1.0
     """Temperature of the sampling and of the loss."""
@@ -322,12 +249,13 @@ class RolloutOptions:
         Default("an eighth of the memory, a quarter of a GPU's"),
         when.NO_VLLM_SERVER,
         Resume.ROUNDING,
+        LessMemory("a lower {}", "start", "rollout"),
         Aka("vllm_gpu_memory_utilization gpu_memory_utilization"),
     ] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
     wait for others to end."""
     correction: Annotated[
-        CorrectionName | None,
+        CorrectionName,
         Default("none with native or the objective's own loss, else tis"),
         Note.FOLLOWS_OBJECTIVE,
         Aka(
@@ -335,7 +263,7 @@ class RolloutOptions:
             "rollout_correction",
         ),
         Aka("off_policy_mask_threshold use_opsm opsm_delta", value="sequence_mask"),
-    ] = None
+    ] = WORKED_OUT
     """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
     sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
     importance_cap: Annotated[
@@ -352,12 +280,16 @@ class RolloutOptions:
     and 0 for none."""
     correction_options: Annotated[
         tuple[str, ...],
-        Default("the correction's own", "NAME=VALUE ..."),
+        Default("the correction's own", "NAME=VALUE ...", when.numbers_of_correction),
         when.TAKES_NUMBERS,
         Note.FOLLOWS_OBJECTIVE,
         Aka("rollout_rs_threshold vllm_importance_sampling_clip_min"),
     ] = ()
     """Numbers of the correction: low and high of icepop and mis, delta of sequence_mask."""
+
+    def samples_of_engine(self, processes: int) -> int:
+        """Return the most samples of a step that one rollout engine is given, with this many processes."""
+        return -(-self.prompts // processes) * self.vllm_tensor_parallel * self.rollouts
 
     def correction_numbers(self) -> dict[str, float]:
         """Return the numbers of the correction by name; raises as `numbers_by_name`."""
@@ -371,13 +303,13 @@ class WarmStartOptions:
     sft_data: Annotated[Path | None, Default("none, the task's solutions", "FILE"), when.DATASET] = None
     """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a response; or messages, of which
     the last is the assistant's."""
-    sft_steps: Annotated[CountOrZero | None, Default("100; with --sft-data an epoch; with --model alone 0")] = None
+    sft_steps: Annotated[CountOrZero, Default("100; with --sft-data an epoch; with --model alone 0")] = WORKED_OUT
     """Number of steps of supervised learning; 0: none."""
     sft_batch: Count = 32
     """Solutions per step."""
-    sft_lr: Annotated[Positive | None, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = None
+    sft_lr: Annotated[Positive, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = WORKED_OUT
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
-    sft_beta2: Annotated[BelowOne | None, Default("--beta2"), Note.SELDOM] = None
+    sft_beta2: Annotated[BelowOne, Default("--beta2"), Note.SELDOM] = WORKED_OUT
     """AdamW's decay of the second moment in the warm start."""
 
 
@@ -394,10 +326,10 @@ class OptimizerOptions:
     ] = 90
     """Number of reinforcement learning steps."""
     lr: Annotated[
-        Positive | None,
+        Positive,
         Default("3e-4; with --model 1e-6, with --lora-rank too 1e-5"),
         Aka("learning_rate actor_learning_rate optim_lr"),
-    ] = None
+    ] = WORKED_OUT
     """Peak learning rate."""
     lr_schedule: Annotated[Literal["constant", "cosine"], Aka("lr_scheduler_type lr_scheduler lr_decay_style scheduler")] = (
         "cosine"
@@ -418,6 +350,7 @@ class OptimizerOptions:
     token_budget: Annotated[
         Count,
         Resume.ROUNDING,
+        LessMemory("a lower {}", "update"),
         Aka(
             "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu max_tokens_per_gpu",
             "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
@@ -425,7 +358,10 @@ class OptimizerOptions:
     ] = 4096
     """Token limit, prompts counted once, of one forward and backward pass; gradients of several passes add up."""
     checkpoint_activations: Annotated[
-        bool, Resume.ROUNDING, Aka("gradient_checkpointing enable_gradient_checkpointing activation_checkpointing")
+        bool,
+        Resume.ROUNDING,
+        LessMemory("{}", "update"),
+        Aka("gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
     ] = False
     """Keep only each layer's input for the backward pass and recompute the layer there: less memory, a third more work."""
 
@@ -435,19 +371,19 @@ class LossOptions:
     """The token loss."""
 
     loss: Annotated[
-        str | None,
+        str,
         Default("ppo; reinforce for pacs, verifree and the off-policy objectives"),
         Note.FOLLOWS_OBJECTIVE,
         Note.MAY_NAME_CODE,
         Aka("policy_loss_type loss_fn policy_loss loss_mode"),
         Aka("importance_sampling_level", value="gspo"),
-    ] = None
+    ] = WORKED_OUT
     """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives` lists them all),
     an installed loss, or FILE.py:FUNCTION. With one update per step the ratio is 1, and the built-in losses have the same
     gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
     loss_options: Annotated[
         tuple[str, ...],
-        Default("the loss's own", "NAME=VALUE ..."),
+        Default("the loss's own", "NAME=VALUE ...", when.numbers_of_loss),
         when.TAKES_LOSS_OPTIONS,
         Note.FOLLOWS_LOSS,
         Aka(
@@ -468,12 +404,12 @@ class LossOptions:
     clip_high: Annotated[NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")] = 0.2
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[
-        str | None,
+        Aggregation,
         Default("the objective's"),
         Note.FOLLOWS_OBJECTIVE,
         Note.FOLLOWS_LOSS,
         Aka("loss_type loss_agg_mode loss_reduction"),
-    ] = None
+    ] = WORKED_OUT
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
     (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
     top_entropy: Annotated[Share, Aka("top_entropy_quantile entropy_top_ratio")] = 1.0
@@ -522,7 +458,7 @@ class ModelOptions:
     """Number of key/value heads."""
     rope_theta: Annotated[Positive, Resume.POLICY, Note.SELDOM] = 100.0
     """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL paper has 1e6."""
-    lora_rank: Annotated[CountOrZero, Resume.POLICY, Aka("lora_r use_peft r peft")] = 0
+    lora_rank: Annotated[CountOrZero, Resume.POLICY, LessMemory("{}", "update"), Aka("lora_r use_peft r peft")] = 0
     """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the checkpoints; 0: off."""
     lora_alpha: Annotated[Positive, when.WITH_LORA] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
@@ -545,9 +481,9 @@ class EvaluationOptions:
         CountOrZero, Resume.FREE, Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq")
     ] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
-    eval_prompts: Annotated[
-        Count | None, Default("256, or all that are held out"), Aka("limit num_eval_prompts max_eval_samples")
-    ] = None
+    eval_prompts: Annotated[Count, Default("256, or all that are held out"), Aka("limit num_eval_prompts max_eval_samples")] = (
+        WORKED_OUT
+    )
     """Number of held-out prompts."""
     eval_samples: Annotated[Count, Aka("n_samples_per_eval_prompt eval_num_samples num_generations_eval")] = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
@@ -573,14 +509,14 @@ class RunOptions:
     """The run itself."""
 
     out: Annotated[
-        Path | None,
+        Path,
         Default("runs/<objective>-<time>", "DIR"),
         Resume.START,
         Aka(
             "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save logging_dir",
             "out_dir log_dir",
         ),
-    ] = None
+    ] = WORKED_OUT
     """Folder of results: new, empty, or of a run that ended before its first step."""
     resume: Annotated[
         Path | None,
@@ -608,13 +544,16 @@ class RunOptions:
     """Fuse each layer's operations before and after attention by torch.compile, in training and in PyTorch's decoding. The
     first steps take longer."""
     sharding: Annotated[
-        Literal["auto", "none", "full"], Resume.ROUNDING, Aka("fsdp deepspeed zero_stage fsdp_config", value="full")
+        Literal["auto", "none", "full"],
+        Resume.ROUNDING,
+        LessMemory("{} full on more GPUs", "rollout", "update"),
+        Aka("fsdp deepspeed zero_stage fsdp_config", value="full"),
     ] = "auto"
     """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full
     where the training state would take more than half of a GPU's memory."""
     threads: Annotated[
-        Count | None, Default("those this process may use"), Resume.ROUNDING, Aka("num_threads n_threads cpu_threads")
-    ] = None
+        Count, Default("those this process may use"), Resume.ROUNDING, Aka("num_threads n_threads cpu_threads")
+    ] = WORKED_OUT
     """Number of CPU threads."""
     save_every: Annotated[CountOrZero, Resume.FREE, Aka("save_steps save_freq save_interval save_strategy")] = 50
     """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
@@ -624,13 +563,13 @@ class RunOptions:
     """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
     stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
     """Seconds that a stage of a step may take without progress; then the run prints the stacks of its processes and ends."""
-    dry_run: Annotated[str | None, OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")] = None
+    dry_run: Annotated[str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")] = None
     """Print the resolved configuration with estimates of memory and work, and stop. Without a value they are for this machine
     and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, which this machine need not have."""
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Groups):
     """Reinforcement learning with verifiable rewards.
 
     Examples: python -m maxrl_fast.train --objective maxpo --k 4
@@ -640,85 +579,54 @@ class Config:
     --version prints the versions instead.
     """
 
-    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
-    task: TaskOptions = field(default_factory=TaskOptions)
-    reward: RewardOptions = field(default_factory=RewardOptions)
-    shaping: ShapingOptions = field(default_factory=ShapingOptions)
-    rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    warm_start: WarmStartOptions = field(default_factory=WarmStartOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    run: RunOptions = field(default_factory=RunOptions)
+    objective: ObjectiveOptions = ObjectiveOptions()
+    task: TaskOptions = TaskOptions()
+    reward: RewardOptions = RewardOptions()
+    shaping: ShapingOptions = ShapingOptions()
+    rollout: RolloutOptions = RolloutOptions()
+    warm_start: WarmStartOptions = WarmStartOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    loss: LossOptions = LossOptions()
+    model: ModelOptions = ModelOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    run: RunOptions = RunOptions()
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name, in the types of JSON and TOML."""
-        return {
-            option.name: as_json(value)
-            for group in dataclasses.fields(self)
-            for option in dataclasses.fields(getattr(self, group.name))
-            for value in [getattr(getattr(self, group.name), option.name)]
-        }
+        """All options by flag name, in the types of JSON and TOML; None for those that other objectives have."""
+        flat = super().flat()
+        return {"objective": flat.pop("objective"), **dict.fromkeys(objective_table()), **flat.pop("options"), **flat}
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name."""
-        changed = {}
-        for group in dataclasses.fields(self):
-            options_of_group = {option.name for option in dataclasses.fields(getattr(self, group.name))}
-            if own := {name: options[name] for name in options_of_group & options.keys()}:
-                changed[group.name] = dataclasses.replace(getattr(self, group.name), **own)
-        return dataclasses.replace(self, **changed)
+        own = {name: value for name, value in options.items() if name not in options_of(Config)}
+        if own:
+            given = {**self.objective.options, **own}
+            options["options"] = {name: value for name, value in given.items() if value is not None}
+        return super().replace(**options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRollout(RolloutOptions):
-    max_new_tokens: int
-    correction: CorrectionName
-
-    def samples_of_engine(self, processes: int) -> int:
-        """Return the most samples of a step that one rollout engine is given, with this many processes."""
-        return -(-self.prompts // processes) * self.vllm_tensor_parallel * self.rollouts
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedWarmStart(WarmStartOptions):
-    sft_steps: int
-    sft_lr: float
-    sft_beta2: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedOptimizer(OptimizerOptions):
-    lr: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedLoss(LossOptions):
-    loss: str
-    aggregation: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedEvaluation(EvaluationOptions):
-    eval_prompts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRun(RunOptions):
-    out: Path
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"]
-    threads: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
     """A checked configuration whose defaults are all worked out."""
 
-    rollout: ResolvedRollout
-    warm_start: ResolvedWarmStart
-    optimizer: ResolvedOptimizer
-    loss: ResolvedLoss
-    evaluation: ResolvedEvaluation
-    run: ResolvedRun
+
+@lru_cache
+def objective_table() -> dict[str, dict[str, Option]]:
+    """Return the options of all built-in objectives by name, each by the objectives that have it."""
+    table: dict[str, dict[str, Option]] = {}
+    for objective in OBJECTIVES:
+        for name, option in objective_options(objective).items():
+            table.setdefault(name, {})[objective] = option
+    return table
+
+
+def options_with(objective: str) -> dict[str, Option]:
+    """Return all options of a run of an objective by name, in the order of --help.
+
+    An option of its function that has the name of another option keeps its default.
+
+    Raises:
+        InputError: where there is no such objective, or a custom one cannot be loaded.
+    """
+    own, others = objective_options(objective), options_of(Config)
+    ordered = [name for name in objective_table() if name in own] + [name for name in own if name not in objective_table()]
+    return {"objective": others["objective"], **{name: own[name] for name in ordered}, **others}

@@ -1,22 +1,27 @@
-"""The page of all options in Markdown: `python -m maxrl_fast.config.options_page > docs/options.md`."""
+"""The options as --help shows them, and all of them as the page that `python -m maxrl_fast.config.options_page` prints."""
 
 import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
-from maxrl_fast.config.metadata import Default, Note, Option, read_options
-from maxrl_fast.config.options import Config
+import tyro
+
+from maxrl_fast.algorithms.options import Default, Option
+from maxrl_fast.config.metadata import Groups, Note, inapplicable_options, options_of, read_options
+from maxrl_fast.config.options import Config, objective_table
+from maxrl_fast.runtime.plugins import describe_installed
 
 _HEAD = """# Options
 
-`python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py`;
-`python -m maxrl_fast.train --help` prints the options that the default job takes. `--task chain --help` prints the options of
-that task, and `--objective pacs --help` the options of that objective; other tasks and objectives refuse them.
+`python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py` and the
+signatures of the objectives; `python -m maxrl_fast.train --help` prints the options that the default job uses. `--task chain
+--help` prints the options of that task, and `--objective pacs --help` the options of that objective, also of your own; other
+tasks and objectives refuse them.
 
 Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`
 is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand at the top of the file, without tables. A flag
@@ -24,6 +29,75 @@ overrides the file. A table, an unknown key or a wrong value is refused with the
 verl, OpenRLHF and others give an option, as for a misspelled one, the message has the name here: `--num-generations 8` is
 answered by "did you mean --rollouts?".
 """
+
+
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+def grouped(config: type, options: Mapping[str, Option]) -> Iterator[tuple[str, type, list[Option]]]:
+    """Give the name and the class of each group, and the options that are in it."""
+    static = options_of(config)
+    for name, group in get_type_hints(config).items():
+        names = {option.name for option in read_options(group)}
+        if name == "objective":
+            names |= options.keys() - static.keys()  # those of its function
+        yield name, group, [option for option in options.values() if option.name in names]
+
+
+def show_help(config: Groups, options: Mapping[str, Option], arguments: Sequence[str], prog: str) -> None:
+    """Print the options that a run of this configuration uses, or a completion of its flags for a shell, and exit: by tyro."""
+    values = config.flat()
+    hidden, groups, seldom = inapplicable_options(type(config), values), [], []
+    for name, group, members in grouped(type(config), {key: x for key, x in options.items() if key not in hidden}):
+        seldom += [option.flag for option in members if Note.SELDOM in option.notes]
+        listed = [option for option in members if Note.SELDOM not in option.notes]
+        fields = [(option.name, _for_tyro(option, values), dataclasses.field(default=option.default)) for option in listed]
+        shown = dataclasses.make_dataclass(group.__name__, fields, namespace={"__doc__": group.__doc__})
+        groups.append((name, shown, dataclasses.field(default_factory=shown)))
+    others = f"More, in docs/options.md: {', '.join(seldom)}." if seldom else ""
+    tyro.cli(
+        dataclasses.make_dataclass(type(config).__name__, groups),
+        args=["--help"] if not any(word.startswith("--tyro") for word in arguments) else list(arguments),
+        prog=prog,
+        description="\n\n".join(filter(None, [inspect.getdoc(type(config)), others, describe_installed()])),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without -h and --help, and whether they ask for the options, or for a completion by tyro."""
+    if any(word.startswith("--tyro") for word in arguments):
+        return [], True
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    return words, len(words) < len(arguments)
+
+
+def _for_tyro(option: Option, values: Mapping[str, Any]) -> Any:
+    kind: Any = option.kind if option.default is not None else option.kind | None
+    if Note.POSITIONAL in option.notes:
+        return Annotated[
+            kind, tyro.conf.Positional, tyro.conf.arg(help=option.help, metavar=_metavar(option), help_behavior_hint="")
+        ]
+    if option.find(Default) is None and option.default is not None:
+        return Annotated[kind, tyro.conf.arg(help=option.help)]
+    default = option.find(Default)
+    text = default.chosen(values) if default and default.chosen else _default_text(option)
+    hint = f"(default: {text})"
+    return Annotated[kind, tyro.conf.arg(help=option.help, metavar=_metavar(option), help_behavior_hint=hint)]
+
+
+def _metavar(option: Option) -> str:
+    """Return what --help shows in the value's place."""
+    default = option.find(Default)
+    kind = (get_args(option.kind) or [option.kind])[0]
+    return (default and default.metavar) or (
+        "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS.get(kind, "STR")
+    )
+
+
+def _default_text(option: Option) -> str:
+    default = option.find(Default)
+    return default.text if default else "must be given" if option.default is None else str(option.default)
 
 
 @dataclass(frozen=True)
@@ -39,9 +113,11 @@ class Row:
 
 def groups() -> Iterator[tuple[str, str, list[Row]]]:
     """Name, purpose and options of every group, in the order of --help."""
-    for group in dataclasses.fields(Config):
-        cls = type(getattr(Config(), group.name))
-        yield group.name.replace("_", " "), inspect.cleandoc(cls.__doc__ or ""), [_row(x) for x in read_options(cls)]  # type: ignore[arg-type]
+    table, static = objective_table(), options_of(Config)
+    own = {name: next(iter(rows.values())) for name, rows in table.items()}
+    for name, group, members in grouped(Config, {"objective": static["objective"], **own, **static}):
+        rows = [_row_of_objectives(table[x.name]) if x.name in table else _row(x) for x in members]
+        yield name.replace("_", " "), inspect.cleandoc(group.__doc__ or ""), rows
 
 
 def page() -> str:
@@ -52,28 +128,28 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def _row_of_objectives(options: Mapping[str, Option]) -> Row:
+    """Return the row of an option that these objectives have, each with its own help and default."""
+    rows = {objective: _row(option) for objective, option in options.items()}
+    first, helps = next(iter(rows.values())), dict.fromkeys(row.help for row in rows.values())
+    said = [f"{text[:-1]} ({', '.join(name for name, row in rows.items() if row.help == text)})." for text in helps]
+    is_same = all(row.default == first.default for row in rows.values())
+    return dataclasses.replace(first, default=first.default if is_same else "the objective's", help=" ".join(said))
+
+
 def _row(option: Option) -> Row:
-    shown = option.find(Default)
-    default = _default(option.default) if shown is None else _escaped(shown.text)
-    name = "--" + option.name.replace("_", "-")
-    flag = f"`{name}`" if option.kind is not bool else f"`{name}`, `--no-{name[2:]}`"
-    key = "none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`"
-    return Row(flag, key, _kind(option), default, _escaped(option.help))
-
-
-def _kind(option: Option) -> str:
-    """Choices where there are some, else what --help shows in the value's place."""
-    kinds = [kind for kind in (get_args(option.kind) or [option.kind]) if kind is not NoneType]  # of X | None
-    literal = option.kind if get_origin(option.kind) is Literal else kinds[0]
-    if get_origin(literal) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(literal))
-    return "flag" if option.kind is bool else f"`{option.metavar}`"
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value in (None, "") else f"`{value}`"
+    flag, is_flag = f"`{option.flag}`", option.kind is bool
+    default = f"`{option.default}`" if option.find(Default) is None else _escaped(_default_text(option))
+    if is_flag or option.default == "":
+        default = "on" if option.default else "off" if is_flag else "none"
+    kind = "flag" if is_flag else ", ".join(f"`{choice}`" for choice in option.choices) or f"`{_metavar(option)}`"
+    return Row(
+        flag=f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
+        key="none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
+        kind=kind,
+        default=default if option.default is not None or option.of(Default) else "must be given",
+        help=_escaped(option.help),
+    )
 
 
 def _escaped(text: str) -> str:

@@ -1,6 +1,5 @@
 """From a checked configuration and its task to the resolved one, in which every default is worked out."""
 
-import dataclasses
 import itertools
 import math
 import time
@@ -11,19 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from maxrl_fast.config.checks import correction_name, importance_cap, loss_of, objective_of
-from maxrl_fast.config.metadata import Note, Resume, read_options
-from maxrl_fast.config.options import (
-    Config,
-    ModelOptions,
-    ResolvedConfig,
-    ResolvedEvaluation,
-    ResolvedLoss,
-    ResolvedOptimizer,
-    ResolvedRollout,
-    ResolvedRun,
-    ResolvedWarmStart,
-)
+from maxrl_fast.config.checks import correction_name, importance_cap, objective_of
+from maxrl_fast.config.conditions import loss_of
+from maxrl_fast.config.metadata import Note, Resume, options_of
+from maxrl_fast.config.options import Config, ModelOptions, ResolvedConfig
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
@@ -35,7 +25,7 @@ from maxrl_fast.runtime.plugins import is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.training.objective_registry import objective_options
+from maxrl_fast.training.objectives.registry import objective_defaults
 
 
 def resolve(
@@ -62,45 +52,48 @@ def resolve(
         number = config.rollout.vllm_tensor_parallel
         raise InputError(f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}")
     config = config.replace(**_absolute(config))
-    rollouts, chosen = config.rollout.rollouts, config.objective
-    defaults = objective_options(chosen.objective, rollouts)
+    objective, correction = objective_of(config), correction_name(config)
+    loss = config.loss.loss or objective.loss
+    sft_lr, lr = default_rates(config.model)
+    beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
+    defaults = objective_defaults(config.objective.objective, config.rollout.rollouts)
     if "critic_lr" in defaults:
-        defaults = defaults | {"critic_lr": default_rates(config.model)[0]}
-    objective = {name: value for name, value in defaults.items() if getattr(chosen, name) is None}
-    return ResolvedConfig(
-        objective=dataclasses.replace(chosen, **objective),
-        task=config.task,
-        reward=config.reward,
-        shaping=config.shaping,
-        rollout=_rollout(config, task, warn),
-        warm_start=_warm_start(config, task),
-        optimizer=_optimizer(config),
-        loss=_loss(config),
-        model=dataclasses.replace(config.model, model_backend=_backend(config)),
-        evaluation=_evaluation(config, task),
-        run=_run(config, ranks, has_gpus),
-    )
+        defaults["critic_lr"] = sft_lr
+    worked_out = {
+        **{name: value for name, value in defaults.items() if name not in options_of(Config)},
+        **config.objective.options,
+        "max_new_tokens": _response_limit(config, task, warn),
+        "correction": correction,
+        "importance_cap": importance_cap(config, correction),
+        "sft_steps": _sft_steps(config, task),
+        "sft_lr": config.warm_start.sft_lr or sft_lr,
+        "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,
+        "lr": config.optimizer.lr or lr,
+        "loss": loss,
+        "aggregation": config.loss.aggregation or loss_of(loss).aggregation or objective.aggregation,
+        "model_backend": _backend(config),
+        "eval_prompts": num_held_out(config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts"),
+        **_run(config, ranks, has_gpus),
+    }
+    return ResolvedConfig(**vars(config.replace(**worked_out)))
 
 
 def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
     directory, wanted = config.model.directory, config.model.model_backend
     if wanted != "auto":
         return wanted
-    if directory is None or not (directory / "config.json").exists():  # a run that resumes has a checkpoint of its own
+    if directory is None or not (directory / "config.json").exists():  # a run that resumes has its own checkpoint
         return "native"
     return "transformers" if backend_of(directory) == "transformers" else "native"
 
 
-def _rollout(config: Config, task: Task, warn: Callable[[str], None]) -> ResolvedRollout:
-    options = config.rollout
-    # A run that resumes has a checkpoint and a response limit of its own.
+def _response_limit(config: Config, task: Task, warn: Callable[[str], None]) -> int:
+    # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
-    limit, buffer = response_limit(options.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
+    limit, buffer = response_limit(config.rollout.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
     if buffer > limit:
         raise InputError(f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}")
-    correction = correction_name(config)
-    chosen = {"correction": correction, "importance_cap": importance_cap(config, correction)}
-    return ResolvedRollout(**{**vars(options), **chosen, "max_new_tokens": limit})
+    return limit
 
 
 def response_limit(wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]) -> int:
@@ -138,7 +131,7 @@ def response_limit(wanted: int | None, task: Task, directory: Path | None, warn:
     return room
 
 
-def _warm_start(config: Config, task: Task) -> ResolvedWarmStart:
+def _sft_steps(config: Config, task: Task) -> int:
     options, steps = config.warm_start, config.warm_start.sft_steps
     if steps is None and options.sft_data is not None and isinstance(task, DatasetTask):
         steps = math.ceil(task.num_demonstrations / options.sft_batch)
@@ -147,10 +140,7 @@ def _warm_start(config: Config, task: Task) -> ResolvedWarmStart:
     if steps and not task.has_demonstrations:
         advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
         raise InputError(f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got {steps}")
-    beta2 = config.optimizer.beta2 if options.sft_beta2 is None else options.sft_beta2
-    return ResolvedWarmStart(
-        **{**vars(options), "sft_steps": steps, "sft_lr": options.sft_lr or default_rates(config.model)[0], "sft_beta2": beta2}
-    )
+    return steps
 
 
 def default_rates(model: ModelOptions) -> tuple[float, float]:
@@ -163,24 +153,6 @@ def default_rates(model: ModelOptions) -> tuple[float, float]:
     if model.model is None:
         return 2e-3, 3e-4
     return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
-
-
-def _optimizer(config: Config) -> ResolvedOptimizer:
-    options = config.optimizer
-    return ResolvedOptimizer(**{**vars(options), "lr": options.lr or default_rates(config.model)[1]})
-
-
-def _loss(config: Config) -> ResolvedLoss:
-    options, objective = config.loss, objective_of(config)
-    loss = options.loss or objective.loss
-    aggregation = options.aggregation or loss_of(loss).aggregation or objective.aggregation
-    chosen: dict[str, Any] = {"loss": loss, "aggregation": aggregation}
-    return ResolvedLoss(**{**vars(options), **chosen})
-
-
-def _evaluation(config: Config, task: Task) -> ResolvedEvaluation:
-    num_prompts = num_held_out(config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts")
-    return ResolvedEvaluation(**{**vars(config.evaluation), "eval_prompts": num_prompts})
 
 
 def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
@@ -196,17 +168,17 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
     return number
 
 
-def _run(config: Config, ranks: Ranks, has_gpus: bool) -> ResolvedRun:
+def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options = config.run
-    out = options.resume or options.out or _new_folder(f"{_short(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = options.resume or options.out or _new_folder(f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
         _refuse_used(out)
     if has_gpus and options.device == "cpu":
-        raise InputError(f"--dry-run {options.dry_run} is of GPUs, got --device cpu")
-    of_gpus: tuple[Any, Any] = "cuda", "bfloat16" if options.dtype == "auto" else options.dtype
+        raise InputError(f"--dry-run {options.dry_run} is for GPUs, got --device cpu")
+    of_gpus = "cuda", "bfloat16" if options.dtype == "auto" else options.dtype
     device, dtype = of_gpus if has_gpus else resolve_place(options.device, options.dtype)
     threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
-    return ResolvedRun(**{**vars(options), "out": out, "device": device, "dtype": dtype, "threads": threads})
+    return {"out": out, "device": device, "dtype": dtype, "threads": threads}
 
 
 def _new_folder(name: str) -> Path:
@@ -215,33 +187,26 @@ def _new_folder(name: str) -> Path:
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
 
-def _short(config: Config) -> str:
-    """Return the objective's name, for the folder of the run."""
-    name = config.objective.objective
-    return name.rpartition(":")[2] if is_file(name) else name
-
-
-def resolve_place(device: str, dtype: str) -> tuple[Literal["cpu", "cuda"], Literal["float32", "bfloat16"]]:
+def resolve_place(device: str, dtype: str) -> tuple[str, str]:
     """Return the device and the dtype of the options of these names.
 
     Raises:
         InputError: where the device is absent.
     """
     chosen = resolve_device(device)
-    is_half = resolve_dtype(dtype, chosen) == torch.bfloat16
-    return "cuda" if chosen.type == "cuda" else "cpu", "bfloat16" if is_half else "float32"
+    return chosen.type, str(resolve_dtype(dtype, chosen)).removeprefix("torch.")
 
 
 def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
     resolved: dict[str, Any] = {}
-    for group in vars(config).values():
-        for option in read_options(type(group)):  # type: ignore[arg-type]
-            value = getattr(group, option.name)
-            if isinstance(value, Path) and option.find(Resume) != Resume.START:
-                resolved[option.name] = value.absolute()
-            elif value is not None and Note.MAY_NAME_CODE in option.notes:
-                resolved[option.name] = absolute_function(value)
+    values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
+    for name, option in options_of(Config).items():
+        value = values[name]
+        if isinstance(value, Path) and option.find(Resume) != Resume.START:
+            resolved[name] = value.absolute()
+        elif value is not None and Note.MAY_NAME_CODE in option.notes:
+            resolved[name] = absolute_function(value)
     if config.model.model is not None and not config.model.model.startswith(HUB):
         resolved["model"] = str(Path(config.model.model).absolute())
     resolved["reward"] = tuple(map(absolute_function, config.reward.reward))

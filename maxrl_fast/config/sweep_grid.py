@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxrl_fast.config.checks import check
+from maxrl_fast.config.given import OPTIONS
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import SEVERAL, parse
+from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.plugins import is_file
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
         elif name in options:
             raise InputError(f"{flag} must be given once, with all its values behind it")
         elif name in ("resume", "allow_changes"):
-            raise InputError(f"a sweep takes no {flag}: the same command resumes it")
+            raise InputError(f"a sweep does not use {flag}: the same command resumes it")
         else:
             options[name] = [value] if equals else []
     return options
 
 
 def _words(flag: str, values: list[str]) -> list[str]:
-    """Return the words of an option in a command; a value like "-- think" would be an option in a word of its own."""
+    """Return the words of an option in a command; a value like "-- think" would be an option as a separate word."""
     return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
 
 
@@ -54,7 +54,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     Raises:
         InputError: where the options of a run are wrong, naming the run, or two would share a folder.
     """
-    sides = [name for name, values in options.items() if len(values) > 1 and name not in SEVERAL]
+    several = {option.name for option in OPTIONS.values() if option.takes_several}
+    sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     runs: dict[Path, Run] = {}
     for values in itertools.product(*(options[name] for name in sides)):
@@ -68,15 +69,14 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        objective = config.objective.objective
-        parts = [objective.rpartition(":")[2] if is_file(objective) else objective]
+        parts = [config.objective.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")
         group = "_".join(re.sub(r"[^\w.+-]+", "-", part) for part in parts)
         folder = out / f"{group}_seed-{config.run.seed}"
         if folder in runs:
-            raise InputError(f"the folder {folder} is of two runs of the grid: give every value once, under a name of its own")
+            raise InputError(f"the folder {folder} is of two runs of the grid: give every value once, under its own name")
         command = [sys.executable, "-m", "maxrl_fast.train", *arguments, "--out", str(folder), "--resume", "auto"]
         runs[folder] = Run(group, folder, command, config)
     return list(runs.values())

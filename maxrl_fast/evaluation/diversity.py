@@ -5,15 +5,14 @@ The vectors are embeddings of the text by a local model or, without a model, cou
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.prompt_process import PromptEncoder
-from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.records import Rollouts, padded_slots
+from maxrl_fast.rewards.models import longest_text, read_model
 
 LONGEST_GRAM = 3
 EMBEDDED = 32  # texts per batch
@@ -77,8 +76,6 @@ class NGramDiversity:
 class EmbeddingDiversity:
     """A text's vector is the mean over its tokens of a local model's last hidden states.
 
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
-
     Raises:
         InputError: if transformers is missing or cannot read the directory.
     """
@@ -87,27 +84,13 @@ class EmbeddingDiversity:
         self.name = f"embeddings by {directory}"
         if not directory.is_dir():
             raise InputError(f"--embeddings must be the directory of a model, got {directory}")
-        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
-        self._tokenizer, self._device = load_tokenizer(directory), device
+        what = f"the model of --embeddings {directory}"
+        self._tokenizer, model, _ = read_model(directory, "AutoModel", what, torch.float32)
+        self._model, self._device, self._longest = model.to(device), device, longest_text(self._tokenizer, model)
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token is None:
             raise InputError(f"the tokenizer of --embeddings {directory} must have a padding token or an end-of-text token")
-        from transformers import AutoModel  # load_tokenizer has checked that it is installed
-
-        try:
-            model = AutoModel.from_pretrained(
-                directory,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=torch.float32,
-            )
-        except Exception as error:  # transformers raises many kinds of errors
-            raise InputError(f"cannot read the model of --embeddings {directory}: {type(error).__name__}: {error}") from error
-        self._model: Any = model.to(device).eval()
-        longest = model.config.to_dict().get("max_position_embeddings") or 2**31
-        self._longest = min(int(longest), int(min(self._tokenizer.model_max_length, 2**31)))
 
     def __call__(self, responses: Sequence[Sequence[int]], texts: Sequence[str]) -> float:
         distinct = sorted(set(texts))

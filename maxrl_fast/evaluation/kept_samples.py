@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.records import Samples
+from maxrl_fast.records import Samples, unpack
 from maxrl_fast.tasks import Task
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
@@ -29,19 +29,19 @@ def sample_records(
         components: of each reward [S], by name; {} where there are none.
     """
     prompts, rollouts = samples.prompts, samples.rollouts
-    texts = [task.decode(tokens.tolist(), with_special=True) for tokens in prompts.tokens.cpu().split(prompts.lengths.tolist())]
+    texts = [task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)]
     ids, lines = prompts.ids.tolist(), [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
-    responses, lengths = rollouts.tokens.cpu().split(rollouts.lengths.tolist()), rollouts.lengths.tolist()
-    outcomes = zip(responses, lengths, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True)
-    for s, (tokens, length, reward, is_truncated, parts) in enumerate(outcomes):
+    responses = unpack(rollouts.tokens, rollouts.lengths)
+    outcomes = zip(responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True)
+    for s, (tokens, reward, is_truncated, parts) in enumerate(outcomes):
         g = s // samples.num_rollouts
         yield {
             "id": ids[g],
             "prompt": texts[g],
-            "response": task.decode(tokens.tolist(), with_special=True),
+            "response": task.decode(tokens, with_special=True),
             "reward": finite(reward),
             "truncated": is_truncated,
-            "tokens": length,
+            "tokens": len(tokens),
             "components": {name: finite(value) for name, value in parts.items()},
             **lines[g],
         }
@@ -50,8 +50,8 @@ def sample_records(
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
     """Yield a JSON object with id and text for each of the first 512 prompts of a split, for eval_prompts.jsonl."""
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
-    for i, tokens in zip(prompts.ids.tolist(), prompts.tokens.cpu().split(prompts.lengths.tolist()), strict=True):
-        yield {"id": i, "prompt": task.decode(tokens.tolist(), with_special=True)[:PROMPT_LENGTH]}
+    for i, tokens in zip(prompts.ids.tolist(), unpack(prompts.tokens, prompts.lengths), strict=True):
+        yield {"id": i, "prompt": task.decode(tokens, with_special=True)[:PROMPT_LENGTH]}
 
 
 def finite(number: float) -> float | None:

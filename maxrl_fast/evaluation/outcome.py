@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, coverage_curve, pass_at_k
+from maxrl_fast.records import unpack
 from maxrl_fast.rewards.models import SCORE
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks import Task
@@ -80,9 +81,9 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
     Tokens would not identify a prompt, because another model may have another tokenizer.
     """
     prompts = task.prompts(split, 0, num_prompts)
-    parts = prompts.tokens.split(prompts.lengths.tolist())
+    parts = unpack(prompts.tokens, prompts.lengths)
     # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.
-    return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(x.tolist())] for x in parts]]
+    return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(tokens)] for tokens in parts]]
 
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from maxrl_fast.evaluation.diversity import Diversity
 from maxrl_fast.evaluation.evaluator import is_correct
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.records import Samples
+from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
 
@@ -38,7 +38,7 @@ class SampleTally:
         if self._write:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
-        tokens = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
+        tokens = unpack(rollouts.tokens, rollouts.lengths)
         responses, right = [self._task.decode(part) for part in tokens], is_correct(rewards).tolist()
         for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)

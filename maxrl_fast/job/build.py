@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.config.checks import correction_of, loss_of, objective_of
+from maxrl_fast.config.checks import correction_of, objective_of
+from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_engine import build_sampling
@@ -29,8 +30,8 @@ from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.objective_registry import is_custom
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.registry import is_custom
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from maxrl_fast.training.sharding import distribute
@@ -73,12 +74,10 @@ def build_learner(
 
 def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Critic:
     """Build the critic; the policy's weights must not be sharded yet."""
-    options, trained = config.objective, critic_model(model)
-    assert options.critic_lr is not None
-    assert options.value_clip is not None
+    options, trained = config.objective.options, critic_model(model)
     module = distribute(trained, None, ranks, dtype_of(config), config.run.sharding == "full")
     optimizer = make_optimizer(trained, config.optimizer.beta2, config.optimizer.weight_decay)
-    return Critic(trained, optimizer, options.critic_lr, options.value_clip, module)
+    return Critic(trained, optimizer, options["critic_lr"], options["value_clip"], module)
 
 
 def build_warm_start(

@@ -8,7 +8,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
-from maxrl_fast.rollout.plain import PlainEngine
+from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.runtime.plugins import build_plugin
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -66,9 +66,9 @@ def build_engine(
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
         return own
-    engine: NativeEngine | PlainEngine
+    engine: NativeEngine | TransformersEngine
     if isinstance(model, HuggingFacePolicy):
-        engine = PlainEngine(model, dtype, cache_bytes=cache_bytes)
+        engine = TransformersEngine(model, dtype, cache_bytes=cache_bytes)
     else:
         assert isinstance(model, Decoder)
         engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
@@ -84,7 +84,7 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
     """
     if name not in ENGINES:
         engine.load_weights(model)
-    elif not isinstance(model, HuggingFacePolicy) or isinstance(engine, PlainEngine):
+    elif not isinstance(model, HuggingFacePolicy) or isinstance(engine, TransformersEngine):
         return ""
     return check_engine(model, engine, name)
 

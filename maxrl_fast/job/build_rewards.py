@@ -16,7 +16,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT, lost_object
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
-from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
 
 CPU = torch.device("cpu")

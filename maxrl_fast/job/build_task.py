@@ -6,11 +6,11 @@ from maxrl_fast.config.options import Config, TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
+from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward, lost_object, needs_data, unknown_task
-from maxrl_fast.tasks.own import json_object, own_task
 
 
 def build_run_task(config: Config) -> Task:
@@ -52,7 +52,7 @@ def build_task(
     if name == "chain":
         return ChainTask(options.chain_length, seed)
     if is_plugin(name):
-        return own_task(name, options.task_args, seed, model)
+        return custom_task(name, options.task_args, seed, model)
     if spec is None and not name.startswith(GYM):
         raise InputError(unknown_task(name))
     if spec is not None and options.data is not None and options.hub is not None:

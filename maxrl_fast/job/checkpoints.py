@@ -143,7 +143,7 @@ class Checkpoints:
         with self._stored(f"the checkpoint {directory}"):
             fields = {
                 "progress": dataclasses.asdict(progress),
-                "decoder": dataclasses.asdict(sizes),  # type: ignore[call-overload]  # each is a dataclass
+                "decoder": dataclasses.asdict(sizes),
                 "logs": self._files.log_marks(),
                 "random": random_states(),
                 "options": self._files.options,

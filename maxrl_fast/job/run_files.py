@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.conditions import Choices
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
@@ -201,6 +200,6 @@ def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that apply to the run and have a value, without options of a single start."""
-    left_out = {*inapplicable_options(Config, Choices.of(options)), *OF_ONE_START}
+    left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
     taken = {name: value for name, value in options.items() if value is not None and name not in left_out}
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in taken.items()}

@@ -8,9 +8,14 @@ return their log-sum-exp, and they merge exactly:
 
 In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It then recomputes the
 probabilities exp(s - l) over prompt and response together, so the gradients are exact and the two parts add up.
+
+With a sliding window, a soft cap or sinks, each response gets a copy of the keys and values of its prompt, or of the part of it
+that its window reaches, in front of its own. Its attention is then one causal FlashAttention call. The copies exist only while
+a layer computes.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from torch import Tensor
 from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.ops.derivatives import check_mode, first_order
+from maxrl_fast.records import cumulative, ranges
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,44 +34,80 @@ def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tenso
 
 
 @dataclass(frozen=True)
+class AttentionVariant:
+    """What an attention does besides softmax(q k^T / sqrt(D)) v over all earlier tokens."""
+
+    window: int = 0  # a token attends to the last `window` tokens, itself included; 0: to all
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
+    sinks: Tensor | None = None  # [Hq]: scores of one more key for each head, whose value is 0 (gpt-oss)
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.window and not self.softcap and self.sinks is None
+
+
+PLAIN_ATTENTION = AttentionVariant()
+
+
+@dataclass(frozen=True)
 class SharedPromptLayout:
-    """A packed stream of causal sequences, followed by responses to some of them, and the attention between them.
+    """A packed stream of B causal sequences, followed by S responses to some of them, and the attention between them.
 
     The causal sequences are prompts that several responses share, and whole sequences (a prompt with its response) where
     sharing would not save time.
     """
 
-    sequences: VarlenSpec  # causal attention of the first part
-    to_prompts: VarlenSpec | None  # all responses to sequence b attend to all of sequence b; None without responses
-    responses: VarlenSpec | None  # causal attention of each response to itself
-    answers: Tensor  # [S] int64, the sequence that each response answers, on the host
-    with_prompts: dict[Any, Any] = field(default_factory=dict)  # what formed_attention.py makes of it, once for all layers
+    lengths: Tensor  # [B] int64, on the host
+    response_lengths: Tensor  # [S] int64, on the host
+    prompt_index: Tensor  # [S] int64, the sequence that each response continues, ascending, on the host
+    device: torch.device
+    copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)  # by window and soft cap
 
-    @classmethod
-    def build(cls, lengths: Tensor, response_lengths: Tensor, answers: Tensor, device: torch.device) -> "SharedPromptLayout":
-        """Return the layout of sequences with lengths [B] and responses with response_lengths [S].
+    @cached_property
+    def sequences(self) -> VarlenSpec:
+        """Causal attention of the first part."""
+        return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
-        answers [S]: the index of the sequence that each response answers, ascending. All three are on the host.
-        """
-        by_prompt = torch.zeros_like(lengths).index_add(0, answers, response_lengths)
-        has_responses = bool(by_prompt.any())
-        return cls(
-            sequences=VarlenSpec(lengths, lengths, device, causal=True),
-            to_prompts=VarlenSpec(by_prompt, lengths, device) if has_responses else None,
-            responses=VarlenSpec(response_lengths, response_lengths, device, causal=True) if has_responses else None,
-            answers=answers,
-        )
+    @cached_property
+    def to_prompts(self) -> VarlenSpec | None:
+        """All responses to sequence b attend to all of sequence b; None without responses."""
+        by_prompt = torch.zeros_like(self.lengths).index_add(0, self.prompt_index, self.response_lengths)
+        return VarlenSpec(by_prompt, self.lengths, self.device) if bool(by_prompt.any()) else None
 
-    @property
-    def lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Lengths of the sequences [B] and of the responses [S], and which sequence each response answers, on the host."""
-        of_responses = torch.zeros_like(self.answers) if self.responses is None else self.responses.q_lengths
-        return self.sequences.q_lengths, of_responses, self.answers
+    @cached_property
+    def responses(self) -> VarlenSpec | None:
+        """Causal attention of each response to itself; None without responses."""
+        own = self.response_lengths
+        return VarlenSpec(own, own, self.device, causal=True) if bool(own.any()) else None
 
     @property
     def sizes(self) -> list[int]:
         """Number of tokens in the first part and of the responses after it."""
-        return [int(x.q_lengths.sum()) if x else 0 for x in (self.sequences, self.responses)]
+        return [int(self.lengths.sum()), int(self.response_lengths.sum())]
+
+    def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
+        """Return which of the stream's keys each sequence and response attends to, int64 on the device, and the attention, made
+        once for all layers. The window is 0 where it is longer than every sequence with its response."""
+        key = window, softcap
+        if key in self.copies:
+            return self.copies[key]
+        lengths, own, prompts = self.lengths, self.response_lengths, self.lengths[self.prompt_index]
+        window = window if window < int(torch.cat([lengths, prompts + own]).max()) else 0
+        num_before = torch.where(own > 0, prompts.clamp_max(window - 1) if window else prompts, 0)  # [S] keys of the prompt
+        starts = torch.stack([cumulative(lengths)[1:][self.prompt_index] - num_before, lengths.sum() + cumulative(own)[:-1]], 1)
+        index = torch.cat(
+            [torch.arange(int(lengths.sum())), ranges(starts.flatten(), torch.stack([num_before, own], 1).flatten())]
+        )
+        spec = VarlenSpec(
+            torch.cat([lengths, own]),
+            torch.cat([lengths, num_before + own]),
+            self.device,
+            causal=True,
+            window=window,
+            softcap=softcap,
+        )
+        self.copies[key] = index.to(self.device), spec
+        return self.copies[key]
 
 
 class _SharedPromptAttention(torch.autograd.Function):
@@ -98,14 +140,50 @@ class _SharedPromptAttention(torch.autograd.Function):
         return *(torch.cat(pair) for pair in pairs), None
 
 
-def shared_prompt_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
+class _VariantAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, spec: VarlenSpec) -> Tensor:
+        o, lse = flash.forward(q, k[index], v[index], spec)
+        if sinks is not None:  # merged as a part of the keys with the value 0
+            o = o * torch.sigmoid(lse - sinks)[..., None].to(o.dtype)
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+        ctx.save_for_backward(q, k, v, o, lse, sinks, index)
+        ctx.spec = spec
+        return o
+
+    @staticmethod
+    @first_order("shared_prompt_attention")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks, index = ctx.saved_tensors
+        grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
+        # The gradients of copies are added in float32 and, on a GPU too, in one order.
+        total = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)]
+        for x, part in zip(total, grads, strict=True):
+            x.index_put_((index,), part.to(x.dtype), accumulate=True)
+        grad_sinks = None
+        if sinks is not None:
+            wide = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
+            grad_sinks = -((sinks - lse).exp() * wide).sum(0).to(sinks.dtype)
+        return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
+
+
+def shared_prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout, variant: AttentionVariant = PLAIN_ATTENTION
+) -> Tensor:
     """Return causal attention, of every response over [its prompt, itself] and of every other sequence over itself.
 
     Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout` describes; Hq is a multiple of
-    Hkv. Returns [U, Hq, D]. Differentiable in q, k and v.
+    Hkv. Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
+    if not variant.is_plain:
+        index, spec = layout.copied_prompts(variant.window, variant.softcap)
+        if spec.window or spec.softcap or variant.sinks is not None:
+            check_mode("shared_prompt_attention", q, k, v)
+            out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
+            return out
     if _runs_own_kernel(q.device, q.dtype, q.shape[-1]):
-        own: Tensor = attention_kernel.shared_prompt_attention(q, k, v, *layout.lengths)[0]
+        lengths = layout.lengths, layout.response_lengths, layout.prompt_index
+        own: Tensor = attention_kernel.shared_prompt_attention(q, k, v, *lengths)[0]
         return own
     return merged_attention(q, k, v, layout)
 

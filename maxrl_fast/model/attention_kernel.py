@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, operator
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 LARGEST_HEAD = 256
@@ -19,26 +19,26 @@ LARGEST_HEAD = 256
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most LARGEST_HEAD numbers."""
-    return device.type == "cpu" and not _gate.is_gpu(device) and dtype in DTYPES and head_dim <= LARGEST_HEAD
+    return device.type == "cpu" and not dispatch.is_gpu(device) and dtype in DTYPES and head_dim <= LARGEST_HEAD
 
 
 @operator()
 def shared_prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, answers: Tensor
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U, Hq].
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and answers [S] are a SharedPromptLayout's,
-    int64. The gradients are those of the attention alone; the second result has none.
+    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index [S] int64 are those of a
+    SharedPromptLayout. The gradients are those of the attention alone; the second result has none.
 
     Raises:
         ValueError: if lengths do not add up to U, or responses do not stand in the order of their prompts.
     """
-    call, q, k, v = Call(q.device), q.contiguous(), k.contiguous(), v.contiguous()
+    call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     call.launch(
         "shared_prompt_attention",
-        **_inputs(call, q, k, v, lengths, response_lengths, answers),
+        **_inputs(call, q, k, v, lengths, response_lengths, prompt_index),
         o=call.keep(o),
         lse=call.keep(lse),
         **dict.fromkeys(("grad", "grad_q", "grad_k", "grad_v"), 0),
@@ -56,14 +56,14 @@ def shared_prompt_attention_backward(
     lse: Tensor,
     lengths: Tensor,
     response_lengths: Tensor,
-    answers: Tensor,
+    prompt_index: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
-    call, grad, q, k, v = Call(q.device), grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    call, grad, q, k, v = KernelLaunch(q.device), grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     call.launch(
         "shared_prompt_attention_backward",
-        **_inputs(call, q, k, v, lengths, response_lengths, answers),
+        **_inputs(call, q, k, v, lengths, response_lengths, prompt_index),
         o=call.address("o", o, q.dtype, q.shape),
         lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
         grad=call.address("grad", grad, q.dtype, q.shape),
@@ -72,7 +72,9 @@ def shared_prompt_attention_backward(
     return grads
 
 
-def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, answers: Tensor) -> Any:
+def _inputs(
+    call: KernelLaunch, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
+) -> Any:
     """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
         raise ValueError(
@@ -80,7 +82,7 @@ def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, respon
             f"{k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
-    lengths, response_lengths, answers = (x.contiguous() for x in (lengths, response_lengths, answers))
+    lengths, response_lengths, prompt_index = (x.contiguous() for x in (lengths, response_lengths, prompt_index))
     shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
     return {
         "dtype": DTYPES[q.dtype],
@@ -89,7 +91,7 @@ def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, respon
         "num_responses": num_responses,
         "lengths": call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
         "response_lengths": call.address("response_lengths", response_lengths, torch.int64, (num_responses,)),
-        "answers": call.address("answers", answers, torch.int64, (num_responses,)),
+        "answers": call.address("prompt_index", prompt_index, torch.int64, (num_responses,)),
         "heads": heads,
         "key_heads": key_heads,
         "head_dim": head_dim,

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,8 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 from maxrl_fast.model.huggingface import HuggingFaceSizes
-from maxrl_fast.runtime.files import atomic_directory, check_regular, read_json, shown
+from maxrl_fast.model.tokenizer import MAX_LAYERS
+from maxrl_fast.runtime.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
@@ -32,28 +33,6 @@ CODE_KEYS = (
 )
 
 
-def save_checkpoint(
-    directory: Path,
-    config: DecoderConfig,
-    weights: Iterable[tuple[str, Tensor]],
-    files: Mapping[str, Any],
-    stop_ids: tuple[int, ...],
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a model in a form that `transformers` loads.
-
-    It is written to a temporary folder and renamed, so that a killed process leaves a whole checkpoint or none.
-
-    Args:
-        weights: from Decoder.weights; stored in config.dtype.
-        files: the tokenizer's files and those of `kept_files`, by file name: JSON contents or bytes.
-        stop_ids: the token ids that end a response, for generation_config.json unless `files` has one.
-        shard_bytes: size limit of one file of weights; larger models are sharded.
-    """
-    with atomic_directory(directory) as temporary:
-        write_policy(temporary, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
-
-
 def write_policy(
     directory: Path,
     dtype: str,
@@ -61,18 +40,20 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write all files of a checkpoint into an existing folder: `files` as they are, and the weights in `dtype`."""
+    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing folder.
+
+    Args:
+        weights: from PolicyModel.weights; stored in `dtype`.
+        files: by name, JSON contents or bytes: those of `new_files` or `kept_files`, and the tokenizer's.
+        shard_bytes: size limit of one file of weights; larger models are sharded.
+    """
     for name, content in files.items():
         text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
         (directory / name).write_bytes(text)
-    _save_weights(directory, DTYPES[dtype], weights, shard_bytes)
-
-
-def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, weight in weights:
-        tensor = weight.to("cpu", dtype).contiguous()
+        tensor = weight.to("cpu", DTYPES[dtype]).contiguous()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -83,9 +64,9 @@ def _save_weights(aside: Path, dtype: torch.dtype, weights: Iterable[tuple[str, 
         names = [WEIGHTS]
     else:
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     for file, shard in zip(names, shards, strict=True):
-        save_file(shard, aside / file, metadata={"format": "pt"})
+        save_file(shard, directory / file, metadata={"format": "pt"})
 
 
 def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
@@ -162,6 +143,11 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     return safe
 
 
+class TensorFile(NamedTuple):
+    path: Path
+    tensors: Any  # of safetensors, which has checked the header against the file's size
+
+
 def num_tensors(directory: Path) -> int:
     """Return the number of weights in a checkpoint directory, from the headers of its files.
 
@@ -180,8 +166,8 @@ def load_checkpoint(directory: Path) -> Decoder:
         InputError: naming the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
     config = read_config(directory / "config.json")
-    where = _find_tensors(directory)
-    files = _check_tensors(directory, config, where)
+    files = _find_tensors(directory)
+    _check_tensors(directory, config, files)
     try:
         model = Decoder.empty(config)
     except RuntimeError as error:  # from PyTorch's allocator
@@ -189,9 +175,9 @@ def load_checkpoint(directory: Path) -> Decoder:
     with torch.no_grad():
         for name, weight in model.weights():
             try:
-                weight.copy_(files[where[name]].get_tensor(name))
+                weight.copy_(files[name].tensors.get_tensor(name))
             except (OSError, SafetensorError) as error:
-                raise InputError(f"cannot read {name} from {where[name]}: {error}") from error
+                raise InputError(f"cannot read {name} from {files[name].path}: {error}") from error
     return model
 
 
@@ -209,38 +195,23 @@ def read_checked_config(directory: Path) -> DecoderConfig:
     return config
 
 
-def _check_tensors(directory: Path, config: DecoderConfig, where: dict[str, Path]) -> dict[Path, Any]:
-    """Return the open files, after checking that they have the configuration's tensors, in its shapes, and no others."""
-    if config.num_hidden_layers > len(where):  # checked first: a huge number must not build a huge table of names
-        raise InputError(f"{_tensor_list(directory)} has {len(where)} tensors, too few for {config.num_hidden_layers} layers")
-    wanted = _shapes(config)
+def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
+    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no others."""
+    if config.num_hidden_layers > min(len(files), MAX_LAYERS):  # checked first: a huge number must not build a huge model
+        raise InputError(f"{_tensor_list(directory)} has {len(files)} tensors, too few for {config.num_hidden_layers} layers")
+    wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
-        if name not in where:
+        if name not in files:
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
-    for name in sorted(where.keys() - wanted.keys() - {"lm_head.weight"}):
+    for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(f"{where[name]} has the tensor {shown(name)}, which {layers} does not")
-    files = {path: _open(path) for path in sorted(set(where.values()))}
+        raise InputError(f"{files[name].path} has the tensor {shown(name)}, which {layers} does not")
     for name, shape in wanted.items():
-        tensor = files[where[name]].get_slice(name)
+        tensor = files[name].tensors.get_slice(name)
         if tuple(tensor.get_shape()) != shape:
-            raise InputError(f"{where[name]}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
+            raise InputError(f"{files[name].path}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
         if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(f"{where[name]}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
-    return files
-
-
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights, from a one-layer model on the meta device."""
-    with torch.device("meta"):
-        model = Decoder(dataclasses.replace(config, num_hidden_layers=1))
-    all_shapes = {name: tuple(weight.shape) for name, weight in model.weights()}
-    first = "model.layers.0."
-    shapes = {name: shape for name, shape in all_shapes.items() if not name.startswith(first)}
-    layer_shapes = {name.removeprefix(first): shape for name, shape in all_shapes.items() if name.startswith(first)}
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes.items()}
-    return shapes
+            raise InputError(f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
 
 
 def _tensor_list(directory: Path) -> Path:
@@ -248,38 +219,33 @@ def _tensor_list(directory: Path) -> Path:
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
-def _open(path: Path) -> Any:
-    """Open a file of tensors; safetensors checks the header against the file's size."""
+def _open(path: Path) -> TensorFile:
+    """Open a file of tensors."""
     try:
         check_regular(path)
-        return safe_open(path, framework="pt")
+        return TensorFile(path, safe_open(path, framework="pt"))
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
         raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
 
 
-def _find_tensors(directory: Path) -> dict[str, Path]:
+def _find_tensors(directory: Path) -> dict[str, TensorFile]:
     """Return the file of every weight, from the headers of the files and not only from the index."""
     path = _tensor_list(directory)
-    if path.name == WEIGHTS:
-        return dict.fromkeys(filter(_is_weight, _open(path).keys()), path)
-    listed = read_json(path).get("weight_map")
-    if not isinstance(listed, dict) or not all(_is_file_name(x) for x in listed.values()):
-        raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
-    where = {name: directory / file for file in sorted(set(listed.values())) for name in _open(directory / file).keys()}  # noqa: SIM118
+    listed: Any = {}
+    if path.name == INDEX:
+        listed = read_json(path).get("weight_map")
+        is_map = isinstance(listed, dict) and all(isinstance(x, str) and Path(x).name == x for x in listed.values())
+        if not is_map or {"", ".."} & set(listed.values()):
+            raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
+    opened = [_open(directory / file) for file in sorted(set(listed.values()))] if path.name == INDEX else [_open(path)]
+    files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
     for name, file in listed.items():
-        if where.get(name) != directory / file:
+        if name not in files or files[name].path != directory / file:
             raise InputError(f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has")
-    return {name: path for name, path in where.items() if _is_weight(name)}
-
-
-def _is_weight(name: str) -> bool:
-    return not name.endswith(".rotary_emb.inv_freq")  # a constant that old checkpoints store
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+    # Old checkpoints store inv_freq, a constant.
+    return {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -311,10 +277,6 @@ def read_config(path: Path) -> DecoderConfig:
         raise UnsupportedModelError(
             f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}"
         )
-    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     tied = fields.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
@@ -328,12 +290,20 @@ def read_config(path: Path) -> DecoderConfig:
             tie_word_embeddings=tied,
             model_type=model_type,
             rope_scaling=_rope_scaling(rope) if kind == "llama3" else None,
-            dtype=dtype,
+            dtype=stored_dtype(fields),
         )
     except KeyError as error:
         raise InputError(f"{path} lacks the key {error}") from error
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def stored_dtype(fields: dict[str, Any]) -> str:
+    """Return the dtype of a checkpoint's weights, one of DTYPES."""
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    return dtype
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:

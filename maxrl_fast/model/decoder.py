@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
-from maxrl_fast.model.linear import Linear, LoraLinear, can_join, joined, whole
-from maxrl_fast.model.packed_kernels import choose_rows, layer_parts
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.model.linear import Linear, can_join, joined, merged_weights
+from maxrl_fast.model.packed_kernels import choose_rows, layer_ops
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -48,23 +48,12 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
-    """Sizes of a decoder, under the names of Hugging Face configurations."""
+class DecoderConfig(PolicySizes):
+    """Sizes of a decoder, and the constants of its rotary embedding and norms."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-    model_type: str = "qwen2"
     rope_scaling: RopeScaling | None = None
-    dtype: str = "float32"  # dtype of the weights in checkpoints
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
@@ -94,25 +83,20 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, parts: LayerParts = PLAIN) -> Tensor:
-        return parts.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, ops: LayerOps = TORCH_OPS) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
     exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
-    if config.rope_scaling is not None:
-        frequencies = _scaled_frequencies(frequencies, config.rope_scaling)
+    if (scaling := config.rope_scaling) is not None:  # divide low frequencies, keep high ones, and interpolate between
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
-
-
-def _scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate linearly between."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # rotations over the original context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
 
 
 class SelfAttention(nn.Module):
@@ -128,16 +112,16 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def qkv(self, x: Tensor, rotary: Rotary, parts: LayerParts) -> Heads:
+    def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if parts.rotate_packed is not None and can_join(projections):
+        if ops.rotate_packed is not None and can_join(projections):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            return parts.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
+            return ops.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
-        return parts.rotate_heads((q, k, v), norms, rotary)
+        return ops.rotate_heads((q, k, v), norms, rotary)
 
 
 class MLP(nn.Module):
@@ -147,12 +131,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, added: Tensor, parts: LayerParts) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
         """Return added [U, H] + the feed-forward layer of x [U, H]."""
-        if parts.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
-            inner = parts.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
+        if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
+            inner = ops.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
         else:
-            inner = parts.swiglu(self.gate_proj(x), self.up_proj(x))
+            inner = ops.swiglu(self.gate_proj(x), self.up_proj(x))
         output: Tensor = self.down_proj(inner, added)
         return output
 
@@ -165,32 +149,30 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary, LayerParts], tuple[Tensor, Heads]] = before_attention
-        self.after: Callable[[Layer, Tensor, Tensor, LayerParts], Tensor] = after_attention
+        self.before: Callable[[Layer, Tensor, Rotary, LayerOps], tuple[Tensor, Heads]] = before_attention
+        self.after: Callable[[Layer, Tensor, Tensor, LayerOps], Tensor] = after_attention
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, parts: LayerParts
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, ops: LayerOps) -> Tensor:
         """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
-        x, heads = self.before(self, x, rotary, parts)
+        x, heads = self.before(self, x, rotary, ops)
         attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
         if rows is not None:
             x, attended = choose_rows(x, rows), choose_rows(attended, rows)
-        return self.after(self, x, attended, parts)
+        return self.after(self, x, attended, ops)
 
 
-def before_attention(layer: Layer, x: Tensor, rotary: Rotary, parts: LayerParts) -> tuple[Tensor, Heads]:
+def before_attention(layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps) -> tuple[Tensor, Heads]:
     """Return x [U, H], and q, k and v of it."""
     norm = layer.input_layernorm
-    x, normed = parts.add_rms_norm(x, None, norm.weight, norm.eps)
-    return x, layer.self_attn.qkv(normed, rotary, parts)
+    x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
+    return x, layer.self_attn.qkv(normed, rotary, ops)
 
 
-def after_attention(layer: Layer, x: Tensor, attended: Tensor, parts: LayerParts) -> Tensor:
+def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
     """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
-    x, normed = parts.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
-    output: Tensor = layer.mlp(normed, x, parts)
+    x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
+    output: Tensor = layer.mlp(normed, x, ops)
     return output
 
 
@@ -277,49 +259,26 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states of the chosen rows of a packed stream.
-
-        Args:
-            tokens, positions: [U] int64.
-            attention: called once per layer.
-            rows: int64 [R]; after the last layer's attention only these rows are computed.
-            dtype: the compute dtype.
-
-        Returns:
-            hidden states [R, H] after the last norm, in `dtype`.
-        """
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
-        parts = self._parts(dtype, x.device)
+        c = self.config
+        kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
+        ops = TORCH_OPS if self.is_compiled else kernels
         cos, sin = rotary_table(self.config, positions)
-        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if parts is PLAIN else Rotary(cos, sin)
+        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if ops is TORCH_OPS else Rotary(cos, sin)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
-            arguments = (x, rotary, i, attention, rows if i == last else None, parts)
+            arguments = (x, rotary, i, attention, rows if i == last else None, ops)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-        hidden: Tensor = self.model.norm(x, parts)
+        hidden: Tensor = self.model.norm(x, ops)
         return hidden
 
-    def _parts(self, dtype: torch.dtype, device: torch.device) -> LayerParts:
-        """Return which implementation of the elementwise parts of layers runs."""
-        sizes = self.config.hidden_size, self.config.intermediate_size, self.config.head_dim
-        return PLAIN if self.is_compiled else layer_parts(*sizes, dtype, device)
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints: adapters merged, sharded weights gathered, tied weights once.
-
-        With sharded weights, all ranks must iterate together.
-        """
-        for name, module in self.named_modules():
-            for own, parameter in module.named_parameters(recurse=False):
-                full = f"{name}.{own}"
-                is_tied = full == "lm_head.weight" and self.config.tie_word_embeddings
-                if is_tied or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
-                    continue
-                is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield full, module.merged() if is_adapted else whole(parameter.detach())
+        """Yield every weight with its name in checkpoints; see PolicyModel.weights."""
+        return merged_weights(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in float32 of hidden states [R, H]."""

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,13 +18,13 @@ from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import FILES as TOKENIZER_FILES
-from maxrl_fast.runtime.hub import why_unreachable
 
 HUB = "hf://"
 FOLDER = "--model must be the folder of a checkpoint"
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 STALL_SECONDS = 120  # without a byte from the hub
+REACH_SECONDS = 2.0  # to look up the hub's name, connect and get an answer
 # Not `python -m`: with this process's sys.path the other imports the same modules.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; "
@@ -107,6 +108,34 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
     if with_weights and not any(directory.glob("model*.safetensors")):
         raise InputError(f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read")
     return directory
+
+
+def why_unreachable() -> str:
+    """Return why the hub cannot be reached, within REACH_SECONDS; "" if it answers. Its libraries retry for half a minute.
+
+    HF_ENDPOINT, HF_HUB_OFFLINE and proxies count.
+
+    Raises:
+        ImportError: where huggingface_hub is not installed.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    causes = [f"{constants.ENDPOINT} does not answer within {REACH_SECONDS:g} s"]
+
+    def ask() -> None:
+        try:
+            status = get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS).status_code
+            causes.append(f"{constants.ENDPOINT} answers with status {status}" if status >= 500 else "")
+        except Exception as error:  # of the network, of TLS, of a proxy, or HF_HUB_OFFLINE
+            causes.append(f"{constants.ENDPOINT}: {type(error).__name__}: {error}".partition("\n")[0])
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    thread = threading.Thread(target=ask, name="hub", daemon=True)  # a name look-up has no time limit of its own
+    thread.start()
+    thread.join(REACH_SECONDS)
+    return causes[-1]
 
 
 def _parts(name: str) -> tuple[str, str | None]:

@@ -6,8 +6,8 @@ as those of the native decoder do; routers of mixtures of experts compute in flo
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -20,27 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
-from maxrl_fast.model.linear import LoraLinear, whole
+from maxrl_fast.model.linear import LoraLinear, merged_weights
 from maxrl_fast.model.packed_kernels import choose_rows
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 
 @dataclass(frozen=True)
-class HuggingFaceSizes:
-    """Sizes of a model of transformers; see PolicySizes."""
+class HuggingFaceSizes(PolicySizes):
+    """Sizes of a model of transformers."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int  # of the feed-forward layers that a token goes through, together
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    model_type: str
-    dtype: str
-    fields: dict[str, Any]  # of config.json, without keys that make transformers run code
+    fields: dict[str, Any] = field(default_factory=dict)  # of config.json, without keys that make transformers run code
 
 
 class HuggingFacePolicy(PolicyModel):
@@ -159,18 +148,6 @@ class HuggingFacePolicy(PolicyModel):
             handle.remove()
         return logits, found[0]
 
-    def module_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights and stored buffers by the names of the model's modules; otherwise as `weights`."""
-        seen: set[int] = set()
-        for name, module in self.hf.named_modules():
-            buffers = {x: b for x, b in module.named_buffers(recurse=False) if x not in module._non_persistent_buffers_set}
-            for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
-                if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
-                    continue
-                seen.add(id(tensor))
-                is_adapted = isinstance(module, LoraLinear) and own == "weight"
-                yield f"{name}.{own}", module.merged() if is_adapted else whole(tensor.detach())
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is converted at a time."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -178,14 +155,14 @@ class HuggingFacePolicy(PolicyModel):
         def place(item: tuple[str, Tensor]) -> str | None:
             return next((block for block in self._block_names if item[0].startswith(f"{block}.")), None)
 
-        for _, group in itertools.groupby(self.module_weights(), key=place):
+        for _, group in itertools.groupby(merged_weights(self.hf), key=place):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
 
     @torch.no_grad()
     def copy_weights(self, policy: "HuggingFacePolicy") -> None:
         """Copy the weights of another policy of the same model, its adapters merged, in this one's dtype."""
         own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
-        for name, weight in policy.module_weights():
+        for name, weight in merged_weights(policy.hf):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
@@ -198,14 +175,6 @@ class HuggingFacePolicy(PolicyModel):
             if isinstance(module, LoraLinear):
                 module.lora_b.zero_()
         return other
-
-    def compile_layers(self) -> None:
-        """Refuse: transformers' layers are not compiled here.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("--compile is for the native decoder, got a policy of transformers")
 
 
 def _block_names(model: Any) -> list[str]:
@@ -259,34 +228,30 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any]
     return functional_call(_Bound(module, forward), cast, args, kwargs)
 
 
-def _dtype_of(values: Iterable[Any]) -> torch.dtype:
-    return next(x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point())
-
-
-class _Embedding:
+class _Embedding(nn.Module):
     """An embedding whose output has the dtype of the computation; only the rows that are read are cast."""
 
     compute_dtype = torch.float32
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        output: Tensor = super().forward(*args, **kwargs)
         return output.to(self.compute_dtype)
 
 
-class _Cast:
+class _Cast(nn.Module):
     """A module that computes in the dtype of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = _dtype_of((*args, *kwargs.values()))
-        return _in_dtype(self, dtype, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+        dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        return _in_dtype(self, dtype, super().forward, args, kwargs)
 
 
-class _Router:
+class _Router(nn.Module):
     """A router of experts that computes in float32: which experts a token goes to is decided by small differences."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-        return _in_dtype(self, torch.float32, super().forward, args, kwargs)  # type: ignore[arg-type, misc]
+        return _in_dtype(self, torch.float32, super().forward, args, kwargs)
 
 
 class _Block(_Cast):
@@ -297,7 +262,7 @@ class _Block(_Cast):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = huggingface_attention.current.get()
         own = None if outer is None else outer.attention
-        return super().__call__(*args, layer_attention=own, **kwargs)  # type: ignore[misc]
+        return super().__call__(*args, layer_attention=own, **kwargs)
 
     def forward(self, *args: Any, layer_attention: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
         with within(None if layer_attention is None else Pass(layer_attention, self.block_index)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.formed_attention import AttentionForm
+from maxrl_fast.model.attention import AttentionVariant
 
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
@@ -112,6 +112,6 @@ def attend(
         q, k, v = (F.pad(x, (0, largest - x.shape[-1])) for x in (q, k, v))
     if scaling != largest**-0.5:
         q = q * (scaling * largest**0.5)
-    form = AttentionForm(window, float(softcap or 0.0), s_aux)
-    out = layer_pass.attention(layer_pass.layer, q, k, v, *([] if form.is_plain else [form]))
+    variant = AttentionVariant(window, float(softcap or 0.0), s_aux)
+    out = layer_pass.attention(layer_pass.layer, q, k, v, *([] if variant.is_plain else [variant]))
     return out[None, ..., :size], None

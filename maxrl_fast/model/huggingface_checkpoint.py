@@ -10,31 +10,26 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import DTYPES, INDEX, WEIGHTS, num_tensors, without_code
+from maxrl_fast.model.checkpoint import INDEX, WEIGHTS, num_tensors, stored_dtype, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
+from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
 from maxrl_fast.runtime.files import read_json, shown
 
-MAX_LAYERS = 1000  # of a directory without weights
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
 _NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
-_TEXT = {
-    "text_config",
-    "text_encoder",
-    "decoder",
-    "generator",
-    "thinker_config",
-    "patcher_config",
-}  # parts of a model that reads more than text
+# Parts of a model that reads more than text.
+_TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
 # Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
+def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
     Args:
         longest: the most tokens of a prompt with its response.
+        is_empty: only its sizes are wanted: it is on the meta device.
 
     Raises:
         InputError: if transformers is not installed, cannot read the directory, or the model is one that cannot be exact.
@@ -43,18 +38,17 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
     check_supported(config, longest)
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with Quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            if is_empty:
+                with torch.device("meta"):
+                    return HuggingFacePolicy(AutoModelForCausalLM.from_config(config, **options), sizes)
+            options |= {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+            options |= {"config": config, "output_loading_info": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+    except InputError:
+        raise
     except Exception as error:  # transformers raises anything
         raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
     model, found = loaded
@@ -63,22 +57,6 @@ def load_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
             names = ", ".join(sorted(map(str, found[kind]))[:3])
             raise InputError(f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}")
     return policy_of(model, sizes)
-
-
-def empty_huggingface(directory: Path, longest: int) -> HuggingFacePolicy:
-    """Return the policy of a checkpoint directory on the meta device, for its sizes; raises as `load_huggingface` does."""
-    config, sizes = read_huggingface(directory)
-    check_supported(config, longest)
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with Quiet(), torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:  # transformers raises anything
-        raise InputError(
-            f"transformers cannot build {directory}: {shown(type(error).__name__)}: {shown(str(error))}"
-        ) from error
-    return HuggingFacePolicy(model, sizes)
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
@@ -117,7 +95,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
-    _check_layers(directory, fields)
+    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
+    check_counts(path, fields, num_tensors(directory) if has_weights else MAX_LAYERS)  # before transformers builds lists
     try:
         config = AutoConfig.for_model(**fields)
         sizes = sizes_of(config, fields)
@@ -126,19 +105,6 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     except Exception as error:  # transformers raises anything
         raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
     return config, sizes
-
-
-def _check_layers(directory: Path, fields: dict[str, Any]) -> None:
-    """Raise InputError for more layers than tensors, before transformers builds lists for as many as there are said to be."""
-    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
-    most = num_tensors(directory) if has_weights else MAX_LAYERS
-    for part in fields.values():
-        if isinstance(part, dict):
-            _check_layers(directory, part)
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        value = fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
-            raise InputError(f"{directory / 'config.json'}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
@@ -163,10 +129,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
     }
     check_sizes(**sizes)
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tied, dtype = bool(getattr(config, "tie_word_embeddings", False)), stored_dtype(fields)
     return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
 
 

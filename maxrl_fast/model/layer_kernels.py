@@ -1,4 +1,4 @@
-"""The elementwise parts of a decoder layer (layer_parts.py) as operators.
+"""The elementwise parts of a decoder layer (layer_ops.py) as operators.
 
 KERNELS has one launch of csrc/cuda/layer.cu for each on a GPU and one pass of csrc/cpu/layer.cpp on a CPU. They compute in
 float32 (float64 for float64) and round once. Kernels sum gradients of weights over the rows in two stages, in an order that
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.layer_parts import HeadNorms, Heads, LayerParts, Rotary
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import DEVICE_DTYPES, Call, operator
+from maxrl_fast.model.layer_ops import HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
@@ -29,9 +29,9 @@ def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: 
     float16; rows of hidden states and of the MLP that are multiples of 16 bytes, the former of at most 16 KiB; and heads that
     are multiples of 32 bytes, of at most 1 KiB.
     """
-    if not _gate.is_gpu(device):
+    if not dispatch.is_gpu(device):
         return device.type == "cpu" and dtype in CPU_DTYPES
-    if dtype not in DEVICE_DTYPES or not _gate.has_kernels(device):
+    if dtype not in DEVICE_DTYPES or not dispatch.has_kernels(device):
         return False
     hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
     return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
@@ -42,7 +42,7 @@ def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: 
 
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
     """Return into how many partial sums of `width` numbers a kernel adds the rows; on a CPU it adds those up itself."""
-    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width)) if _gate.is_gpu(like.device) else 1
+    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width)) if dispatch.is_gpu(like.device) else 1
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -53,7 +53,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 @operator()
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x + delta, empty without delta, and its norm, for rows x and delta [U, H]."""
-    call, (num_rows, size) = Call(x.device), x.shape
+    call, (num_rows, size) = KernelLaunch(x.device), x.shape
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
     call.launch(
         "add_rms_norm",
@@ -75,7 +75,7 @@ def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, unrounded."""
-    call, (num_rows, size) = Call(x.device), x.shape
+    call, (num_rows, size) = KernelLaunch(x.device), x.shape
     grad_x, partials = torch.empty_like(x), x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
     call.launch(
         "add_rms_norm_backward",
@@ -118,33 +118,15 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _add_rms_norm_in_kernel(x, None, weight, eps)[1]
-
-
-def _add_rms_norm_in_kernel(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total, normed = _AddRmsNorm.apply(x, delta, weight, eps)
-    return total, normed
+    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
+    return normed
 
 
 # Rotary embedding.
 
 
-def heads_argument(call: Call, name: str, x: Tensor | None, q: Tensor) -> tuple[int, int, int]:
-    """Return the address, row stride and number of heads [U, heads, D]; raise ValueError if it does not fit q [U, Hq, D]."""
-    if x is None:
-        return 0, 0, 0
-    shape = (len(q), x.shape[1], q.shape[2])
-    has_rows = x.stride(2) == 1 and (shape[1] == 1 or x.stride(1) == shape[2])
-    if x.shape != shape or x.dtype != q.dtype or x.device != call.device or not has_rows:
-        raise ValueError(
-            f"{name} must be {q.dtype} {shape} on {call.device} with contiguous rows, got {x.dtype} {tuple(x.shape)} on "
-            f"{x.device} with strides {x.stride()}"
-        )
-    return call.keep(x), x.stride(0) if len(x) > 1 else 0, shape[1]
-
-
 def heads_arguments(
-    call: Call,
+    call: KernelLaunch,
     heads: tuple[Tensor, Tensor, Tensor | None],
     norms: tuple[Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None],
@@ -153,12 +135,20 @@ def heads_arguments(
     """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin and positions, and results."""
     q, (cos, sin, positions) = heads[0], tables
     num_rows, _, dim = q.shape
+
+    def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
+        """Return the address, row stride and number of heads [U, heads, D]."""
+        if x is None:
+            return 0, 0, 0
+        address = call.rows(name, x, q.dtype, (num_rows, x.shape[1], dim))
+        return address, x.stride(0) if num_rows > 1 else 0, x.shape[1]
+
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
     return {
         "dtype": DTYPE_NAMES[q.dtype],
         "num_rows": num_rows,
         "head_dim": dim,
-        "from": [heads_argument(call, name, x, q) for name, x in zip("qkv", heads, strict=True)],
+        "from": [argument(name, x) for name, x in zip("qkv", heads, strict=True)],
         "norm": [call.address(name, x, q.dtype, (dim,)) for name, x in zip(("q_norm", "k_norm"), norms, strict=True)],
         "cos": call.address("cos", cos, torch.float32, shape),
         "sin": call.address("sin", sin, torch.float32, shape),
@@ -183,7 +173,7 @@ def rotate_heads(
     direction: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates back."""
-    call, to = Call(q.device), [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
+    call, to = KernelLaunch(q.device), [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
     inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
     call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
     return to[0], to[1], q.new_empty(0) if v is None else to[2]
@@ -205,7 +195,7 @@ def rotate_heads_backward(
     """Return the gradients in q and k, and those of their norms' weights, unrounded."""
     to, heads, all_heads = [x.new_empty(x.shape) for x in (q, k)], q.shape[1], q.shape[1] + k.shape[1]
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
-    if not _gate.is_gpu(q.device):
+    if not dispatch.is_gpu(q.device):
         of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
         rotate_back(*inputs, of_norms)
         return to[0], to[1], of_norms[0], of_norms[1].clone()
@@ -227,7 +217,7 @@ def rotate_back(
 
     On a CPU heads[2] may be the gradient in v, of which `to` gets a copy.
     """
-    call, (q, k, _) = Call(heads[0].device), heads
+    call, (q, k, _) = KernelLaunch(heads[0].device), heads
     call.launch(
         "rotate_heads_backward",
         **heads_arguments(call, heads, norms, tables, to),
@@ -275,49 +265,35 @@ def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotar
 # SwiGLU.
 
 
-def _rows(call: Call, name: str, x: Tensor, like: Tensor) -> tuple[int, int]:
-    """Return the address and row stride of x [U, F]; raise ValueError if it differs from `like` or a row is not contiguous."""
-    if x.shape != like.shape or x.dtype != like.dtype or x.device != call.device or x.stride(1) != 1:
-        raise ValueError(
-            f"{name} must be {like.dtype} {tuple(like.shape)} on {call.device} with contiguous rows, got {x.dtype} "
-            f"{tuple(x.shape)} on {x.device} with strides {x.stride()}"
-        )
-    return call.keep(x), x.stride(0) if len(x) > 1 else 0
+def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
+    """Return the arguments that both kernels take, for rows [U, F] of any stride."""
+    num_rows, size = gate.shape
+    return {
+        "dtype": DTYPE_NAMES[gate.dtype],
+        "num_rows": num_rows,
+        "size": size,
+        "gate": call.rows("gate", gate, gate.dtype, gate.shape),
+        "up": call.rows("up", up, gate.dtype, gate.shape),
+        "gate_stride": gate.stride(0) if num_rows > 1 else 0,
+        "up_stride": up.stride(0) if num_rows > 1 else 0,
+    }
 
 
 @operator()
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) up for rows [U, F]."""
-    call, out = Call(gate.device), gate.new_empty(gate.shape)
-    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
-    call.launch(
-        "swiglu",
-        dtype=DTYPE_NAMES[gate.dtype],
-        num_rows=len(gate),
-        size=gate.shape[1],
-        gate=gate_at,
-        up=up_at,
-        gate_stride=gate_stride,
-        up_stride=up_stride,
-        out=call.keep(out),
-    )
+    call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
+    call.launch("swiglu", **_gate_and_up(call, gate, up), out=call.keep(out))
     return out
 
 
 @operator()
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients in gate and up, contiguous."""
-    call, grads = Call(gate.device), (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
-    (gate_at, gate_stride), (up_at, up_stride) = _rows(call, "gate", gate, gate), _rows(call, "up", up, gate)
+    call, grads = KernelLaunch(gate.device), (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
     call.launch(
         "swiglu_backward",
-        dtype=DTYPE_NAMES[gate.dtype],
-        num_rows=len(gate),
-        size=gate.shape[1],
-        gate=gate_at,
-        up=up_at,
-        gate_stride=gate_stride,
-        up_stride=up_stride,
+        **_gate_and_up(call, gate, up),
         out=0,
         grad=call.address("grad", grad, gate.dtype, gate.shape),
         grad_gate=call.keep(grads[0]),
@@ -340,4 +316,4 @@ class _SwiGlu(torch.autograd.Function):
         return grads
 
 
-KERNELS = LayerParts(_rms_norm_in_kernel, _add_rms_norm_in_kernel, _rotate_heads_in_kernel, _SwiGlu.apply)
+KERNELS = LayerOps(_rms_norm_in_kernel, _AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)

@@ -1,5 +1,6 @@
 """Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA, Hu et al. 2021)."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -69,20 +70,33 @@ class LoraLinear(Linear):
 
     def merged(self) -> Tensor:
         """Return W + (alpha / rank) B A, [out, in] float32."""
-        a, b, weight = (whole(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
+        a, b, weight = (full_tensor(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 
-def own_part(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor that may be sharded over ranks."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Return the whole tensor, gathered from all ranks if it is sharded."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded gathered, tied once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        buffers = {x: b for x, b in module.named_buffers(recurse=False) if x not in module._non_persistent_buffers_set}
+        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
+            if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+                continue
+            seen.add(id(tensor))
+            is_adapted = isinstance(module, LoraLinear) and own == "weight"
+            yield f"{name}.{own}", module.merged() if is_adapted else full_tensor(tensor.detach())
 
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -119,8 +133,8 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"
-            yield f"{name}.lora_A.weight", whole(module.lora_a.detach())
-            yield f"{name}.lora_B.weight", whole(module.lora_b.detach())
+            yield f"{name}.lora_A.weight", full_tensor(module.lora_a.detach())
+            yield f"{name}.lora_B.weight", full_tensor(module.lora_b.detach())
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_traced
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
+from maxrl_fast.ops.dispatch import KernelLaunch, operator
 
 FEWEST_ROWS = 64  # below it, packing the matrix costs too much
 LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fast
@@ -26,7 +26,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     """
     return (
         x.device.type == "cpu"
-        and not _gate.is_gpu(x.device)
+        and not dispatch.is_gpu(x.device)
         and x.dtype == weight.dtype == torch.float32
         and x.dim() == 2
         and len(x) >= FEWEST_ROWS
@@ -40,7 +40,7 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 @operator()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
     """Return x W^T + bias + added, for x [U, K], weight [N, K], bias [N] and added [U, N]."""
-    call, (num_rows, in_size), out_size = Call(x.device), x.shape, len(weight)
+    call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     y = x.new_empty(num_rows, out_size)
     call.launch(
         "linear",
@@ -61,7 +61,7 @@ def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients in x, weight and bias from that of the result [U, N]; [0] where they are not needed."""
-    call, (num_rows, in_size), out_size = Call(x.device), x.shape, len(weight)
+    call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     shapes = ((num_rows, in_size), needs_x), ((out_size, in_size), needs_weight or needs_bias), ((out_size,), needs_bias)
     grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
     addresses = [call.keep(result) if is_needed else 0 for result, (_, is_needed) in zip(grads, shapes, strict=True)]

@@ -11,19 +11,17 @@ from torch import Tensor
 
 from maxrl_fast.model import layer_kernels
 from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
+from maxrl_fast.ops.dispatch import KernelLaunch, operator
 
 
-def layer_parts(
-    hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> LayerParts:
+def layer_ops(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerOps:
     """Return the implementation of the parts that a decoder of these sizes trains with on this device."""
     if not layer_kernels.has_kernels(hidden_size, intermediate_size, head_dim, dtype, device):
-        return PLAIN
-    return KERNELS if _gate.is_gpu(device) else PACKED_KERNELS
+        return TORCH_OPS
+    return KERNELS if dispatch.is_gpu(device) else PACKED_KERNELS
 
 
 # q, k and v.
@@ -56,7 +54,7 @@ def rotate_packed_backward(
         of_norms = grad.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad))
         layer_kernels.rotate_back((grad_q, grad_k), (q, k, grad_v), norms, tables, eps, to, of_norms)
         return grad, of_norms
-    call = Call(grad_q.device)
+    call = KernelLaunch(grad_q.device)
     call.launch("rotate_heads", **layer_kernels.heads_arguments(call, grads, norms, tables, to), eps=0.0, direction=-1.0)
     return grad, grad_q.new_empty(0)
 
@@ -99,7 +97,7 @@ def _rotate_packed(packed: Tensor, counts: tuple[int, int, int], norms: HeadNorm
 @operator()
 def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
     """Return the gradient in [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
-    call, (num_rows, size), to = Call(grad.device), grad.shape, torch.empty_like(packed)
+    call, (num_rows, size), to = KernelLaunch(grad.device), grad.shape, torch.empty_like(packed)
     address, to_address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size)), call.keep(to)
     half = size * grad.element_size()
     call.launch(
@@ -141,7 +139,7 @@ PACKED_KERNELS = KERNELS._replace(rotate_packed=_rotate_packed, swiglu_packed=_S
 @operator()
 def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Return the gradient [num_rows, H] in what `rows` [R] were chosen from, from that of the chosen rows [R, H]."""
-    call, (num_chosen, size) = Call(grad.device), grad.shape
+    call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
     to = grad.new_empty(num_rows, size)
     call.launch(
         "chosen_rows_backward",
@@ -174,7 +172,7 @@ def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
 
     On a CPU the gradient adds equal rows in their order, on all threads; PyTorch's does it on one thread, number by number.
     """
-    if x.device.type != "cpu" or _gate.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
+    if x.device.type != "cpu" or dispatch.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
         return x.index_select(0, rows)
     chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
     return chosen

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,49 +13,28 @@ from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.runtime.device import memory_bytes
 
 
-def new_policy(
-    *,
-    vocab_size: int,
-    positions: int,
-    hidden_size: int,
-    intermediate_size: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    rope_theta: float,
-    seed: int,
-    is_empty: bool = False,
-) -> Decoder:
+def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
     """Return a new decoder of the Qwen2 architecture, on the CPU in float32.
 
     Args:
         is_empty: only its sizes are wanted: it is on the meta device.
+        sizes: those of DecoderConfig.
 
     Raises:
         InputError: if the sizes are invalid or the weights exceed this machine's memory.
     """
     try:
-        sizes = DecoderConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=hidden_size // heads,
-            max_position_embeddings=positions,
-            rope_theta=rope_theta,
-        )
+        config = DecoderConfig(**sizes)
     except ValueError as error:
         raise InputError(str(error)) from error
     if is_empty:
-        return Decoder.empty(sizes, "meta")
-    wanted, memory = 4 * Decoder.count(sizes), memory_bytes(torch.device("cpu"))
+        return Decoder.empty(config, "meta")
+    wanted, memory = 4 * Decoder.count(config), memory_bytes(torch.device("cpu"))
     if wanted > memory:
         raise InputError(
             f"a new policy of these sizes has {wanted / 1e9:,.0f} GB of weights, this machine {memory / 1e9:,.0f} GB"
         )
-    model = Decoder(sizes)
+    model = Decoder(config)
     model.initialise(seed)
     return model
 
@@ -82,7 +62,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
     return "native"
 
 
-def read_sizes(directory: Path) -> PolicySizes | DecoderConfig:
+def read_sizes(directory: Path) -> PolicySizes:
     """Return the sizes of the policy of a checkpoint directory, without its weights.
 
     Raises:
@@ -121,9 +101,9 @@ def load_policy(
     if backend_of(directory, backend) == "native":
         model = Decoder.empty(read_checked_config(directory), "meta") if is_empty else load_checkpoint(directory)
     else:
-        from maxrl_fast.model.huggingface_checkpoint import empty_huggingface, load_huggingface  # which import transformers
+        from maxrl_fast.model.huggingface_checkpoint import load_huggingface  # which imports transformers
 
-        model = (empty_huggingface if is_empty else load_huggingface)(directory, longest)
+        model = load_huggingface(directory, longest, is_empty)
     if model.config.vocab_size != vocab_size:
         raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
     check_positions(model, directory, prompt_length, max_new_tokens)

@@ -1,51 +1,43 @@
 """What training, rollouts and checkpoints need of a policy: our own decoder, or a model of transformers."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.errors import InputError
 
-class PolicySizes(Protocol):
-    """Sizes of a policy, under the names of Hugging Face configurations. An instance is a dataclass."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...  # of the weights in checkpoints
+@dataclass(frozen=True)
+class PolicySizes:
+    """Sizes of a policy, under the names of Hugging Face configurations."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the feed-forward layers that a token goes through, together
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = True
+    model_type: str = "qwen2"
+    dtype: str = "float32"  # of the weights in checkpoints
 
 
 class PolicyModel(nn.Module):
     """A policy. Its parameters are the float32 master weights.
 
     Attributes:
-        config: a dataclass of its sizes.
         lm_head: the module whose `weight` is the output matrix [V, H].
         backend: what runs its layers, for the first lines of a run.
         logit_scale, softcap: logits are z = logit_scale * hidden @ weight.T, then softcap * tanh(z / softcap) unless it is 0.
         checkpoint_activations: keep only each layer's input for the backward pass, which recomputes the layer.
     """
 
-    config: Any  # PolicySizes; each class has its own
+    config: Any  # its PolicySizes
     lm_head: Any
     backend = "native"
     logit_scale = 1.0
@@ -84,10 +76,14 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream, as Decoder.forward does.
+        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a packed stream.
 
-        `attention` is called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an AttentionForm
-        behind them where the layer's attention has one.
+        Args:
+            tokens, positions: [U] int64.
+            attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and with an
+                AttentionVariant behind them where the layer's attention has one.
+            rows: int64 [R]; after the last layer's attention only these rows are computed.
+            dtype: of the computation and the result.
         """
         raise NotImplementedError
 
@@ -103,5 +99,5 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def compile_layers(self) -> None:
-        """Run torch.compile on parts of the layers."""
-        raise NotImplementedError
+        """Run torch.compile on parts of the layers; raise InputError where they are not our own."""
+        raise InputError("--compile is for the native decoder, got a policy of transformers")

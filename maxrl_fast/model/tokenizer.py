@@ -1,52 +1,101 @@
 """Tokenizers and chat templates of checkpoint directories. transformers is imported only when one is loaded.
 
-A chat template is a program of whoever made the checkpoint. A run calls `encode_prompt` in another process: prompt_process.py.
+A chat template is a program of whoever made the checkpoint. transformers runs it in Jinja's sandbox, which keeps it from files
+and commands, and `time_limit` ends one that loops. Its memory is not limited.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular
+from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular, read_json
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+SECONDS = 60  # limit for loading a tokenizer, and for encoding one text
+MAX_LAYERS = 1000  # of a directory whose weights are not counted
+MAX_LABELS = 10**6
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[Message]
 
 
-def import_tokenizers() -> Any:
-    """Return transformers.AutoTokenizer.
+class _Late(BaseException):
+    """The limit of `time_limit`. No Exception, because transformers and templates catch those."""
+
+
+@contextlib.contextmanager
+def time_limit(what: str) -> Iterator[None]:
+    """Limit a block that runs code or data of a checkpoint to SECONDS. Only the main thread can be interrupted, between two
+    steps of Python; the regular expressions of tokenizer.json have a limit of their own (Oniguruma's), at which they panic.
 
     Raises:
-        InputError: if transformers is not installed.
+        InputError: if the block takes longer, or the tokenizers library panics.
     """
+
+    def stop(*_: object) -> NoReturn:
+        raise _Late
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        previous = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
-    return AutoTokenizer
+        yield
+    except _Late:
+        raise InputError(f"{what} must take at most {SECONDS} s, and takes longer") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust; no Exception either, and nothing exports its class
+            raise
+        raise InputError(f"{what} fails: {error}") from error
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
+
+
+def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYERS) -> None:
+    """Raise InputError for more layers or labels in a config.json, at any depth, than transformers may build lists for."""
+    for part in fields.values():
+        if isinstance(part, dict):
+            check_counts(path, part, max_layers)
+    limits = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), max_layers) | {"num_labels": MAX_LABELS}
+    for name, most in limits.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
+            raise InputError(f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
 
-    Loading can take forever: transformers reads config.json too, and builds lists as long as it says. `PromptEncoder` loads the
-    tokenizer within limits first.
-
     Raises:
-        InputError: if transformers is not installed, or the directory has no tokenizer, or none that it can read.
+        InputError: if transformers is not installed, the directory has no tokenizer that it can read within SECONDS, or its
+            config.json, which transformers reads too, declares too many layers or labels.
     """
-    auto_tokenizer = import_tokenizers()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
     _check_files(directory)
     if not any(any(directory.glob(name)) for name in VOCABULARIES):  # transformers would make an empty tokenizer
         raise InputError(f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none")
+    if (path := directory / "config.json").exists():
+        check_counts(path, read_json(path))
     try:
-        return auto_tokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with time_limit(f"loading the tokenizer of {directory}"):
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except InputError:
+        raise
     except Exception as error:  # parsers of these files raise anything
         raise InputError(f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}") from error
 
@@ -57,7 +106,7 @@ def template_file(directory: Path) -> Path:
     return directory / (names[0] if names else "tokenizer_config.json")
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt: text, or messages that the chat template writes.
 
     Raises:
@@ -75,7 +124,7 @@ def encode_response(tokenizer: Any, response: str) -> list[int]:
     return ids
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Encode messages {"role": ..., "content": ...} with the tokenizer's chat template, up to where the answer starts.
 
     Raises:
@@ -114,7 +163,7 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
-    def refuse(self, prompt: str | Sequence[dict[str, str]], what: str = "a prompt") -> None:
+    def refuse(self, prompt: Prompt, what: str = "a prompt") -> None:
         """Raise InputError if a prompt has a control token in its own text: in a value of one of its messages."""
         for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
             if token := self._find(text):

@@ -25,14 +25,14 @@ def register_backward(
         save: takes the context, the arguments and the results, and saves what the backward pass needs.
     """
     num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
-    below_autograd = torch._C._after_autograd_keyset
+    below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
 
     class _Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments
             with torch._C._AutoDispatchBelowAutograd():
-                results = op.redispatch(keys & below_autograd, *inputs)
+                results = redispatch(keys & below_autograd, *inputs)
                 save(ctx, tuple(inputs), results)
             return results
 
@@ -47,7 +47,7 @@ def register_backward(
         if check_mode(function, *arguments[:num_inputs]):
             return _Function.apply(*arguments, keys)
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & below_autograd, *arguments)
+            return redispatch(keys & below_autograd, *arguments)
 
     _LIBRARY.impl(op._opname, with_gradient, "Autograd", with_keyset=True)
 

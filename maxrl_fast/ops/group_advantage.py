@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at, check_finite, check_flag, check_integer, check_tensor, is_integer
+from maxrl_fast.algorithms.arguments import check_finite, check_flag, check_integer, check_tensor, is_host_readable, is_integer
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
 from maxrl_fast.algorithms.options import check_options
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
-from maxrl_fast.ops.groups import PaddedGroups, check_numbers
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
 
 _LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
@@ -93,48 +93,25 @@ def group_advantage(
         )  # a compiler cannot trace a cache
     except TypeError:  # an argument is not hashable: _resolve raises an error that names it
         size, numbers = _resolve(*asked)
-    inputs: dict[str, Any] = {}
-    for name, value in zip(
-        INPUTS, (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios), strict=True
-    ):
-        if (value is None) == (name in row.inputs):
-            raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")
-        if value is not None:
-            inputs[name] = value
+    given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
+    inputs = _inputs(row, dict(zip(INPUTS, given, strict=True)), reward_weights)
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     width = 0
     if max_group_size is not None:
         width = check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
         width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
-        weights = [1.0] * len(reward_parts) if reward_weights is None else reward_weights
-        inputs["reward_weights"] = checked = tuple(check_finite("each of reward_weights", weight) for weight in weights)
-        if len(checked) != len(reward_parts):
-            raise ValueError(f"reward_weights must be a number for each of the {len(reward_parts)} rewards, got {len(checked)}")
-    elif reward_weights is not None:
-        raise ValueError(f"{row.name} takes no reward_weights")
-
+        inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
-    places = None  # [S], in the order of the groups
-    if offsets is not None:
-        if group_ids is not None:
-            raise ValueError("give offsets or group_ids, not both")
-        if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
-        offsets = offsets.long().contiguous()
-    elif group_ids is not None:
-        # The number of groups is not read from the device: S groups are made, and the last ones are empty.
-        ids, places = group_ids.long().sort(stable=True)
-        group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
-        offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))  # [S+1]
+    offsets, places = uneven_groups(offsets, group_ids)
     viewed = rewards.detach().contiguous()
     valid = None if valid is None else valid.contiguous()
     if not is_flat and len(shape) != 2:
         viewed = viewed.view(-1, shape[-1])
         valid = None if valid is None else valid.view(viewed.shape)
-    if row.kernel is not None and isinstance(estimator, str) and _gate.has_kernels(rewards.device):
+    if row.kernel is not None and isinstance(estimator, str) and dispatch.has_kernels(rewards.device):
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
         advantages: Tensor = _kernel(viewed, offsets, places, valid, estimator, size, list(numbers.values()), width)
@@ -143,8 +120,8 @@ def group_advantage(
             if valid is not None:
                 raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
             width = 0  # wider rows would not be full
-        if can_look_at(viewed) and (offsets is not None or valid is not None):
-            call = _gate.Call(viewed.device)
+        if is_host_readable(viewed) and (offsets is not None or valid is not None):
+            call = dispatch.KernelLaunch(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
         padded = PaddedGroups.of(viewed, offsets, places, valid, width)
         advantages = _by_function(row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
@@ -176,6 +153,24 @@ def _resolve(
 
 
 _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is not k = 2
+
+
+def _inputs(row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None) -> dict[str, Any]:
+    """Return what the estimator takes beside the rewards; raise ValueError for what is missing or not wanted."""
+    for name, value in given.items():
+        if (value is None) == (name in row.inputs):
+            raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")
+    if reward_weights is not None and "reward_parts" not in row.inputs:
+        raise ValueError(f"{row.name} takes no reward_weights")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]:
+    given = [1.0] * num_parts if given is None else given
+    weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
+    if len(weights) != num_parts:
+        raise ValueError(f"reward_weights must be a number for each of the {num_parts} rewards, got {len(weights)}")
+    return weights
 
 
 def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
@@ -253,7 +248,7 @@ def _by_function(
 
 def _check_fit(name: str, advantages: Tensor) -> None:
     """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait, so it is skipped."""
-    if not can_look_at(advantages):
+    if not is_host_readable(advantages):
         return
     values = advantages if advantages.element_size() > 1 else advantages.float()  # float8 has no sums
     if math.isfinite(values.sum()):  # much faster than checking every number

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, operator, register_fake
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import KernelLaunch, operator, register_fake
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
 DTYPES = {getattr(torch, name): name for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")}
@@ -32,7 +32,7 @@ def group_advantage(
 ) -> Tensor:
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
-    call, row = Call(rewards.device), ESTIMATORS[estimator]
+    call, row = KernelLaunch(rewards.device), ESTIMATORS[estimator]
     kernel, numbers, groups = row.kernel, tuple(options), kernel_groups(call, rewards, offsets, order, valid)
     assert kernel is not None, f"{estimator} has no kernel"
     given = dict(zip(row.options, numbers, strict=True))
@@ -43,7 +43,7 @@ def group_advantage(
             tables = call.keep_cached(_table(row, size, numbers, largest, rewards.device))
     else:
         sizes: tuple[int, ...] = ()
-        if not _gate.is_gpu(rewards.device):
+        if not dispatch.is_gpu(rewards.device):
             sizes = read_sizes(call, groups, row, size, max_group_size)
         elif kernel.table is not None:  # sizes are not read back, so tables are needed for all possible ones
             most = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
@@ -84,7 +84,7 @@ def _empty_advantages(rewards: Tensor) -> Tensor:
 
 
 def kernel_groups(
-    call: Call, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None
+    call: KernelLaunch, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None
 ) -> dict[str, int]:
     """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
@@ -103,7 +103,7 @@ def kernel_groups(
     }
 
 
-def read_sizes(call: Call, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
+def read_sizes(call: KernelLaunch, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
     """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
     Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is too small for k or the
@@ -118,8 +118,8 @@ def read_sizes(call: Call, groups: dict[str, int], row: Estimator, size: int, ma
     return sizes
 
 
-# Other threads may drop cached tensors, and other streams may read them: see Call.keep_cached. A copy from pageable
-# host memory is complete when `to` returns, so that every stream may read it.
+# Other threads may drop cached tensors, and other streams may read them: see KernelLaunch.keep_cached. A copy from
+# pageable host memory is complete when `to` returns, so that every stream may read it.
 
 
 @lru_cache(maxsize=256)

@@ -8,8 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at, is_traced
+from maxrl_fast.algorithms.arguments import is_host_readable, is_traced
 from maxrl_fast.algorithms.estimators import Estimator
+
+
+def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return offsets [G+1] int64 and the index [S] that puts the rollouts in the order of the groups; None for equal groups."""
+    if offsets is not None:
+        if group_ids is not None:
+            raise ValueError("give offsets or group_ids, not both")
+        if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
+        return offsets.long().contiguous(), None
+    if group_ids is None:
+        return None, None
+    # The number of groups is not read back from the device: there are S, and the last ones are empty.
+    ids, places = group_ids.long().sort(stable=True)
+    group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
+    return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
         else:
             wanted, wrong = "finite", ~(x.abs() <= largest)
         wrong = wrong & padded.exists
-        if not can_look_at(wrong):
+        if not is_host_readable(wrong):
             groups = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
             groups = groups.any(0, keepdim=True) if row.over_batch else groups
             unusable = groups if unusable is None else unusable | groups

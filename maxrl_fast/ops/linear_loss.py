@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.losses.registry import LOSSES, call_rows
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels, operator, register_fake
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
+from maxrl_fast.ops.dispatch import has_kernels, operator, register_fake
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics
-from maxrl_fast.ops.token_loss_kernel import NUM_SUMS, batch_and_terms, loss_arguments, scaled, split_temperature
+from maxrl_fast.ops.token_loss_kernel import NUM_SUMS, batch_and_terms, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 
@@ -186,7 +186,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
     """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is read by the host."""
-    if _gate.is_gpu(batch.targets.device) and batch.mask is None:
+    if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
     return index if len(index) < len(batch) else None
@@ -203,24 +203,7 @@ def _empty_gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_w
     return grad_hidden, grad_weight
 
 
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros like the gradients
-    ctx.save_for_backward(*output[1:])
-    ctx.needed, ctx.is_spent = inputs[-2:], False
-
-
-def _linear_loss_backward(ctx: Any, grad_sums: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = ctx.saved_tensors
-    if grad_sums is None:
-        return None, None
-    if ctx.is_spent and grad_sums.device.type == "cuda":
-        raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
-    ctx.is_spent = True
-    return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in zip(gradients, ctx.needed, strict=True))
-
-
-register_backward(linear_loss, "linear_policy_gradient_loss", _linear_loss_backward, save=_save_gradients, num_inputs=2)
+kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
 
 
 def _logprobs(
@@ -231,7 +214,7 @@ def _logprobs(
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
-    return tuple(torch.cat([none, *(part[i] for part in parts)]) for i in range(2))  # type: ignore[return-value]
+    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat([none, *(entropy for _, entropy in parts)])
 
 
 @operator()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_integer, check_number, check_tensor
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.token_batch import real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
 
@@ -44,7 +44,7 @@ def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softc
 
 def row_stride(vocab_size: int, device: torch.device) -> int:
     """Distance between rows of logits, in elements."""
-    multiple = _ROW_MULTIPLE if _gate.is_gpu(device) else 1
+    multiple = _ROW_MULTIPLE if dispatch.is_gpu(device) else 1
     return -(-vocab_size // multiple) * multiple
 
 
@@ -93,7 +93,7 @@ class Chunks:
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = real_dtype(hidden.dtype)
         # On a GPU the first product overwrites the weight's gradient, which saves two passes over it.
-        overwrites = _gate.is_gpu(hidden.device) and len(hidden) > 0
+        overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like
         self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
         stride = row_stride(len(weight), hidden.device)

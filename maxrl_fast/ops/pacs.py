@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at, check_choice, check_finite, check_integer, check_tensor
+from maxrl_fast.algorithms.arguments import check_choice, check_finite, check_integer, check_tensor, is_host_readable
 from maxrl_fast.ops import pacs_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels
+from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.pacs_kernel import DTYPES, PacsMetrics
 from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
 from maxrl_fast.ops.token_batch import check_sequences, split_denominator
@@ -123,7 +123,7 @@ def pacs_loss(
         weight == "balanced",
         *split_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device),
     )
-    if can_look_at(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
+    if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())
         raise ValueError(f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}")
     return loss, {"cross_entropy": cross_entropy.detach(), **PacsMetrics(*means.detach().unbind())._asdict()}

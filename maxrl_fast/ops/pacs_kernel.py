@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, check_fields, operator
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, operator
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -43,8 +43,8 @@ def pacs_loss(
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
     loss, cross_entropy, gradient = proxies.new_empty(()), torch.empty_like(proxies), torch.empty_like(proxies)
-    workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device) if _gate.is_gpu(device) else None
-    call = Call(device)
+    workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device) if dispatch.is_gpu(device) else None
+    call = KernelLaunch(device)
     unusable = call.launch(
         "pacs_loss",
         dtype=DTYPES[dtype],
@@ -86,7 +86,7 @@ register_backward(pacs_loss, "pacs_loss", _pacs_loss_backward, save=_save_gradie
 @operator()
 def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
     """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
-    call, dtype, shape = Call(logprobs.device), logprobs.dtype, logprobs.shape
+    call, dtype, shape = KernelLaunch(logprobs.device), logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
     call.launch(
         "log_ratio_reward",
@@ -117,7 +117,7 @@ def log_ratio_reward_backward(
     grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
     """Return the gradient of the log-probs [T] from the gradient of the proxies [S]."""
-    call, dtype = Call(grad_proxies.device), grad_proxies.dtype
+    call, dtype = KernelLaunch(grad_proxies.device), grad_proxies.dtype
     gradient = grad_proxies.new_empty(num_tokens)
     call.launch(
         "log_ratio_reward_backward",
@@ -129,7 +129,7 @@ def log_ratio_reward_backward(
     return gradient
 
 
-def _sequences(call: Call, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> dict[str, Any]:
+def _sequences(call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> dict[str, Any]:
     return {
         "num_tokens": num_tokens,
         "num_sequences": len(cu_seqlens) - 1,

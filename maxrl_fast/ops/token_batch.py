@@ -3,24 +3,25 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import (
-    can_look_at,
     check_choice,
     check_finite,
     check_flag,
     check_number,
     check_tensor,
+    is_host_readable,
     is_integer,
 )
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant")
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 @dataclass  # not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
@@ -177,7 +178,7 @@ def prepare(
         weights_per_token = _is_per_token(
             "importance_weights", importance_weights, importance_weights_per_token, cu_seqlens, shape[0]
         )
-        if can_look_at(importance_weights):
+        if is_host_readable(importance_weights):
             is_below = importance_weights.float() < 0
             _check_values("importance_weights", importance_weights, "at least 0", is_below, mask if weights_per_token else None)
     real = real_dtype(logits_dtype)
@@ -234,7 +235,7 @@ def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Ten
         raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
     if given is not None:
         return given
-    if num_tokens == num_sequences > 0 and not (can_look_at(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
+    if num_tokens == num_sequences > 0 and not (is_host_readable(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
         raise ValueError(
             f"{name} may have one number per token or one per response, since T = S = {num_tokens}: "
             f"give {keyword}=True or {keyword}=False"
@@ -297,7 +298,7 @@ def check_rows(
                 f"temperature must be a number or [T] = [{shape[0]}] on {device}, got the shape "
                 f"{tuple(temperature.shape)} on {temperature.device}"
             )
-        if can_look_at(temperature):
+        if is_host_readable(temperature):
             tau = temperature.detach().double()
             is_wrong = ~((tau > 0) & (tau < math.inf))
             _check_values("temperature", temperature, "a finite number above 0", is_wrong, mask)
@@ -313,7 +314,7 @@ def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -
             f"cu_seqlens must be integers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
-    if not can_look_at(cu_seqlens):
+    if not is_host_readable(cu_seqlens):
         return
     bounds = cu_seqlens.to(torch.int64)
     # Compared, not subtracted: differences of large or narrow integers overflow.
@@ -338,11 +339,6 @@ def _denominator(
         if aggregation == "token_mean" and mask is not None:
             return mask.sum().clamp_min(1).double()
         given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
-    return as_denominator(given, device)
-
-
-def as_denominator(given: float | Tensor, device: torch.device) -> Tensor:
-    """Return the denominator as a float64 scalar tensor on the device; raises as `split_denominator` does."""
     tensor, number = split_denominator(given, device)
     return torch.full((), number, dtype=torch.float64, device=device) if tensor is None else tensor
 
@@ -359,6 +355,6 @@ def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tens
     if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
         where = "on the logits' device or a CPU"
         raise ValueError(f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}")
-    if can_look_at(given):
+    if is_host_readable(given):
         return None, check_number("denominator", float(given.detach()), wanted, lambda x: 0 < x < math.inf)
     return given.detach().to(device, torch.float64).reshape(()), 1.0

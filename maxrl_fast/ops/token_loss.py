@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag, check_tensor
+from maxrl_fast.algorithms.losses.registry import TokenLoss
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops._gate import has_kernels
 from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
 from maxrl_fast.ops.in_place import overwrite
-from maxrl_fast.ops.token_batch import TokenBatch, check_rows, prepare, real_dtype
+from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
@@ -173,21 +173,11 @@ def policy_gradient_loss(
     if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
     if not has_kernels(logits.device) or not row.fused:
-        if in_place and row.rows is not None:
-            raise ValueError(f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient")
-
-        def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
-            return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))
-
-        targets = batch.targets.where(batch.counted(), 0)
-        if in_place and has_kernels(logits.device):
-            return loss_and_metrics(overwrite(logits, partial(_by_function, batch, sums_of)), logits)
-        if not has_kernels(logits.device) or row.rows is not None:
-            logits = torch.where(batch.counted()[:, None], logits, 0.0)  # masked logits may be NaN, and then their gradient too
-        values = token_logprobs(logits, targets, temperature=_unmasked(batch))
-        return loss_and_metrics(sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature)), logits)
+        return loss_and_metrics(_by_function(logits, batch, terms, row, options, in_place), logits)
     if row.by_sequence and batch.old_logprobs is not None:
-        logprobs = _counted_logprobs(logits.detach(), batch)
+        # Masked targets may be anything, and get some number or NaN.
+        counted = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
+        logprobs, _ = kernels.token_logprobs(contiguous_rows(logits.detach()), counted, *split_temperature(batch.temperature))
         batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
     arguments = loss_arguments(batch, terms)
     if in_place:
@@ -203,22 +193,32 @@ def _unmasked(batch: TokenBatch) -> float | Tensor:
     return tau.where(batch.counted(), 1.0) if isinstance(tau, Tensor) else tau
 
 
-def _by_function(batch: TokenBatch, sums_of: Callable[..., Tensor], logits: Tensor) -> Tensor:
-    """Return the LossSums [10] of a loss function, and overwrite the logits with the gradient."""
-    rows = batch.targets.where(batch.counted(), 0), *split_temperature(_unmasked(batch))
-    values = [x.requires_grad_() for x in kernels.token_logprobs(logits, *rows)]
-    with torch.enable_grad():
-        sums = sums_of(*values, None)
-        gradients = torch.autograd.grad(sums[0], values, materialize_grads=True)
-    kernels.token_logprobs_backward_(logits, *rows, *gradients)
-    return sums.detach()
+def _by_function(
+    logits: Tensor, batch: TokenBatch, terms: LossTerms, row: TokenLoss, options: dict[str, float], in_place: bool
+) -> Tensor:
+    """Return the LossSums [10] of a loss that is a function of token_logprobs."""
+    if in_place and row.rows is not None:
+        raise ValueError(f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient")
+    targets, has_kernel = batch.targets.where(batch.counted(), 0), has_kernels(logits.device)
 
+    def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
+        return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))
 
-def _counted_logprobs(logits: Tensor, batch: TokenBatch) -> Tensor:
-    """Return log-probs [T]. A masked token's log-prob is arbitrary, or NaN."""
-    targets = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-    logprobs: Tensor = kernels.token_logprobs(contiguous_rows(logits), targets, *split_temperature(batch.temperature))[0]
-    return logprobs
+    def write_gradient(logits: Tensor) -> Tensor:
+        rows = targets, *split_temperature(_unmasked(batch))
+        logprobs, entropy = (x.requires_grad_() for x in kernels.token_logprobs(logits, *rows))
+        with torch.enable_grad():
+            sums = sums_of(logprobs, entropy, None)
+            gradients = torch.autograd.grad(sums[0], (logprobs, entropy), materialize_grads=True)
+        kernels.token_logprobs_backward_(logits, *rows, *gradients)
+        return sums.detach()
+
+    if in_place and has_kernel:
+        return overwrite(logits, write_gradient)
+    if not has_kernel or row.rows is not None:
+        logits = torch.where(batch.counted()[:, None], logits, 0.0)  # masked logits may be NaN, and so their gradient
+    values = token_logprobs(logits, targets, temperature=_unmasked(batch))
+    return sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature))
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import Call, check_fields, operator
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, operator
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 
 DTYPES = {
@@ -66,18 +66,7 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-def _matrix(call: Call, name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, int]:
-    """Return address and row stride for the kernel; raise ValueError if the tensor does not fit."""
-    side_by_side = shape[1] <= 1 or tensor.stride(1) == 1 or not tensor.numel()
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != call.device or not side_by_side:
-        raise ValueError(
-            f"{name} must be {dtype} {tuple(shape)} on {call.device} with contiguous rows, got {tensor.dtype} "
-            f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
-        )
-    return call.keep(tensor), tensor.stride(0)
-
-
-class LogitsCall(Call):
+class LogitsLaunch(KernelLaunch):
     """A call with the arguments that all token loss kernels share: logits, targets and temperatures."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
@@ -99,7 +88,7 @@ class LogitsCall(Call):
         }
 
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
-        return _matrix(self, name, tensor, self.shape, self.dtype)
+        return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
 
     def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
         """Return the address of a tensor of this shape, default [T]; 0 for None."""
@@ -145,24 +134,31 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return launch_token_loss(logits, gradient, batch, terms), gradient
 
 
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros [T, V] for the gradient output
-    ctx.save_for_backward(output[1])
-    ctx.is_spent = False
+def register_loss(op: Any, function: str, num_gradients: int) -> None:
+    """Register the first derivative of an operator that returns LossSums, and the gradients of its first arguments.
+
+    Its last arguments say which gradients are needed.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros like the gradients
+        ctx.save_for_backward(*results[1:])
+        ctx.needed, ctx.is_spent = inputs[-num_gradients:], False
+
+    def backward(ctx: Any, grad_sums: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if grad_sums is None:
+            return (None,) * num_gradients
+        if ctx.is_spent and grad_sums.device.type == "cuda":
+            raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
+        ctx.is_spent = True
+        return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in zip(gradients, ctx.needed, strict=True))
+
+    register_backward(op, function, backward, save=save, num_inputs=num_gradients)
 
 
-def _token_loss_backward(ctx: Any, grad_sums: Tensor | None, _: None) -> tuple[Tensor | None]:
-    (gradient,) = ctx.saved_tensors
-    if grad_sums is None:
-        return (None,)
-    if ctx.is_spent and gradient.device.type == "cuda":
-        raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
-    ctx.is_spent = True
-    return (scaled(gradient, grad_sums[0]),)
-
-
-register_backward(token_loss, "policy_gradient_loss", _token_loss_backward, save=_save_gradient)
+register_loss(token_loss, "policy_gradient_loss", 1)
 
 
 @operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
@@ -173,13 +169,13 @@ def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
 
 def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
-    call = LogitsCall(logits, batch.targets, *split_temperature(batch.temperature))
+    call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 
     def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
         return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
 
-    size = _C.LOSS_WORKSPACE if _gate.is_gpu(logits.device) else NUM_SUMS
+    size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.launch(
         "token_loss",
@@ -207,7 +203,7 @@ def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch
 @operator()
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the targets [T], and the entropies [T]."""
-    call = LogitsCall(logits, targets, temperatures, temperature)
+    call = LogitsLaunch(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
     results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
     call.refuse(call.launch("token_logprobs", **call.arguments, **results), targets)
@@ -239,7 +235,7 @@ def token_logprobs_backward(
 ) -> Tensor:
     """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T] each."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    call = LogitsCall(logits, targets, temperatures, temperature)
+    call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
     return gradient
 
@@ -254,7 +250,7 @@ def token_logprobs_backward_(
     grad_entropy: Tensor,
 ) -> None:
     """Overwrite the logits with token_logprobs_backward's result."""
-    LogitsCall(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
+    LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
@@ -265,13 +261,13 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
     if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # batched tensors come from is_grads_batched=True
         return gradient * scale.to(gradient.dtype)
-    if _gate.is_gpu(gradient.device) and _gate.has_kernels(gradient.device):
+    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
         scale = scale.double().contiguous()
-        shape, call = (gradient.shape[0], gradient.shape[1]), Call(gradient.device)
+        shape, call = (gradient.shape[0], gradient.shape[1]), KernelLaunch(gradient.device)
         call.launch(
             "scale",
             dtype=DTYPES[gradient.dtype],
-            matrix=_matrix(call, "gradient", gradient, shape, gradient.dtype),
+            matrix=(call.rows("gradient", gradient, gradient.dtype, shape), gradient.stride(0)),
             num_rows=shape[0],
             row_size=shape[1],
             scale=call.address("scale", scale, torch.float64, ()),

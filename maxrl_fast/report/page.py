@@ -22,7 +22,6 @@ SCRIPTS = (
 )
 LAZY = ("prompts", "samples", "rollouts")  # fields of a folder that the page unpacks when it is open
 _SHOWN_OPTION = 200  # characters shown of an option's value
-_MOST_OPTIONS = 200
 
 
 def render(folders: list[Folder]) -> str:
@@ -93,10 +92,10 @@ def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
     runs = [folder.options for folder in folders if folder.options and folder.kind == "run"]
     known = runs or [folder.options for folder in folders if folder.options]
     own = (*KEY_OPTIONS, *OF_ONE_START)
-    others = dict.fromkeys(key for options in known for key in list(options)[:_MOST_OPTIONS] if key not in own)
+    others = dict.fromkeys(key for options in known for key in options if key not in own)
     key_options = [key for key in KEY_OPTIONS if key == "model" or any(options.get(key) is not None for options in known)]
     values = {key: {json.dumps(_value(options.get(key))) for options in known} for key in others}
-    return key_options if known else [], [key for key in others if len(values[key]) > 1][:_MOST_OPTIONS]
+    return key_options if known else [], [key for key in others if len(values[key]) > 1]
 
 
 def _value(value: Any) -> Any:

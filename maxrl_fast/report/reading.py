@@ -1,7 +1,6 @@
-"""Read the files of a run or an evaluation into columns of numbers. The files may be unfinished, damaged or malicious.
+"""Read the files of a run or an evaluation into columns of numbers. The files may be unfinished or damaged.
 
-A line that cannot be read is skipped and noted, never guessed. The sizes of files and lines, the number of columns, and the
-amounts of samples and diagnostics are bounded.
+A line that cannot be read is skipped and noted, never guessed. What would make the page too large is thinned.
 """
 
 import itertools
@@ -19,12 +18,6 @@ from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
 FILE_BYTES = 1 << 30
 ROLLOUT_BYTES = 1 << 32
 EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for each prompt
-LINE_BYTES = 1 << 22
-MOST_STEPS = 200_000
-MOST_COLUMNS = 200
-MOST_KS = 64
-MOST_STAGES = 40
-MOST_WARNINGS = 1_000
 MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
@@ -134,21 +127,16 @@ def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator
     if not path.exists():
         return
     check_regular(path, most_bytes)
-    damaged, number = [], 0
+    damaged = []
     with open(path, "rb") as file:
-        while line := file.readline(LINE_BYTES):
-            number += 1
-            is_long = not line.endswith(b"\n") and len(line) == LINE_BYTES
-            is_torn = not line.endswith(b"\n") and not is_long
-            while is_long and (rest := file.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
+        for number, line in enumerate(file, start=1):
             try:
-                record = None if is_long else json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict):
                 yield record
-            elif is_torn:
+            elif not line.endswith(b"\n"):
                 why = "the run was still writing, or was killed"
                 folder.notes.append(f"the last line of {path.name} is incomplete and was skipped: {why}")
             elif line.strip():
@@ -173,12 +161,7 @@ def _columns(
         if not is_count(step):
             without_step += 1
             continue
-        if len(by_step) >= MOST_STEPS and step not in by_step:
-            folder.notes.append(f"{path.name} has more than {MOST_STEPS:,} steps; the later ones were skipped")
-            break
-        for key, value in record.items():
-            if is_number(value) and key != "step" and len(columns) < MOST_COLUMNS:
-                columns.setdefault(key)
+        columns |= dict.fromkeys(key for key, value in record.items() if is_number(value) and key != "step")
         by_step[step] = {key: value for key, value in record.items() if key in columns or key in kept}
     if without_step:
         folder.notes.append(f"{without_step:,} lines of {path.name} have no step and were skipped")
@@ -190,8 +173,8 @@ def _columns(
 def coverage_rows(passes: Any) -> list[list[Number]]:
     """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k: {"mean", "low", "high"}}."""
     rows: dict[int, list[Number]] = {}
-    for k, value in list(passes.items())[:MOST_KS] if isinstance(passes, dict) else ():
-        if not (k.isascii() and k.isdecimal() and len(k) < 10 and int(k) > 0):
+    for k, value in passes.items() if isinstance(passes, dict) else ():
+        if not (k.isascii() and k.isdecimal() and int(k) > 0):
             continue
         estimate = value if isinstance(value, dict) else {"mean": value}
         mean, low, high = (finite(estimate.get(name)) for name in ("mean", "low", "high"))
@@ -202,9 +185,6 @@ def coverage_rows(passes: Any) -> list[list[Number]]:
 
 def _read_warnings(path: Path, folder: Folder) -> None:
     for record in _lines(path / "warnings.jsonl", folder):
-        if len(folder.warnings) == MOST_WARNINGS:
-            folder.notes.append(f"warnings.jsonl has more than {MOST_WARNINGS:,} warnings; the later ones were skipped")
-            return
         step, kind = record.get("step"), record.get("kind", record.get("name"))
         folder.warnings.append(
             {"step": step if is_count(step) else None, "kind": text_of(kind)[0], "message": text_of(record.get("message"))[0]}
@@ -303,5 +283,5 @@ def _read_seconds(path: Path, folder: Folder) -> None:
 
 
 def _durations(stages: Any) -> dict[str, float]:
-    named = list(stages.items())[:MOST_STAGES] if isinstance(stages, dict) else []
-    return {text_of(key)[0][:100]: value for key, value in named if finite(value) is not None and value >= 0}
+    named = stages.items() if isinstance(stages, dict) else ()
+    return {key: value for key, value in named if finite(value) is not None and value >= 0}

@@ -9,7 +9,6 @@ from typing import Any
 from maxrl_fast.report.values import finite, is_count, text_of
 
 SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
-MOST_COMPONENTS = 16  # parts of a reward
 COLUMNS_LENGTH = 2_000  # characters of the data set's columns of one sample
 ANSWER_LENGTH = 500
 
@@ -49,7 +48,6 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
     response, response_length = text_of(record.get("response"))
     counts = {key: record.get(key) if is_count(record.get(key)) else None for key in ("step", "id", "tokens")}
     parts = record.get("components")
-    named = list(parts.items())[:MOST_COMPONENTS] if isinstance(parts, dict) else []
     return {
         **counts,
         "prompt": prompt,
@@ -58,7 +56,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
         "truncated": record.get("truncated") is True,
         "left_out": prompt_length - len(prompt) + response_length - len(response),  # characters
         "advantage": finite(record.get("advantage")),
-        "components": {text_of(name)[0][:100]: finite(value) for name, value in named},
+        "components": {name: finite(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
         "answer": text_of(record.get("answer"), ANSWER_LENGTH)[0],
         "columns": text_of(record.get("columns") or None, COLUMNS_LENGTH)[0],
     }

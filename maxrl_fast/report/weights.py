@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.ops import ESTIMATORS, effective_weight
-from maxrl_fast.training.objective_registry import OBJECTIVES, is_custom
+from maxrl_fast.training.objectives.registry import OBJECTIVES, is_custom
 
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(max=1).tolist()

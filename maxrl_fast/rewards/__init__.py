@@ -4,6 +4,7 @@ Every reward worker imports this package at its start, so nothing slow may be im
 """
 
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scores:
     """Rewards in the order of the rows, 0 for those that failed, and the failures sorted by index.
 
@@ -42,9 +43,28 @@ class Scores:
     """
 
     rewards: list[float]
-    failures: list[Failure]
-    num_left: int = 0  # rows without a result, because too many others failed
-    components: list[dict[str, float]] = field(default_factory=list)  # of each reward; empty: there are none
+    failures: list[Failure] = field(default_factory=list)
+    num_left: int = 0  # rows without a result; in the end, because too many others failed
+    components: list[dict[str, float]] = field(default_factory=list)  # of each reward
+
+    @classmethod
+    def of_rows(cls, num_rows: int) -> "Scores":
+        """Return scores without any result yet."""
+        return cls([0.0] * num_rows, [], num_rows, [{} for _ in range(num_rows)])
+
+    def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
+        """Keep the results (`function.py`) of these rows. One failure of a whole call is that of all its rows."""
+        self.num_left -= len(rows)
+        for row, result in zip(rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True):
+            if "kind" in result:
+                insort(self.failures, Failure(row, result["kind"], printable(result["message"])), key=lambda other: other.index)
+            else:
+                self.rewards[row] = math.nan if result["reward"] is None else result["reward"]
+                self.components[row] = result.get("components", {})
+
+    def is_done(self, max_failures: int | None) -> bool:
+        """Return whether all rows have a result, or too many have failed."""
+        return not self.num_left or (max_failures is not None and len(self.failures) > max_failures)
 
 
 class RewardSource(Protocol):
@@ -81,35 +101,6 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """End what it has started."""
         return
-
-
-class ResultBatch:
-    """The results (`function.py`) of the rows of one `score`, in the order in which they come."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._results, self._failures = [dict[str, Any]()] * num_rows, list[Failure]()
-        self.num_left = num_rows
-
-    def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
-        """Keep the results of these rows. One failure of a whole call is that of all its rows."""
-        self.num_left -= len(rows)
-        for row, result in zip(rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True):
-            self._results[row] = result
-            if "kind" in result:
-                self._failures.append(Failure(row, result["kind"], printable(result["message"])))
-
-    def is_done(self, max_failures: int | None) -> bool:
-        """Return whether all rows have a result, or too many have failed."""
-        return not self.num_left or (max_failures is not None and len(self._failures) > max_failures)
-
-    def scores(self) -> Scores:
-        """Return the results as rewards."""
-        return Scores(
-            [math.nan if (reward := result.get("reward", 0.0)) is None else reward for result in self._results],
-            sorted(self._failures, key=lambda failure: failure.index),
-            self.num_left,
-            [result.get("components", {}) for result in self._results],
-        )
 
 
 def printable(text: str) -> str:

@@ -6,14 +6,12 @@ import json
 import math
 import os
 import re
-import socket
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread, Timer, get_ident
+from threading import Event, Lock, Thread, get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,9 +19,8 @@ import torch
 
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
-from maxrl_fast.model.prompt_process import PromptEncoder
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, ResultBatch, RewardSource, Rows, Scores, no_progress, power_of_two
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress, power_of_two
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
@@ -35,17 +32,10 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of HTTP: the serv
 
 
 class RequestError(Exception):
-    """A question has no score. It holds the kind of its failure, and the cause."""
+    """A question has no score. It holds the kind of its failure, the cause, and the least pause before another try, if any."""
 
-    def __init__(self, kind: str, cause: str) -> None:
-        self.kind, self.cause = kind, cause
-
-
-class _Retry(Exception):
-    """A request failed in a way that may pass. It holds the failure, and the seconds that the server asks to wait."""
-
-    def __init__(self, failure: RequestError, pause: float = 0.0) -> None:
-        self.failure, self.pause = failure, pause
+    def __init__(self, kind: str, cause: str, pause: float | None = None) -> None:
+        self.kind, self.cause, self.pause = kind, cause, pause
 
 
 class Judge(RewardSource):
@@ -102,38 +92,34 @@ class Judge(RewardSource):
         asked: dict[str, list[int]] = {}  # rows by question
         for i, row in enumerate(rows):
             asked.setdefault(self._question(row), []).append(i)
-        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, float | Exception]](), Event()
+        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, dict[str, Any] | Exception]](), Event()
 
         def answer() -> None:
             with suppress(IndexError):  # another thread has taken the last question
                 while not stop.is_set():
                     question = waiting.popleft()
                     try:
-                        outcomes.put((question, self._answer(question, stop)))
-                    except Exception as error:
+                        outcomes.put((question, {"reward": self._answer(question, stop)}))
+                    except RequestError as error:
+                        outcomes.put((question, {"kind": error.kind, "message": error.cause}))
+                    except Exception as error:  # raised below
                         outcomes.put((question, error))
 
         for _ in range(min(self._concurrency, len(asked))):
             Thread(target=answer, daemon=True).start()
-        batch = ResultBatch(len(rows))
+        scores = Scores.of_rows(len(rows))
         try:
-            while not batch.is_done(max_failures):
+            while not scores.is_done(max_failures):
                 on_progress()
-                try:
-                    question, outcome = outcomes.get(timeout=PROGRESS_INTERVAL)
-                except Empty:
-                    continue
-                if isinstance(outcome, RequestError):
-                    result: dict[str, Any] = {"kind": outcome.kind, "message": outcome.cause}
-                elif isinstance(outcome, Exception):
-                    raise outcome
-                else:
-                    result = {"reward": outcome}
-                for i in asked[question]:
-                    batch.add(range(i, i + 1), [result])
+                with suppress(Empty):
+                    question, result = outcomes.get(timeout=PROGRESS_INTERVAL)
+                    if isinstance(result, Exception):
+                        raise result
+                    for i in asked[question]:
+                        scores.add(range(i, i + 1), [result])
         finally:
             stop.set()
-        return batch.scores()
+        return scores
 
     def _question(self, row: dict[str, Any]) -> str:
         """Return the template with the row's columns, in one pass: braces in a response are text."""
@@ -173,10 +159,12 @@ class Judge(RewardSource):
             self._wait_for_turn(stop)
             try:
                 return self._request(question)
-            except _Retry as error:
-                failure = error.failure
-                if i < TRIES - 1:
-                    stop.wait(min(max(PAUSE * 2**i, error.pause), MOST_PAUSE))
+            except RequestError as error:
+                if error.pause is None:
+                    raise
+                failure = error
+            if i < TRIES - 1:
+                stop.wait(min(max(PAUSE * 2**i, failure.pause or 0.0), MOST_PAUSE))
             if stop.is_set():
                 break
         raise RequestError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
@@ -192,28 +180,27 @@ class Judge(RewardSource):
         """Return the reply to one request. A redirection is an error: the key is sent to no other server."""
         url, deadline = urlsplit(self._url), time.monotonic() + self._time_limit
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.netloc, timeout=self._time_limit)  # of connecting, and of each read
+        connection, content = kind(url.netloc, timeout=self._time_limit), b""  # the time-out of connecting, and of each read
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-        late = _Retry(RequestError("timeout", f"the judge took longer than {self._time_limit:g} s"))
+        late = RequestError("timeout", f"the judge took longer than {self._time_limit:g} s", pause=0.0)
         try:
-            connection.connect()
-            with _shut_down_at(connection.sock, deadline):
-                connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
-                response = connection.getresponse()
-                content = response.read(REPLY_BYTES)
+            connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
+            response = connection.getresponse()
+            while (part := response.read1(REPLY_BYTES - len(content))) and time.monotonic() < deadline:
+                content += part  # a server that sends a byte now and then exceeds no time-out of a read
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
-            raise _Retry(RequestError("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")) from error
+            cause = f"the judge cannot be reached: {type(error).__name__}: {error}"
+            raise RequestError("exception", cause, pause=0.0) from error
         finally:
             connection.close()
         if time.monotonic() >= deadline:  # the content may be cut
             raise late
         if response.status != 200:
-            failure = RequestError("exception", f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}")
-            if response.status in RETRIED:
-                raise _Retry(failure, _seconds(response.getheader("Retry-After")))
-            raise failure
+            cause = f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}"
+            pause = _seconds(response.getheader("Retry-After")) if response.status in RETRIED else None
+            raise RequestError("exception", cause, pause)
         try:
             reply = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
@@ -223,31 +210,12 @@ class Judge(RewardSource):
         return reply
 
     def lines(self) -> list[str]:
-        """Return how the judge is asked, for the start of a run."""
         rate = f", at most {self._rate:g} a second" if self._rate else ""
         how = f"up to {self._concurrency} requests at a time{rate}"
         return [f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"]
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes scoring about this many times as fast."""
         return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
-
-
-@contextmanager
-def _shut_down_at(connection: socket.socket, deadline: float) -> Iterator[None]:
-    """End the reads and writes of a connection at a deadline: a server that sends a byte now and then exceeds no time-out."""
-
-    def shut_down() -> None:
-        with suppress(OSError):  # it has just been closed
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not that of ssl, which would break a read
-
-    timer = Timer(deadline - time.monotonic(), shut_down)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _parse_name(name: str) -> tuple[str, str]:
@@ -285,11 +253,40 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxrl_fast" / "judge"
 
 
+def read_model(directory: Path, kind: str, what: str, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+    """Return the tokenizer and the model in a directory, and the names of weights that it lacks.
+
+    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
+
+    Args:
+        kind: name of a class of transformers, such as "AutoModel".
+        what: the model, for error messages.
+
+    Raises:
+        InputError: if transformers is missing or cannot read the directory.
+    """
+    tokenizer = load_tokenizer(directory)
+    import transformers  # load_tokenizer has checked that it is installed
+
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    try:
+        with Quiet():
+            model, loaded = getattr(transformers, kind).from_pretrained(directory, output_loading_info=True, **options)
+    except Exception as error:  # transformers raises many kinds of errors
+        raise InputError(f"cannot read {what}: {type(error).__name__}: {error}") from error
+    return tokenizer, model.eval(), sorted(loaded["missing_keys"])
+
+
+def longest_text(tokenizer: Any, model: Any) -> int:
+    """Return the most tokens that a model takes."""
+    positions = model.config.to_dict().get("max_position_embeddings") or 2**31
+    return int(min(positions, tokenizer.model_max_length, 2**31))
+
+
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
 
     Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
 
     Args:
         name: hf:DIR.
@@ -303,39 +300,23 @@ class Classifier(RewardSource):
         directory = Path(name.removeprefix(CLASSIFIER))
         if not directory.is_dir():
             raise InputError(f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}")
-        PromptEncoder(directory)  # loads the tokenizer within limits, and so shows that loading it here ends
-        self._tokenizer = load_tokenizer(directory)
-        from transformers import AutoModelForSequenceClassification  # load_tokenizer has checked that it is installed
-
-        try:
-            with Quiet():
-                model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                    directory,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    dtype=dtype,
-                    output_loading_info=True,
-                )
-        except Exception as error:  # transformers raises many kinds of errors
-            raise InputError(f"cannot read the classifier of --reward {name}: {type(error).__name__}: {error}") from error
-        if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random
+        what = f"the classifier of --reward {name}"
+        self._tokenizer, model, missing = read_model(directory, "AutoModelForSequenceClassification", what, dtype)
+        if missing:  # transformers would draw them at random
             raise InputError(f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}")
         if model.config.num_labels not in (1, 2):
             raise InputError(f"--reward {name} must have one label, or two, got {model.config.num_labels}")
-        self._model: Any = model.to(device).eval()
+        self._model, self._longest = model.to(device), longest_text(self._tokenizer, model)
         # A decoder reads its score at the last token that is not padding, so padding must be a token that ends no text.
         pad = self._tokenizer.pad_token_id
         self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
         self._model.config.pad_token_id = pad if self._can_pad else None
         self._tokenizer.padding_side = "right"
-        longest = model.config.to_dict().get("max_position_embeddings") or 2**31
-        self._longest = min(int(longest), int(min(self._tokenizer.model_max_length, 2**31)))
 
     @torch.no_grad()
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
         """Return the scores of rows. Texts that are longer than the model takes are failures."""
-        encoded, scores = [self._encode(row) for row in rows], ResultBatch(len(rows))
+        encoded, scores = [self._encode(row) for row in rows], Scores.of_rows(len(rows))
         for i, tokens in enumerate(encoded):
             if not 0 < len(tokens) <= self._longest:
                 message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
@@ -348,7 +329,7 @@ class Classifier(RewardSource):
             for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
                 wrong = {"kind": "invalid", "message": f"the reward model must give a finite number, got {reward}"}
                 scores.add(range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong])
-        return scores.scores()
+        return scores
 
     def _encode(self, row: dict[str, Any]) -> list[int]:
         prompt, response, tokenizer = row["prompt"], row["response"], self._tokenizer
@@ -371,6 +352,5 @@ class Classifier(RewardSource):
         return values
 
     def lines(self) -> list[str]:
-        """Return what scores, for the start of a run."""
         labels = "the logit of its label" if self._model.config.num_labels == 1 else "the probability of its second label"
         return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 
@@ -52,9 +52,10 @@ class MetricAccumulator:
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks, by metric."""
         whole = MetricAccumulator()
-        for line in ranks.texts(json.dumps([[name, total, self._counts[name]] for name, total in self._sums.items()])):
-            for name, total, count in json.loads(line):
-                whole.add(name, total, count)
+        for line in ranks.texts(json.dumps([self._sums, self._counts])):
+            sums, counts = json.loads(line)
+            for name, total in sums.items():
+                whole.add(name, total, counts[name])
         return {f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()}
 
 
@@ -84,8 +85,8 @@ class Scorer:
         answer_limit: int | None = None,
         num_ranks: int = 1,
     ):
-        self._task, self._source, self._max_error_rate, self._threshold = task, source, max_error_rate, threshold
-        self._answer_limit, self._num_ranks = answer_limit, num_ranks
+        self._task, self._source, self._threshold = task, source, threshold
+        self._max_error_rate, self._answer_limit, self._num_ranks = max_error_rate, answer_limit, num_ranks
         self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
@@ -118,33 +119,33 @@ class Scorer:
     def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = self._columns(prompts)
-        responses = [self._task.decode(tokens) for tokens in _split(rollouts.tokens, rollouts.lengths)]
+        responses = [self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)]
         rewards = torch.zeros(len(responses))
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the rows
+        rewards[indices] = float("nan")
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
-        scored = torch.full((len(rows),), float("nan"))
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
-        else:
-            self._num_scored += len(responses) - scores.num_left
-            self._failures += scores.failures
-            self._gave_up |= scores.num_left > 0
-            if not scores.num_left:
-                scored = torch.tensor(scores.rewards, dtype=torch.float32)
-                failed = {failure.index for failure in scores.failures}
-                scored[[*failed]] = float("nan")
-                for i, components in enumerate(scores.components):
-                    self.components[indices[i]] = components
-                    for name, value in components.items() if i not in failed else ():
-                        self._components.add(name, value)
-        rewards[indices] = scored
+            return rewards.to(rollouts.tokens.device)
+        self._num_scored += len(responses) - scores.num_left
+        self._failures += scores.failures
+        self._gave_up |= scores.num_left > 0
+        if not scores.num_left:
+            scored = torch.tensor(scores.rewards, dtype=torch.float32)
+            failed = {failure.index for failure in scores.failures}
+            scored[[*failed]] = float("nan")
+            rewards[indices] = scored
+            for i, components in enumerate(scores.components):
+                self.components[indices[i]] = components
+                for name, value in components.items() if i not in failed else ():
+                    self._components.add(name, value)
         return rewards.to(rollouts.tokens.device)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
-        texts = () if prompts.columns else _split(prompts.tokens, prompts.lengths)
+        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
         columns = prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
         for name, value in ((name, value) for row in columns for name, value in row.items()):
             try:
@@ -242,12 +243,7 @@ class Scorer:
             self._source.close()
 
 
-def _split(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return packed sequences as lists."""
-    return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
-
-
-class WeightedRewards:
+class WeightedRewards(RewardSource):
     """The weighted sum of several rewards.
 
     A reward that is NaN does not apply to its response and is left out of the sum, as in TRL. A response to which none applies,
@@ -287,26 +283,21 @@ class WeightedRewards:
         return Scores(rewards, [failures[i] for i in sorted(failures)], 0, components)
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError if one cannot take such a row."""
         for _, source, _ in self._sources:
             source.check(row)
 
     def lines(self) -> list[str]:
-        """Return what the start of a run says about each, and the sum."""
         lines = [line for _, source, _ in self._sources for line in source.lines()]
         return [*dict.fromkeys(lines), "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources)]
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes the slowest of them about this many times as fast."""
         return self._sources[self._seconds.index(max(self._seconds))][1].faster(factor)
 
     def stacks(self) -> None:
-        """Write the stacks of all processes to standard error."""
         for _, source, _ in self._sources:
             source.stacks()
 
     def close(self) -> None:
-        """End what they have started."""
         for _, source, _ in self._sources:
             source.close()
 
@@ -343,7 +334,6 @@ class MajorityVote(RewardSource):
         self._answer = answer
 
     def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Return the rewards of rows; each `group` of them answers one prompt."""
         answers, rewards = [self._answer(row["response"]) for row in rows], list[float]()
         for start in range(0, len(answers), group):
             of_prompt = answers[start : start + group]
@@ -353,5 +343,4 @@ class MajorityVote(RewardSource):
         return Scores(rewards, [], components=[{} for _ in rows])
 
     def lines(self) -> list[str]:
-        """Return what the start of a run says about it."""
         return ["reward: 1 for the answer that most responses to the prompt give; evaluation has labels"]

@@ -1,16 +1,17 @@
-"""The processes of a reward pool, from the outside in.
+"""The processes of a reward pool: a supervisor, and the children that it forks. Only children make calls.
 
-The supervisor (`main`) runs none of the user's code, so it always notices the trainer's end, and then kills all others. Its
-child, the template, loads the function and makes no call. On request of the trainer it forks a child, or kills one with its
-process group and forks a fresh one. Children make the calls (`serve`). If loading the function starts threads, it cannot be
-forked safely: then there is no template, and the supervisor forks children that load the function each.
+The supervisor loads the function once, gives calls of the trainer to its children, and kills a child that is late or has failed
+with its process group and forks another. A process in which loading has started threads cannot be forked safely: then the
+trainer starts another supervisor, which loads nothing, and each child loads the function.
 
-Each child is connected with the trainer, by JSON lines: a call is {"call": number, "arguments": {...}}, its answer {"call":
-number, "results": [...], "left": whether processes of the call still run}, with a result of `function.py` for each response.
+A socket connects the trainer with the supervisor, and another one each child. All send lines "WORD JSON":
 
-All share a control socket. The trainer sends [index of a worker, serial number of its next child]. The answer is
-{"index", "serial", "pid", "file", "signature", "can_fork"} of a child that is ready, or {"index", "serial",
-"cause"} of one that has ended, or {"error"} where there can be none.
+    trainer      NUMBER arguments
+    supervisor   NUMBER [result, ...]         ready {"file", "signature", "can_fork"}    error "cause"
+    child        keep NUMBER [result, ...]    ready null                                 error "cause"
+
+with a result of `function.py` for each response. A child says "last" for "keep" if it must make no more calls. At SIGUSR2 the
+supervisor writes the stacks of its children to the trainer's standard error.
 """
 
 import contextlib
@@ -18,238 +19,354 @@ import ctypes
 import faulthandler
 import gc
 import math
-import mmap
 import os
+import re
 import resource
 import select
 import signal
 import socket
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-# Imported by name, so that the worker still works if the reward function replaces attributes of json and os.
+# By name: a reward function that replaces attributes of these modules does not break its worker.
 from json import dumps, loads
-from os import P_ALL, P_PID, WEXITED, WNOHANG, WNOWAIT, _exit, getpid, getppid, killpg, setpgid, waitid, waitpid
+from os import P_ALL, P_PID, WEXITED, WNOHANG, WNOWAIT, _exit, getpid, getppid, killpg, waitid, waitpid
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.rewards.function import Caller, signature_of
+from maxrl_fast.rewards.function import ROWS, Caller, signature_of
 from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
-POLL_MILLISECONDS = 100  # between two looks at the template and at the trainer's pid
+QUICK = 1e-3  # seconds of a call. Of quicker ones a child is given several at a time,
+MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many, which it reads at once
+SEND_LIMIT = 10.0  # seconds for an idle child to read a call
+LOOK_INTERVAL = 1.0  # seconds between two looks at the trainer's pid and at children whose connection others keep open
+GRACE = 1.0  # seconds for a child to answer after its async calls have reached the time limit
+STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds to wait for a child's stack, and of silence that end it
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+WROTE = "the reward code wrote to the connection between worker and trainer"
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-HAS_THREADS = 77  # exit code of a template that cannot be forked
+
+
+@dataclass
+class Child:
+    """A process that makes calls, and those that it was given: it makes the first."""
+
+    pid: int
+    connection: socket.socket
+    deadline: float  # for loading the function, or for the first call
+    is_ready: bool = False
+    calls: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # number and line
+    received: bytes = b""  # of a line that has not come as a whole
+    has_unread: bool = False  # it ended before it read all calls
 
 
 def main() -> None:
     """Run the supervisor. `RewardPool` passes its arguments in sys.argv."""
     settings = loads(sys.argv[1])
     del sys.argv[1:]
-    for fd in (settings["control"], settings["stacks"], *settings["connections"]):
-        os.set_inheritable(fd, False)  # programs that the function starts do not inherit it
-    control = socket.socket(fileno=settings["control"])
-    connections = [socket.socket(fileno=fd) for fd in settings["connections"]]
-    faulthandler.register(signal.SIGUSR1, file=settings["stacks"], all_threads=False)
-    # A scheduler sends these signals to the whole job. The trainer stops its workers itself, when it has no more calls.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    trainer = socket.socket(fileno=settings["connection"])
+    os.set_inheritable(trainer.fileno(), False)  # programs that the function starts do not inherit it
+    # While the function is loaded nothing else notices the trainer's end. Afterwards `run` does, and kills all groups.
+    end_with(settings["trainer"])
+    stderr = os.dup(2)
+    os.dup2(1, 2)  # what the function prints is discarded
+    # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself, when it has no more calls.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
-    pids = memoryview(mmap.mmap(-1, 8 * len(connections))).cast("q")  # of the children, written by the template
-    template = fork()
-    if template == 0:
-        run_template(settings, control, connections, pids)
-    has_ended = wait_for_template(template, control, settings["trainer"])
-    code = end_group(template)
-    if has_ended and code == HAS_THREADS:
-        manage_children(control, connections, pids, settings["trainer"], lambda *child: serve_loaded(settings, *child))
-    elif has_ended:
-        discard(control)  # otherwise the trainer would get ECONNRESET instead of the message
-        with contextlib.suppress(OSError):  # the trainer has just ended
-            control.send(dumps({"error": f"the worker process {describe_exit(code)}"}).encode())
-    for pid in pids:
-        if pid:
-            kill_group(pid)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills a worker, not the trainer
+    set_soft_limit(resource.RLIMIT_CORE, 0)
+    set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
+    function, ready = None, settings["ready"]
+    try:
+        if ready is None:
+            function, ready = load_function(settings["function"])
+        LIBC.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        trainer.sendall(f"ready {dumps(ready)}\n".encode())
+        if function is None or ready["can_fork"]:
+            gc.freeze()  # otherwise garbage collection in a child would copy all pages with objects of the supervisor
+            Supervisor(settings, trainer, stderr, function, ready).run()
+        else:
+            trainer.recv(1)  # until the trainer closes it
+    except (LoadError, OSError) as error:
+        with contextlib.suppress(OSError):  # the trainer has closed the connection
+            trainer.sendall(f"error {dumps(str(error))}\n".encode())
+    finally:
+        trainer.close()
+        killpg(0, signal.SIGKILL)  # with what loading the function has started
 
 
-def fork() -> int:
-    """Return as os.fork. The child leads a process group of its own, and the kernel kills it when its parent ends.
+def load_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function, and what the trainer is told of it.
 
-    PR_SET_PDEATHSIG acts when the thread that forked ends, so only a process with a single thread may call this.
+    Raises:
+        LoadError: if it cannot be loaded.
     """
-    parent = getpid()
-    child = os.fork()
-    if child:
+    function, file = load(name)
+    can_fork = len(os.listdir("/proc/self/task")) == 1
+    return function, {"file": file, "signature": signature_of(function), "can_fork": can_fork}
+
+
+class Supervisor:
+    """Has children make the calls of the trainer.
+
+    Args:
+        stderr: descriptor of the trainer's standard error.
+        function: None: each child loads it.
+        ready: as sent to the trainer.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        trainer: socket.socket,
+        stderr: int,
+        function: Callable[..., Any] | None,
+        ready: dict[str, Any],
+    ) -> None:
+        self._settings, self._trainer, self._stderr, self._function, self._ready = settings, trainer, stderr, function, ready
+        # Each of several async calls has the time limit for itself.
+        self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
+        self._call_seconds = math.inf  # of the last call; nothing is known of the first
+        self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
+        self._num_unread = Counter[bytes]()  # by number of a call: processes that ended before they read it
+        self._received, self._results = bytearray(), bytearray()  # from the trainer; for the trainer
+        self._children: dict[int, Child] = {}  # by the descriptor of the connection
+        self._poll = select.poll()
+        self._poll.register(trainer, select.POLLIN)
+        self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a full pipe must not stop a child
+        faulthandler.register(signal.SIGUSR1, file=write, all_threads=False)
+        signal.signal(signal.SIGUSR2, lambda *_: self._show_stacks())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the trainer ignores it, the exit codes of children would be lost
+
+    def run(self) -> None:
+        """Make calls until the trainer closes the connection or has ended; then kill all children with their groups.
+
+        Raises:
+            LoadError: if a child cannot load the function.
+        """
+        try:
+            for _ in range(self._settings["workers"]):
+                self._start_child()
+            while getppid() == self._settings["trainer"]:  # a fork of the trainer would keep the connection open
+                self._send_calls()
+                busy = [child.deadline for child in self._children.values() if child.calls or not child.is_ready]
+                pause = min([*busy, time.monotonic() + LOOK_INTERVAL]) - time.monotonic()
+                ready = self._poll.poll(max(0.0, 1000 * pause))
+                for fd, _ in ready:
+                    if child := self._children.get(fd):
+                        self._receive_results(child)
+                    elif fd == self._trainer.fileno() and not self._receive_calls():
+                        return
+                now = time.monotonic()
+                for child in [*self._children.values()]:
+                    if not ready or ((child.calls or not child.is_ready) and child.deadline <= now):
+                        self._look_at(child, now)
+        finally:
+            self._send_results()
+            for child in self._children.values():
+                kill_group(child.pid)
+
+    def _start_child(self) -> None:
+        parent = getpid()
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, 0)
+                end_with(parent)
+                for connection in (ours, self._trainer, *(child.connection for child in self._children.values())):
+                    connection.close()
+                os.close(self._stderr)
+                serve(self._settings, theirs, self._function, self._ready)
+            finally:
+                _exit(1)
         with contextlib.suppress(OSError):  # it has ended
-            setpgid(child, child)  # in both, so that neither goes on without it
-        return child
-    setpgid(0, 0)
-    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or getppid() != parent:
+            os.setpgid(pid, pid)  # in both, so that neither goes on without it
+        theirs.close()
+        ours.settimeout(SEND_LIMIT)
+        self._poll.register(ours, select.POLLIN)
+        self._children[ours.fileno()] = Child(pid, ours, time.monotonic() + self._settings["start_limit"])
+
+    def _receive_calls(self) -> bool:
+        """Read what the trainer asks for; return whether it is still connected."""
+        try:
+            data = self._trainer.recv(1 << 18)
+        except OSError:
+            return False
+        self._received += data
+        if b"\n" in data:
+            *lines, self._received = self._received.split(b"\n")
+            self._waiting.extend((bytes(line.partition(b" ")[0]), bytes(line + b"\n")) for line in lines)
+        return bool(data)
+
+    def _send_calls(self) -> None:
+        """Give each child that has none a call, or several that are quick while many wait."""
+        for child in [child for child in self._children.values() if child.is_ready and not child.calls]:
+            if not self._waiting:
+                return
+            has_many = self._call_seconds < QUICK and self._settings["isolation"] == "process"
+            count = min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
+            child.calls.append(self._waiting.popleft())
+            size = len(child.calls[0][1])
+            while len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES:
+                child.calls.append(self._waiting.popleft())
+            try:
+                child.connection.sendall(b"".join(line for _, line in child.calls))
+            except TimeoutError:  # it was stopped
+                pass
+            except OSError:  # it has ended
+                child.has_unread = True
+            child.deadline = time.monotonic() + self._limit
+
+    def _receive_results(self, child: Child) -> None:
+        """Pass on the results that a child has sent, and replace it if they are its last or it has ended."""
+        try:
+            data = child.connection.recv(1 << 16)
+        except OSError:  # ECONNRESET
+            data, child.has_unread = b"", True
+        *lines, child.received = (child.received + data).split(b"\n")
+        num_results, is_last = 0, False
+        for line in lines:
+            word, _, rest = line.partition(b" ")
+            if is_last or word not in (b"keep", b"last") or not child.calls or not rest.startswith(child.calls[0][0] + b" "):
+                break
+            child.calls.popleft()
+            num_results, is_last = num_results + 1, word == b"last"
+            self._results += rest + b"\n"
+        else:
+            line = b""
+        if num_results:
+            end = time.monotonic() + self._limit
+            self._call_seconds, child.deadline = (end - child.deadline) / num_results, end
+            if is_last or not child.calls:  # not at every quick call, which would wake the trainer each time
+                self._send_results()
+        if line == b"ready null":
+            child.is_ready = True
+        elif line.startswith(b"error ") and not child.is_ready:
+            raise LoadError(loads(line[6:]))
+        elif is_last:
+            self._replace(child)
+        elif line:
+            self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
+        elif not data and child.has_unread and child.calls and self._num_unread[child.calls[0][0]] < self._settings["workers"]:
+            self._num_unread[child.calls[0][0]] += 1
+            self._replace(child)
+        elif not data:
+            self._fail(child, "crash")
+
+    def _look_at(self, child: Child, now: float) -> None:
+        """Replace a child that has ended while others keep its connection open, or that is late."""
+        if waitid(P_PID, child.pid, WEXITED | WNOHANG | WNOWAIT):
+            self._fail(child, "crash")
+        elif child.deadline <= now and not child.is_ready:
+            raise LoadError(f"loading it took longer than {self._settings['start_limit']:g} s")
+        elif child.deadline <= now and child.calls:
+            frames = FRAME.findall(self._stack(child))
+            own = [frame for frame in frames if frame[0] == self._ready["file"]] or frames
+            place = f", in {own[0][2]} ({os.path.basename(own[0][0])}, line {own[0][1]})" if own else ""
+            self._fail(child, "timeout", f"the call ran longer than {self._settings['time_limit']:g} s{place}")
+
+    def _fail(self, child: Child, kind: str, message: str = "") -> None:
+        """Fail the call that a child makes, by default because the child has ended, and replace the child."""
+        call = child.calls.popleft() if child.calls else None
+        code = self._replace(child)
+        if call:
+            message = message or f"the worker process {describe_exit(code)}"
+            self._results += call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode()
+            self._send_results()
+
+    def _replace(self, child: Child) -> int:
+        """Kill a child with its process group and start another, and return its exit code. Its calls are made by others.
+
+        Raises:
+            LoadError: if it has ended while it loaded the function.
+        """
+        del self._children[child.connection.fileno()]
+        self._poll.unregister(child.connection)
+        child.connection.close()
+        kill_group(child.pid)
+        if child.is_ready:
+            self._waiting.extendleft(reversed(child.calls))
+            self._start_child()  # while the other ends: both take milliseconds where much is loaded
+        code = os.waitstatus_to_exitcode(waitpid(child.pid, 0)[1])  # its own if it had ended before
+        if not child.is_ready:
+            raise LoadError(f"the worker process {describe_exit(code)}")
+        return code
+
+    def _send_results(self) -> None:
+        with contextlib.suppress(OSError):  # the trainer has closed it, which the next read shows
+            self._trainer.sendall(self._results)
+        self._results.clear()
+
+    def _show_stacks(self) -> None:
+        for child in [*self._children.values()]:
+            state = f"runs call {child.calls[0][0].decode()}" if child.calls else "is idle"
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(self._stderr, f"reward worker {child.pid} {state}\n{self._stack(child)}\n".encode())
+
+    def _stack(self, child: Child) -> str:
+        """Return the stack of a child's main thread, innermost frame first; "" if the child does not answer."""
+        text, end = b"", time.monotonic() + STACK_LIMIT
+        poll = select.poll()
+        poll.register(self._stacks, select.POLLIN)
+        while poll.poll(0):
+            os.read(self._stacks, 1 << 16)  # an earlier stack
+        os.kill(child.pid, signal.SIGUSR1)
+        while time.monotonic() < end and poll.poll(1000 * (STACK_PAUSE if text else STACK_LIMIT)):
+            text += os.read(self._stacks, 1 << 16)
+        return text.decode(errors="replace")
+
+
+def serve(
+    settings: dict[str, Any], connection: socket.socket, function: Callable[..., Any] | None, ready: dict[str, Any]
+) -> None:
+    """Make calls in a child until one fails or leaves processes behind."""
+    if function is None:
+        try:
+            function, _ = load_function(settings["function"])
+        except LoadError as error:
+            connection.sendall(f"error {dumps(str(error))}\n".encode())
+            return
+    home, own_pid = os.open(".", os.O_PATH), getpid()
+    set_soft_limit(resource.RLIMIT_DATA, data_size() + settings["memory_limit"])
+    caller = Caller(function, ready["file"], ready["signature"]["style"], settings["time_limit"], settings["is_optional"])
+    lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
+    send(b"ready null\n")
+    while line := lines.readline():
+        number, _, arguments = line.partition(b" ")
+        results = caller.call(loads(arguments))
+        if getpid() != own_pid:
+            _exit(0)  # this is a process that the function forked and that returned from it too
+        # Undo what is cheap to undo. The descriptor of the directory is there even if a call has deleted the directory.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.fchdir(home)
+        is_last = settings["isolation"] == "call" or any("kind" in result for result in results)
+        is_last = is_last or (ready["can_fork"] and has_children())  # otherwise loading may have started some
+        send(b"%s %s %s\n" % (b"last" if is_last else b"keep", number, dumps(results).encode()))
+        if is_last:
+            return
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, which must be the process with this pid.
+
+    More exactly, when the thread ends that has started this process.
+    """
+    if LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or getppid() != parent:
         _exit(1)  # its parent ended before the line above
-    return 0
 
 
 def kill_group(pid: int) -> None:
     """Kill a process and all that it started in its process group."""
     with contextlib.suppress(ProcessLookupError):  # none is left
         killpg(pid, signal.SIGKILL)
-
-
-def end_group(pid: int) -> int:
-    """Kill a child of this process with its group, and return its exit code, which is its own if it had ended before.
-
-    Until it is reaped, no other process can have its pid.
-    """
-    kill_group(pid)
-    return os.waitstatus_to_exitcode(waitpid(pid, 0)[1])
-
-
-def wait_for_template(template: int, control: socket.socket, trainer: int) -> bool:
-    """Wait until the template has ended, or the trainer has; return whether it was the template.
-
-    The parent's pid is checked too: a fork of the trainer keeps the socket open after the trainer has ended.
-    """
-    poll = select.poll()
-    poll.register(control, 0)  # only a hang-up
-    while getppid() == trainer and not poll.poll(POLL_MILLISECONDS):
-        if waitid(P_PID, template, WEXITED | WNOHANG | WNOWAIT):
-            return True
-    return False
-
-
-def run_template(settings: dict[str, Any], control: socket.socket, connections: list[socket.socket], pids: memoryview) -> None:
-    """Load the function and fork children that make calls, until the trainer closes the socket. It does not return."""
-    try:
-        function, ready = load_within_limits(settings)
-        if not ready["can_fork"]:
-            if settings["isolation"] == "call":
-                threads = "loading it starts threads, so it cannot be forked for each call"
-                raise LoadError(f"{threads}; it needs --reward-isolation process")
-            _exit(HAS_THREADS)
-        gc.freeze()  # otherwise garbage collection in a child would copy all pages with objects of the template
-        data_limit = data_size() + settings["memory_limit"]
-
-        def start(*child: Any) -> None:
-            serve(settings, function, ready, data_limit, *child)
-
-        manage_children(control, connections, pids, getppid(), start)
-    except (LoadError, OSError) as error:
-        control.send(dumps({"error": str(error)}).encode())
-    finally:
-        _exit(0)
-
-
-def load_within_limits(settings: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function, and what the trainer is told of it.
-
-    Raises:
-        LoadError: if it cannot be loaded.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills a worker, not the trainer
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
-    function, file = load(settings["function"])
-    can_fork = len(os.listdir("/proc/self/task")) == 1
-    return function, {"file": file, "signature": signature_of(function), "can_fork": can_fork}
-
-
-def manage_children(
-    control: socket.socket,
-    connections: list[socket.socket],
-    pids: memoryview,
-    parent: int,
-    run_child: Callable[[socket.socket, socket.socket, dict[str, Any]], None],
-) -> None:
-    """Start and replace children as the trainer asks, and tell it which have ended, until it closes the socket or has ended.
-
-    Args:
-        run_child: makes calls in a new child, given its connection, the control socket, and its index and serial number.
-    """
-    read, write = os.pipe()
-    for fd in (read, write):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(write)  # the end of a child ends the wait of poll
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    serials = [0] * len(pids)
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(read, select.POLLIN)
-    while getppid() == parent:
-        ready = [fd for fd, _ in poll.poll(10 * POLL_MILLISECONDS)]
-        if read in ready:
-            os.read(read, 1 << 16)
-        for index, pid in enumerate(pids):
-            if pid and waitid(P_PID, pid, WEXITED | WNOHANG | WNOWAIT):
-                cause = f"the worker process {describe_exit(end_group(pid))}"
-                pids[index] = 0
-                control.send(dumps({"index": index, "serial": serials[index], "cause": cause}).encode())
-        if control.fileno() in ready:
-            request = control.recv(64)
-            if not request:
-                return
-            index, serials[index] = loads(request)
-            if pids[index]:
-                end_group(pids[index])
-            discard(connections[index])  # what the child before has not read
-            pid = fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in connections:
-                    if other is not connections[index]:
-                        other.close()
-                try:
-                    run_child(connections[index], control, {"index": index, "serial": serials[index]})
-                finally:
-                    _exit(1)
-            pids[index] = pid
-
-
-def discard(connection: socket.socket) -> None:
-    """Read what nobody has read."""
-    with contextlib.suppress(OSError):  # nothing is left
-        while connection.recv(1 << 16, socket.MSG_DONTWAIT):
-            pass
-
-
-def serve_loaded(settings: dict[str, Any], connection: socket.socket, control: socket.socket, identity: dict[str, Any]) -> None:
-    """Load the function in a child, and make calls."""
-    try:
-        function, ready = load_within_limits(settings)
-    except (LoadError, OSError) as error:
-        control.send(dumps({"error": str(error), **identity}).encode())
-        return
-    serve(
-        settings, function, ready | {"can_fork": False}, data_size() + settings["memory_limit"], connection, control, identity
-    )
-
-
-def serve(
-    settings: dict[str, Any],
-    function: Callable[..., Any],
-    ready: dict[str, Any],
-    data_limit: int,
-    connection: socket.socket,
-    control: socket.socket,
-    identity: dict[str, Any],
-) -> None:
-    """Make calls until the trainer closes the connection or this process is killed."""
-    home, own_pid = os.open(".", os.O_PATH), getpid()
-    set_soft_limit(resource.RLIMIT_DATA, data_limit)
-    caller = Caller(function, ready["file"], ready["signature"]["style"], settings["time_limit"], settings["is_optional"])
-    lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
-    reset_process(home, settings["time_limit"])
-    control.send(dumps(identity | {"pid": own_pid} | ready).encode())
-    control.close()
-    while line := lines.readline():
-        call = loads(line)
-        results = caller.call(call["arguments"])
-        if getpid() != own_pid:
-            _exit(0)  # this is a process that the function forked and that returned from it too
-        left = ready["can_fork"] and has_children()
-        send(dumps({"call": call["call"], "results": results, "left": left}).encode() + b"\n")
-        reset_process(home, settings["time_limit"])  # now: if it fails, the next call is not read and made by another
 
 
 def has_children() -> bool:
@@ -262,19 +379,8 @@ def has_children() -> bool:
     return True
 
 
-def reset_process(home: int, time_limit: float) -> None:
-    """Undo cheap side effects of a call on the next one.
-
-    The directory is entered by its descriptor, which also works if a call has deleted it. The limit of processor time also
-    counts threads, which may use several processors.
-    """
-    signal.setitimer(signal.ITIMER_REAL, 0)  # cancel a pending alarm
-    os.fchdir(home)
-    set_soft_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + 2 * time_limit) + 1)
-
-
 def set_soft_limit(which: int, value: int) -> None:
-    """Set a resource limit of this process; a soft limit can be raised again later."""
+    """Set a resource limit of this process and those that it starts."""
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
@@ -293,8 +399,4 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
-    reasons = {
-        "SIGKILL": " (by the kernel if the machine ran out of memory)",
-        "SIGXCPU": " (it used more than twice the time limit in processor time)",
-    }
-    return f"was killed by {name}{reasons.get(name, '')}"
+    return f"was killed by {name}" + " (by the kernel if the machine ran out of memory)" * (name == "SIGKILL")

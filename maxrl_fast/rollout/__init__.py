@@ -37,12 +37,12 @@ class Sampling:
 class RolloutStatistics:
     """What one call of `generate` did."""
 
-    prefill_seconds: float  # for the prompts and the first token of each response
-    decode_seconds: float
-    decode_steps: int  # forward passes after the prefill
-    prompt_tokens: int
-    response_tokens: int
-    cache_bytes: int  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
+    prefill_seconds: float = 0.0  # for the prompts and the first token of each response
+    decode_seconds: float = 0.0
+    decode_steps: int = 0  # forward passes after the prefill
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    cache_bytes: int = 0  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
 
 
 class Engine(Protocol):
@@ -107,6 +107,15 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
         raise InputError(
             f"sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, got "
             f"{sampling.temperature}, {sampling.top_k}, {sampling.top_p} and {sampling.min_p}"
+        )
+
+
+def check_cache(cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int) -> None:
+    """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and tokens."""
+    if prompt + response > cache_bytes:
+        raise InputError(
+            f"kv_cache_gb must hold the longest prompt and a response, {(prompt + response) / 1e9:.3g} GB at {prompt_length} "
+            f"and {max_new_tokens} tokens, got {cache_bytes / 1e9:.3g}"
         )
 
 

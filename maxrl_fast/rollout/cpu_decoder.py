@@ -3,17 +3,24 @@
 Each thread runs its part of the batch through the whole model.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 
 CPU = torch.device("cpu")
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
+# The weights of a layer by their names in csrc/.
+_LAYER = {f"{x}{own}": f"self_attn.{x}_proj.{name}" for x in "qkv" for own, name in (("", "weight"), ("_bias", "bias"))}
+_LAYER |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight", "o": "self_attn.o_proj.weight"}
+_LAYER |= {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
+_LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
@@ -37,7 +44,7 @@ class CpuDecoder:
         self.config, self.arithmetic = config, arithmetic
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
-        table, call = (positions, config.head_dim // 2), Call(CPU)
+        table, call = (positions, config.head_dim // 2), KernelLaunch(CPU)
         self._decoder = _C.CpuDecoder(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -59,52 +66,48 @@ class CpuDecoder:
 
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights and pack them for the matrix kernels."""
+        if replace(model.config, dtype=self.config.dtype) != self.config:
+            raise ValueError(f"the policy must have the decoder's sizes, {self.config}, got {model.config}")
         weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
-        c, call = self.config, Call(CPU)
-        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        call, layers = KernelLaunch(CPU), range(self.config.num_hidden_layers)
 
-        def at(name: str, *shape: int) -> int:
-            return call.address(name, weights[name], torch.float32, shape)
+        def at(name: str) -> int:
+            return call.keep(weights[name]) if name in weights else 0  # families differ in biases and norms of q, k and v
 
-        def layer(i: int) -> dict[str, int]:
-            own, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-            bias, norm = c.has_qkv_bias, c.has_qk_norm
-            return {
-                "input_norm": at(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
-                "q": at(own + "q_proj.weight", queries, c.hidden_size),
-                "k": at(own + "k_proj.weight", keys, c.hidden_size),
-                "v": at(own + "v_proj.weight", keys, c.hidden_size),
-                "q_bias": at(own + "q_proj.bias", queries) if bias else 0,
-                "k_bias": at(own + "k_proj.bias", keys) if bias else 0,
-                "v_bias": at(own + "v_proj.bias", keys) if bias else 0,
-                "q_norm": at(own + "q_norm.weight", c.head_dim) if norm else 0,
-                "k_norm": at(own + "k_norm.weight", c.head_dim) if norm else 0,
-                "o": at(own + "o_proj.weight", c.hidden_size, queries),
-                "post_norm": at(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
-                "gate": at(mlp + "gate_proj.weight", c.intermediate_size, c.hidden_size),
-                "up": at(mlp + "up_proj.weight", c.intermediate_size, c.hidden_size),
-                "down": at(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
-            }
-
-        head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
         self._decoder.load(
-            embedding=at("model.embed_tokens.weight", c.vocab_size, c.hidden_size),
-            norm=at("model.norm.weight", c.hidden_size),
-            head=at(head, c.vocab_size, c.hidden_size),
-            layers=[layer(i) for i in range(c.num_hidden_layers)],
+            embedding=at("model.embed_tokens.weight"),
+            norm=at("model.norm.weight"),
+            head=at("model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"),
+            layers=[{own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()} for i in layers],
             num_threads=torch.get_num_threads(),
         )
 
+    def describe(self) -> str:
+        return f"C++, {self.arithmetic}, key/value cache"
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the KV-cache bytes of a prompt and of a response."""
+        return self.cache_bytes(prompt_length), self.cache_bytes(max_new_tokens)
+
+    def sleep(self) -> None:
+        """Do nothing: the cache exists only while samples are decoded."""
+
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, num_slots: int
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, budget: int, max_batch: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most num_slots at a time; keys [S] int64 select the random numbers."""
+        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget` bytes of KV cache.
+
+        keys [S] int64 select the random numbers.
+        """
+        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
+        # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
+        num_slots = min(max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch)
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
         lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
-        call = Call(CPU)  # keeps the tensors until this function returns: the generation has their addresses until its end
+        call = KernelLaunch(CPU)  # keeps the tensors until this function returns, because the generation has their addresses
         generation = _C.CpuGeneration(
             self._decoder,
             num_prompts=len(prompts),

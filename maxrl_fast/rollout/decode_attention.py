@@ -14,8 +14,8 @@ from torch import Tensor
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import DEVICE_DTYPES, Call
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 
 Cache = tuple[Tensor, Tensor]  # keys and values of one layer
 
@@ -31,7 +31,7 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
-    return fits and _gate.is_gpu(device) and _gate.has_kernels(device)
+    return fits and dispatch.is_gpu(device) and dispatch.has_kernels(device)
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
@@ -112,7 +112,8 @@ class Step:
 
     def _to_own_in_kernel(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
-        out, call, prompt_o = torch.empty(q.shape, dtype=q.dtype, device=q.device), Call(q.device), prompt_o.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
         splits = num_splits(batch, kv_heads, limit)
         partial = None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
 
@@ -147,18 +148,14 @@ class Step:
         return out
 
 
-def _rows_address(call: Call, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
+def _rows_address(call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
     """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16 bytes apart."""
-    fits = x.dtype == dtype and x.shape == shape and x.device == call.device
-    if not fits or x.stride()[1:] != (shape[2], 1) or x.stride(0) * x.element_size() % 16:
-        raise ValueError(
-            f"{name} must be {dtype} of shape {shape} on {call.device} with contiguous rows, a multiple of 16 bytes apart, got "
-            f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
-        )
-    return call.keep(x)
+    if x.stride(0) * x.element_size() % 16:
+        raise ValueError(f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides {x.stride()}")
+    return call.rows(name, x, dtype, shape)
 
 
-def _float_address(call: Call, x: Tensor, shape: tuple[int, int]) -> int:
+def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:
     """Return the address of a float32 tensor with any strides."""
     if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
         raise ValueError(f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} on {x.device}")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
 from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Heads, LayerParts, Rotary
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 
 
 @dataclass
@@ -42,7 +42,7 @@ class DecodeModel:
         c, self.config, self.device, self.dtype = config, config, device, dtype
         self.head_counts = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
         in_kernels = not compiled and has_kernels(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
-        self.parts = KERNELS if in_kernels else PLAIN
+        self.ops = KERNELS if in_kernels else TORCH_OPS
         self._before, self._after = before_attention, after_attention
         if compiled:
             self._before = torch.compile(before_attention, dynamic=True)
@@ -104,44 +104,40 @@ class DecodeModel:
         """
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
-        normed = self.parts.rms_norm(x, self.layers[0].input_norm, eps)
+        normed = self.ops.rms_norm(x, self.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            heads = self._before(layer, normed, rotary, self.head_counts, self.parts)
+            heads = self._before(layer, normed, rotary, self.head_counts, self.ops)
             attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
             if rows is not None and layer is self.layers[-1]:
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-            x, normed = self._after(layer, x, attended, next_norm, eps, self.parts)
+            x, normed = self._after(layer, x, attended, next_norm, eps, self.ops)
         return normed
 
-    def raw_logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] in the compute dtype of hidden states [R, H]."""
         return F.linear(hidden, self.output)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
-        return self.raw_logits(hidden).float()
-
     def _rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.tables
-        if self.parts is KERNELS:
+        if self.ops is KERNELS:
             return Rotary(cos, sin, positions)
         return Rotary(cos[positions].to(self.dtype), sin[positions].to(self.dtype))
 
 
 def before_attention(
-    layer: DecodeLayer, normed: Tensor, rotary: Rotary, head_counts: tuple[int, int, int], parts: LayerParts
+    layer: DecodeLayer, normed: Tensor, rotary: Rotary, head_counts: tuple[int, int, int], ops: LayerOps
 ) -> Heads:
     """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H] of a layer."""
     heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
     q, k, v = heads.split(head_counts, dim=1)
-    return parts.rotate_heads((q, k, v), layer.head_norms, rotary)
+    return ops.rotate_heads((q, k, v), layer.head_norms, rotary)
 
 
 def after_attention(
-    layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, parts: LayerParts
+    layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
 ) -> tuple[Tensor, Tensor]:
     """Return a layer's output [U, H] and the next norm of it, from its input [U, H] and attention [U, Hq * D]."""
-    x, normed = parts.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
+    x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
     gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-    return parts.add_rms_norm(x, F.linear(parts.swiglu(gate, up), layer.down), next_norm, eps)
+    return ops.add_rms_norm(x, F.linear(ops.swiglu(gate, up), layer.down), next_norm, eps)

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops import _gate
-from maxrl_fast.ops._gate import DEVICE_DTYPES, Call
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k, top-p or min-p."""
-    return not sampling.filters_tokens and dtype in DEVICE_DTYPES and _gate.is_gpu(device) and _gate.has_kernels(device)
+    return not sampling.filters_tokens and dtype in DEVICE_DTYPES and dispatch.is_gpu(device) and dispatch.has_kernels(device)
 
 
 def sample_and_append(
@@ -36,7 +36,7 @@ def sample_and_append(
         rows: [g n] int64, different rows of the state: each n in turn are sampled from the same logits. None: all rows, each
             from its own logits.
     """
-    (count, size), (batch, limit), call = logits.shape, tokens.shape, Call(logits.device)
+    (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)
     if count == 0 or num_rows % count:
         raise ValueError(f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}")

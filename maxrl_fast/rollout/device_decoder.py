@@ -1,6 +1,6 @@
 """Decoding in plain PyTorch, on any device and in any dtype; on a GPU every step is a replayed CUDA graph.
 
-The batch is a grid of slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
+The batch has slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. When a group has finished, its slot admits the next one; when none is
 waiting, steps compute half of the rows, a quarter, and so on, as samples finish. The device alone knows which samples have
 finished, and the host asks once every BURST steps.
@@ -13,45 +13,57 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
-from maxrl_fast.rollout.grid import Grid, Shape
+from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.runtime.device import memory_bytes
 
 BURST = 8  # steps between two synchronisations with the device
 PREFILL_TOKENS = 32768  # of prompts computed together; more are no faster, and their tensors are not counted in the limit
-KEPT_SHARE = 0.1  # of the device's memory: a grid that takes more is freed while the policy trains
+KEPT_SHARE = 0.1  # of the device's memory: a KV cache that takes more is freed while the policy trains
 
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a new grid."""
+    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a new KV cache."""
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its grid, which grows to hold the largest call."""
+    """A copy of the policy in the compute dtype, and its slots, which grow to hold the largest call."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
-        self.dtype, self.device = dtype, model.lm_head.weight.device
+        self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
         self.model = DecodeModel(model.config, self.device, dtype, compiled)
         self.in_kernel = has_kernel(model.config, dtype, self.device)  # whether attention runs in the CUDA kernel
-        self.grid: Grid | None = None
+        self.batch: DecodeSlots | None = None
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
-        """Return the bytes of a grid for so many prompts and samples of these lengths."""
+        """Return the bytes of the KV cache for so many prompts and samples of these lengths."""
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
+    def describe(self) -> str:
+        how = f"PyTorch, {str(self.dtype).removeprefix('torch.')}{', compiled' if self.compiled else ''}"
+        if self.device.type == "cuda":
+            own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
+            how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
+        return f"{how}, key/value cache and tensors of a step"
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the bytes of a prompt and of a response, as `bytes_of`."""
+        return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
+
     def sleep(self) -> None:
-        """Free a grid that takes much of the device's memory; the next call allocates it and captures its graphs again.
+        """Free a KV cache that takes much of the device's memory; the next call allocates it and captures its graphs again.
 
         By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a cache, but much beside a
         small one.
         """
-        if self.grid is not None and self.grid.bytes > KEPT_SHARE * memory_bytes(self.device):
-            self.grid = None
+        if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
+            self.batch = None
 
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights, rounded to the compute dtype once instead of at every token."""
@@ -72,9 +84,9 @@ class DeviceDecoder:
         # Graphs are captured and replayed on the current device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
-            grid = self._grid_for(shape, budget)
-            grid.begin(shape.slots, shape.group_size, sampling)
-            return _Job(prompts, num_samples, sampling, keys, grid).run()
+            batch = self._batch_for(shape, budget)
+            batch.begin(shape.slots, shape.group_size, sampling)
+            return _Job(prompts, num_samples, sampling, keys, batch).run()
 
     def _shape(self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int) -> Shape:
         """Return the largest shape within the budget that a call can use."""
@@ -85,22 +97,22 @@ class DeviceDecoder:
         slots = min(slots, len(prompts) * -(-num_samples // group_size))
         return Shape(slots, slots * group_size, group_size, width, limit)
 
-    def _grid_for(self, shape: Shape, budget: int) -> Grid:
-        """Return the grid if it holds this shape, else a new one that also holds what the old one did, if the budget does."""
-        if self.grid is None or not self.grid.shape.holds(shape):
-            if self.grid is not None and self.grid.shape.limit == shape.limit:
-                both = shape.joined(self.grid.shape)
+    def _batch_for(self, shape: Shape, budget: int) -> DecodeSlots:
+        """Return the slots if they hold this shape, else new ones that hold what the old ones did too, if they may."""
+        if self.batch is None or not self.batch.shape.holds(shape):
+            if self.batch is not None and self.batch.shape.limit == shape.limit:
+                both = shape.joined(self.batch.shape)
                 shape = both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
-            self.grid = None  # before the new one is allocated
-            self.grid = Grid(self.model, shape, self.dtype, self.in_kernel)
-        return self.grid
+            self.batch = None  # before the new one is allocated
+            self.batch = DecodeSlots(self.model, shape, self.dtype, self.in_kernel)
+        return self.batch
 
 
 class _Job:
     """One call of `generate`: the groups that wait, and the results so far."""
 
-    def __init__(self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, grid: Grid):
-        self.prompts, self.sampling, self.keys, self.grid = prompts, sampling, keys, grid
+    def __init__(self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, batch: DecodeSlots):
+        self.prompts, self.sampling, self.keys, self.batch = prompts, sampling, keys, batch
         shape, device = (len(keys), sampling.max_new_tokens), keys.device
         self.results = {
             "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
@@ -109,15 +121,15 @@ class _Job:
         }
         # A prompt with more than group_size samples has several groups, the last one padded with -1.
         samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
-        padding = -num_samples % grid.group_size
-        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(-1, grid.group_size)
-        self.groups_per_prompt = (num_samples + padding) // grid.group_size
+        padding = -num_samples % batch.group_size
+        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(-1, batch.group_size)
+        self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
         self.prefill_seconds = 0.0
 
     def run(self) -> tuple[Rollouts, RolloutStatistics]:
         """Sample all responses."""
-        start, limit, grid = time.perf_counter(), self.sampling.max_new_tokens, self.grid
+        start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
         active, lengths = self._finish()
         while True:
             waiting = len(self.groups) - self.next_group
@@ -130,34 +142,34 @@ class _Job:
                 lengths = lengths[active]
                 longest, count = int(lengths.max()), min(BURST, limit - int(lengths.min()))
                 if not waiting:
-                    grid.compact(active, longest)
-                grid.steps(count, self.sampling, min(limit, longest + count))
+                    batch.compact(active, longest)
+                batch.steps(count, self.sampling, min(limit, longest + count))
                 self.steps += count
             active, lengths = self._finish()
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~grid.stops[last])
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,
             decode_steps=self.steps,
             prompt_tokens=len(self.prompts.tokens),
             response_tokens=len(rollouts.tokens),
-            cache_bytes=grid.bytes,
+            cache_bytes=batch.bytes,
         )
 
     def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
         """Return empty slots for waiting groups: at least a quarter of all, because small batches cost more per token."""
         if not waiting:
             return torch.arange(0)
-        num_slots, group_size = self.grid.num_slots, self.grid.group_size
+        num_slots, group_size = self.batch.num_slots, self.batch.group_size
         empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[:, 0]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
         """Admit waiting groups into these slots, so many at a time that a layer's tensors stay small beside the cache."""
         start = time.perf_counter()
-        for part in slots.split(max(1, PREFILL_TOKENS // self.grid.shape.prompt_width)):
+        for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
             self._admit_together(part)
         self.prefill_seconds += time.perf_counter() - start
 
@@ -171,7 +183,7 @@ class _Job:
         index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(lengths[chosen])
         device = self.keys.device
         prompts = Prompts(self.prompts.tokens[index.to(device)], cu_seqlens.to(device), self.prompts.ids[chosen.to(device)])
-        self.grid.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
+        self.batch.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
         self.next_group += len(slots)
 
     def _finish(self) -> tuple[Tensor, Tensor]:
@@ -180,12 +192,12 @@ class _Job:
         Returns which rows are still active, and their lengths, both [rows] on the host. This is the one place that waits for
         the device.
         """
-        grid = self.grid
-        done, samples, lengths = torch.stack([grid.done.long(), grid.sample, grid.length])[:, : grid.rows].cpu()
+        batch = self.batch
+        done, samples, lengths = torch.stack([batch.done.long(), batch.sample, batch.length])[:, : batch.rows].cpu()
         ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
             for name, result in self.results.items():
-                result[samples] = getattr(grid, name)[rows]
-            grid.forget(rows)
+                result[samples] = getattr(batch, name)[rows]
+            batch.forget(rows)
         return done == 0, lengths

@@ -2,12 +2,10 @@
 
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
@@ -51,7 +49,7 @@ class NativeEngine:
         self.config = model.config
         self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
         self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
-        self.statistics, self.compiled = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), compiled
+        self.statistics = RolloutStatistics()
         in_cpp = device.type == "cpu" if in_cpp is None else in_cpp
         self.decoder: CpuDecoder | DeviceDecoder
         if in_cpp:
@@ -60,23 +58,9 @@ class NativeEngine:
             self.decoder = DeviceDecoder(model, dtype, compiled)
         self.load_weights(model)
 
-    @property
-    def in_cpp(self) -> bool:
-        """Whether the engine uses the C++ decoder."""
-        return isinstance(self.decoder, CpuDecoder)
-
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
-        if isinstance(self.decoder, CpuDecoder):
-            how = f"C++, {self.decoder.arithmetic}"
-        else:
-            how = f"PyTorch, {str(self.decoder.dtype).removeprefix('torch.')}"
-            how += ", compiled" if self.compiled else ""
-            if self.decoder.device.type == "cuda":
-                own_kernels = {"attention": self.decoder.in_kernel, "layers": self.decoder.model.parts is KERNELS}
-                how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
-        tensors = "key/value cache" if self.in_cpp else "key/value cache and tensors of a step"
-        return f"native ({how}, {tensors} of at most {self.cache_bytes / 1e9:.3g} GB)"
+        return f"native ({self.decoder.describe()} of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         """Return the KV-cache bytes of a prompt and of a response.
@@ -84,15 +68,8 @@ class NativeEngine:
         Raises:
             InputError: if the KV cache cannot hold one prompt and one response.
         """
-        if isinstance(self.decoder, CpuDecoder):
-            prompt, own = self.decoder.cache_bytes(prompt_length), self.decoder.cache_bytes(max_new_tokens)
-        else:
-            prompt, own = self.decoder.bytes_of(1, 0, prompt_length, 0), self.decoder.bytes_of(0, 1, 0, max_new_tokens)
-        if prompt + own > self.cache_bytes:
-            raise InputError(
-                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
-                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
-            )
+        prompt, own = self.decoder.sequence_bytes(prompt_length, max_new_tokens)
+        check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
         return prompt, own
 
     def load_weights(self, model: PolicyModel) -> None:
@@ -102,8 +79,7 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Free the PyTorch decoder's cache if it takes much of the device's memory; see `DeviceDecoder.sleep`."""
-        if isinstance(self.decoder, DeviceDecoder):
-            self.decoder.sleep()
+        self.decoder.sleep()
 
     def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
@@ -115,13 +91,7 @@ class NativeEngine:
         device = prompts.tokens.device
         samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
-        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
-        if isinstance(self.decoder, CpuDecoder):
-            # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
-            slots = int((self.cache_bytes - 2 * prompt) / (own + prompt / num_samples))
-            slots = min(max(1, slots), self.max_batch)
-            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, slots)
-        else:
-            limits = self.cache_bytes, self.max_batch
-            rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, *limits)
+        self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
+        limits = self.cache_bytes, self.max_batch
+        rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, *limits)
         return rollouts

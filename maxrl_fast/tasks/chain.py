@@ -86,9 +86,7 @@ class ChainTask:
         return response.strip()
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return the words of these tokens, special ones too."""
         return decode_words(WORDS, tokens)
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return a tokenizer with one token per word."""
         return word_tokenizer_files(WORDS, VOCAB_SIZE)

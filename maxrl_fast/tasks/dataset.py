@@ -14,7 +14,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
-from maxrl_fast.tasks.lines import Line, read_demonstrations, read_hub, read_lines
+from maxrl_fast.tasks.jsonl import Line, read_demonstrations, read_hub, read_lines
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
@@ -191,11 +191,9 @@ class DatasetTask:
         return self._spec.answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return text, without special tokens unless they are asked for."""
         return self._text.decode(tokens, with_special)
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return the tokenizer files of the checkpoint that the run started from."""
         return self._text.files()
 
 

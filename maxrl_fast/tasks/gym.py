@@ -148,9 +148,7 @@ class GymTask:
         return verifiers.gym_answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return text, without special tokens unless they are asked for."""
         return self._text.decode(tokens, with_special)
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return the tokenizer files of the checkpoint that the run started from."""
         return self._text.files()

@@ -169,7 +169,6 @@ class MazeTask:
                 return is_open
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`."""
         return self._encode(start, [self.maze(split, i) for i in range(start, start + count)])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
@@ -178,7 +177,6 @@ class MazeTask:
         return self._encode(start, mazes), Rollouts.given([[*shortest_path(maze), DONE, EOS] for maze in mazes])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32, 0 or 1."""
         return judge(prompts, rollouts, self.size, self.strict)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
@@ -189,7 +187,6 @@ class MazeTask:
         return [solution for solution in solutions for _ in range(len(rollouts) // len(prompts))]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return the words of these tokens, special ones too."""
         return decode_words(WORDS, tokens)
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
@@ -201,5 +198,4 @@ class MazeTask:
         return response.partition("DONE")[0].strip()
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return a tokenizer with one token per word."""
         return word_tokenizer_files(WORDS, VOCAB_SIZE)

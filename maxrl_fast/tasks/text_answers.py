@@ -3,7 +3,7 @@
 import bisect
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import AnswerForm
 from maxrl_fast.tasks.text_codec import TextCodec
@@ -23,7 +23,7 @@ def text_answers(text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: 
     num_rollouts = len(rollouts) // len(prompts)
     wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
     ids_of_wholes = text.encode_pieces(wholes, [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()])
-    responses = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
+    responses = unpack(rollouts.tokens, rollouts.lengths)
     ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
     starts = {form.marker: list[int]()}  # of answers, by their text; only those that have been checked above
     starts |= {start: [] for s, (_, start) in enumerate(ends) if wholes[s // num_rollouts].startswith(start)}

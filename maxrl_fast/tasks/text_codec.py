@@ -1,6 +1,6 @@
 """Tokenization for tasks whose prompts are text: prompts, responses and stop tokens by the tokenizer of a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,17 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
-from maxrl_fast.model.prompt_process import Message, Prompt, PromptEncoder
-from maxrl_fast.model.tokenizer import encode_response, load_tokenizer, tokenizer_files
+from maxrl_fast.model.tokenizer import (
+    ControlTokens,
+    Message,
+    Prompt,
+    encode_prompt,
+    encode_response,
+    load_tokenizer,
+    template_file,
+    time_limit,
+    tokenizer_files,
+)
 from maxrl_fast.records import Prompts, pack
 from maxrl_fast.runtime.files import read_json
 
@@ -31,12 +40,12 @@ class TextCodec:
         self.model = model
         sizes = read_sizes(model)
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
-        self._encoder = PromptEncoder(model, max_prompt_tokens, allow_special)
-        self.tokenizer = load_tokenizer(model)  # which the encoder has shown to end; it decodes and encodes responses
+        self.tokenizer, self._max_prompt_tokens = load_tokenizer(model), max_prompt_tokens
         if len(self.tokenizer) > self.vocab_size:
             needed = len(self.tokenizer)
             raise InputError(f"the policy in {model} must have a vocabulary of at least {needed}, got {self.vocab_size}")
         self.stop_ids = _stop_ids(model, self.tokenizer)
+        self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
@@ -50,9 +59,9 @@ class TextCodec:
             places: where each prompt comes from, for error messages.
 
         Raises:
-            InputError: as PromptEncoder.encode.
+            InputError: if a prompt has a control token, the chat template rejects it, or one takes longer than SECONDS.
         """
-        return self._encoder.encode(prompts, places)
+        return self._encode_each(encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens)
 
     def encode_response(self, response: str) -> list[int]:
         """Return the token ids of a response, followed by its stop token."""
@@ -62,18 +71,39 @@ class TextCodec:
         """Return the token ids of responses from a file, each followed by its stop token; None for more than `limit`.
 
         Raises:
-            InputError: as PromptEncoder.encode.
+            InputError: as `encode`.
         """
-        encoded = self._encoder.encode_responses(responses, places, limit - 1)
+        encoded = self._encode_each(encode_response, "a response", responses, places, limit - 1)
         return [None if ids is None else self._stopped(ids) for ids in encoded]
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts within a response, without a stop token.
 
         Raises:
-            InputError: as PromptEncoder.encode.
+            InputError: as `encode`.
         """
-        return [ids or [] for ids in self._encoder.encode_responses(texts, places, limit=2**31)]
+        return [ids or [] for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)]
+
+    def _encode_each(
+        self,
+        encode: Callable[[Any, Any], list[int]],
+        what: str,
+        texts: Sequence[Prompt],
+        places: Sequence[str],
+        limit: int,
+    ) -> list[list[int] | None]:
+        """Return the token ids of each text; None for those that have none, or more than `limit`."""
+        encoded, of_text, of_chat = list[list[int] | None](), self.model / "tokenizer.json", template_file(self.model)
+        for text, place in zip(texts, places, strict=True):
+            try:
+                with time_limit(f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"):
+                    if self._control_tokens is not None:
+                        self._control_tokens.refuse(text, what)
+                    ids = encode(self.tokenizer, text)
+            except InputError as error:
+                raise InputError(f"{place}: {error}") from error
+            encoded.append(ids if 0 < len(ids) <= limit else None)
+        return encoded
 
     def _stopped(self, ids: list[int]) -> list[int]:
         """Return token ids that end with a stop token."""

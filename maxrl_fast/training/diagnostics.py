@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maxrl_fast.model.linear import whole
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objectives.objective import Objective
 
 
 def prompt_gradient_norms(
@@ -41,7 +41,7 @@ def prompt_gradient_norms(
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         # Learner.loss multiplies by the number of ranks; here every rank has run all passes.
-        norms[g] = float(whole(nn.utils.get_total_norm(gradients))) / learner.ranks.size
+        norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
     learner.zero_gradients()
     return norms

@@ -13,7 +13,7 @@ from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entr
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.linear import own_part, whole
+from maxrl_fast.model.linear import full_tensor, local_shard
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
@@ -99,8 +99,8 @@ class Learner:
             self.token_budget,
             self.dtype,
             self.settings.temperature,
-            merge_cost(self.model.config, own_part(weight).device),
-            shares_weights=own_part(weight) is not weight,
+            merge_cost(self.model.config, local_shard(weight).device),
+            shares_weights=local_shard(weight) is not weight,
         )
 
     def update(
@@ -146,7 +146,7 @@ class Learner:
                 computed = num_read.new_full((), len(batch.tokens))
                 sums += torch.stack([computed, part.detach() / self.ranks.size, num_read, *totals])
         # One read, which waits for the backward pass. It precedes the step: non-finite values must not change the weights.
-        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
+        norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         sums = self.ranks.sum(sums)
         if plan.sums is not None:  # sums of the whole update, the same on all ranks
             whole_sums = LossSums(*plan.sums.unbind())
@@ -321,7 +321,7 @@ class Learner:
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
         """Return what became non-finite and for which prompt. All ranks recompute every prompt alone."""
         for name, parameter in self.model.named_parameters():
-            if not whole(parameter.detach()).isfinite().all():
+            if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
         sequences, group = plan.sequences, plan.sequences // packer.num_rollouts
         for g in group.unique().tolist():
@@ -336,7 +336,7 @@ class Learner:
                     return f"the loss is {float(loss.detach())} {where}"
                 loss.backward()
             for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not whole(parameter.grad).isfinite().all():
+                if parameter.grad is not None and not full_tensor(parameter.grad).isfinite().all():
                     return f"the gradient of {name} is not finite {where}"
         return "the gradient summed over the prompts is not finite, though each prompt's own is"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.linear import own_part
+from maxrl_fast.model.linear import local_shard
 from maxrl_fast.runtime.device import to_host
 
 
@@ -42,7 +42,7 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
 
 
 def zero_gradients(model: nn.Module) -> None:
-    gradients = [own_part(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_zero_(gradients)
 
@@ -59,7 +59,7 @@ def moment_variance(optimizer: torch.optim.Optimizer) -> float:
         if not states:
             continue
         betas.append(group["betas"])
-        first, second = ([own_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        first, second = ([local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
         sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
         numbers += [states[0]["step"], sums, squares]

@@ -164,7 +164,7 @@ class Packer:
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
-            layout=SharedPromptLayout.build(run_lengths, shared, run[~is_whole], device),
+            layout=SharedPromptLayout(run_lengths, shared, run[~is_whole], device),
             rows=rows,
             target_rows=target_rows,
             targets=self.rollouts.tokens[target_index],

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from maxrl_fast.model.formed_attention import PLAIN, AttentionForm
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
@@ -62,9 +62,9 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
     uninterrupted run.
     """
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        if form.sinks is not None:
-            q = q + form.sinks[:, None]
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
+        if variant.sinks is not None:
+            q = q + variant.sinks[:, None]
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
 
     tokens = torch.arange(2, device=model.lm_head.weight.device)

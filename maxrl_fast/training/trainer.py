@@ -16,7 +16,7 @@ from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.metrics import step_metrics
-from maxrl_fast.training.objective import Objective
+from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.stopwatch import Stopwatch
 

@@ -199,7 +199,11 @@ def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     for words in ("memory of each of 8 GPUs of 80 GB", "It fits", "sharding = full", "dtype = bfloat16"):  # for that machine
         assert words in text
     assert train.main(["--dry-run", "1x24", *SEVEN_BILLION]) == 0
-    assert "It does not fit: it needs" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "It does not fit: it needs" in text
+    assert "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs needs less." in text
+    assert train.main(["--dry-run", "1x80", *SEVEN_BILLION, "--kv-cache-gb", "75"]) == 0
+    assert "--vllm-tensor-parallel" not in capsys.readouterr().out  # which the native engine does not use
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "8x80GB", "8x-1"])
@@ -209,7 +213,7 @@ def test_other_names_of_machines_are_refused(text, capsys):
 
 
 def test_a_dry_run_of_gpus_refuses_the_cpu():
-    with pytest.raises(InputError, match="--dry-run 8x80 is of GPUs, got --device cpu"):
+    with pytest.raises(InputError, match="--dry-run 8x80 is for GPUs, got --device cpu"):
         resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from maxrl_fast.algorithms.options import Aka
 from maxrl_fast.config.changes import changes
-from maxrl_fast.config.conditions import Choices
-from maxrl_fast.config.evaluation_options import EvaluationConfig
-from maxrl_fast.config.hints import OTHER_NAMES, meant_by
-from maxrl_fast.config.metadata import Aka, check_limits, inapplicable_options, options_of
+from maxrl_fast.config.evaluation import EvaluationConfig
+from maxrl_fast.config.given import ANY_OBJECTIVES, OTHER_NAMES, meant_by
+from maxrl_fast.config.metadata import check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
@@ -26,7 +26,7 @@ BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
         ("lr", (1e-300, None), (0, float("nan"), float("inf"))),
         ("kl_coef", (0, 1e300), (-1e-9, float("inf"))),
         ("reward_threshold", (-1, None), (float("inf"), float("nan"))),
-        ("gae_lambda", (0, 1), (-1e-9, 1.001)),
+        ("max_reward_error_rate", (0, 1), (-1e-9, 1.001)),
         ("top_p", (1e-9, 1), (0, 1.001)),
         ("beta2", (0, BELOW), (-1e-9, 1)),
     ],
@@ -46,17 +46,16 @@ def test_greedy_decoding_is_for_evaluation_alone():
             check_limits(config, {"temperature": value})
 
 
-def test_the_first_condition_that_refuses_names_who_does_not_take_the_option():
-    def who(name, **choices):
-        return inapplicable_options(Config, Choices(**choices)).get(name)
+def test_the_first_condition_that_refuses_says_what_the_option_needs():
+    def said(name, **options):
+        return inapplicable_options(Config, Config().flat() | options).get(name)
 
-    assert who("vllm_tensor_parallel") == "a run without --rollout vllm"
-    assert who("vllm_tensor_parallel", rollout="vllm", vllm_url="http://x") == "a run with --vllm-url"
-    assert who("vllm_tensor_parallel", rollout="vllm") is None
-    assert (who("kl"), who("kl", kl_coef=0.1)) == ("a run without --kl-coef", None)
-    assert who("beta", objective="grpo") == "objective grpo"
-    assert who("clip_low", loss="sapo") == "loss sapo"
-    assert who("clip_low", objective="pacs") == "objective pacs"
+    assert said("vllm_tensor_parallel") == "needs --rollout vllm"
+    assert said("vllm_tensor_parallel", rollout="vllm", vllm_url="http://x") == "cannot be used with --vllm-url"
+    assert said("vllm_tensor_parallel", rollout="vllm") is None
+    assert (said("kl"), said("kl", kl_coef=0.1)) == ("needs --kl-coef", None)
+    assert said("clip_low", loss="sapo") == "is not used by loss sapo"
+    assert said("clip_low", objective="pacs") == "is not used by loss reinforce"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
     options = {"objective": "maxpo", "k": 3, "aggregation": "token_mean", "lr": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(options))
     config = parse(["--resume", str(tmp_path), "--objective", "maxrl"])
-    assert (config.objective.k, config.loss.aggregation, config.optimizer.lr) == (None, None, 0.5)
+    assert (config.objective.options, config.loss.aggregation, config.optimizer.lr) == ({}, None, 0.5)
 
 
 def test_another_name_can_stand_for_a_value():
@@ -85,10 +84,15 @@ def test_another_name_can_stand_for_a_value():
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():
-    assert meant_by("maze_sise", Config().flat()) == "maze_size"
-    assert meant_by("xyzzy", Config().flat()) is None
+    assert meant_by("maze_sise", options_of(Config)) == "maze_size"
+    assert meant_by("xyzzy", options_of(Config)) is None
 
 
 def test_a_name_of_another_library_means_one_option():
-    names = [name for option in options_of(Config).values() for other in option.of(Aka) for name in other.names]
+    names = [
+        name
+        for option in [*options_of(Config).values(), *ANY_OBJECTIVES.values()]
+        for other in option.of(Aka)
+        for name in other.names
+    ]
     assert len(names) == len(set(names)) == len(OTHER_NAMES)

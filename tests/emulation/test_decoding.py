@@ -8,7 +8,7 @@ from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_attention import Step, has_kernel, num_splits
 from maxrl_fast.rollout.decode_sample import sample_and_append
-from maxrl_fast.rollout.grid import Grid, Shape
+from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import uniforms
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
@@ -138,15 +138,15 @@ def test_a_step_launches_two_kernels_outside_the_model():
             with _disable_current_modes():
                 return torch.zeros(len(tokens), 32, dtype=torch.bfloat16)
 
-        raw_logits = lm_head.forward
+        logits = lm_head.forward
 
     Model.lm_head.weight = torch.zeros(32)
     Model.device = torch.device("cpu")
     with emulated_gpu():
-        grid = Grid(Model(), Shape(2, 6, 3, 4, 8), torch.bfloat16, in_kernel=True)
-        grid.begin(2, 3, Sampling(1.0, 8, (3,)))
+        batch = DecodeSlots(Model(), Shape(2, 6, 3, 4, 8), torch.bfloat16, in_kernel=True)
+        batch.begin(2, 3, Sampling(1.0, 8, (3,)))
         with Operators() as operators:
-            grid.step(Sampling(1.0, 8, (3,)), 8)
+            batch.step(Sampling(1.0, 8, (3,)), 8)
     assert operators.names == ["aten::add.Tensor"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from maxrl_fast import _C, ops
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import group_advantage_kernel as group_kernel
 from tests.gpu.test_advantage import CASES, KERNELS, LARGE, SHAPES, arguments, layouts
 from tests.gpu.test_token_loss import FUNCTIONS, OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.emulated
 CPU = torch.device("cpu")
 
 
-def launch(call: _gate.Call, kernel: str, **arguments: object) -> object:
+def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object:
     return None if call.is_traced else getattr(_C, f"{kernel}_cuda")(**arguments, stream=0)
 
 
@@ -29,8 +29,8 @@ def launch(call: _gate.Call, kernel: str, **arguments: object) -> object:
 def emulated_gpu() -> Iterator[None]:
     """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gate, "is_gpu", lambda device: True)
-        patch.setattr(_gate.Call, "launch", launch)
+        patch.setattr(dispatch, "is_gpu", lambda device: True)
+        patch.setattr(dispatch.KernelLaunch, "launch", launch)
         yield
 
 

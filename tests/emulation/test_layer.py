@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from maxrl_fast.model import layer_kernels
 from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
-from maxrl_fast.model.layer_parts import PLAIN, Rotary
-from maxrl_fast.model.linear import add_adapters, whole
-from maxrl_fast.ops import _gate
+from maxrl_fast.model.layer_ops import TORCH_OPS, Rotary
+from maxrl_fast.model.linear import add_adapters, full_tensor
+from maxrl_fast.ops import dispatch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.training.passes import run_batch
@@ -151,8 +151,8 @@ ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15],
 def watched_gpu(names: list[str]) -> Iterator[None]:
     """Treat the CPU as a GPU, and add the name of every kernel that is launched to a list."""
     with emulated_gpu(), pytest.MonkeyPatch.context() as patch:
-        launch = _gate.Call.launch
-        patch.setattr(_gate.Call, "launch", lambda call, name, **a: (names.append(name), launch(call, name, **a))[1])
+        launch = dispatch.KernelLaunch.launch
+        patch.setattr(dispatch.KernelLaunch, "launch", lambda call, name, **a: (names.append(name), launch(call, name, **a))[1])
         yield
 
 
@@ -199,7 +199,7 @@ def test_sharded_weights_have_the_same_gradients():
             sharded, names = copy.deepcopy(model), []
             shard(sharded, dtype)
             with watched_gpu(names):
-                actual = [whole(x) for x in trained(sharded, dtype)]
+                actual = [full_tensor(x) for x in trained(sharded, dtype)]
             assert names.count("swiglu_backward") == names.count("rotate_heads_backward") == 2
             assert len(actual) == len(expected)
             for a, e in zip(actual, expected, strict=True):
@@ -228,8 +228,8 @@ def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
     names = []
     with watched_gpu(names):
         trained(model, torch.float32)
-        assert DeviceDecoder(model, torch.float32, compiled=True).model.parts is PLAIN
-        assert DeviceDecoder(model, torch.float32).model.parts is KERNELS
+        assert DeviceDecoder(model, torch.float32, compiled=True).model.ops is TORCH_OPS
+        assert DeviceDecoder(model, torch.float32).model.ops is KERNELS
     assert names == []
 
 

@@ -26,7 +26,7 @@ if importlib.util.find_spec("flash_attn"):
 def run(case, q, k, v, grad):
     """Return the output and its gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device)
+    layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device)
     out = shared_prompt_attention(q, k, v, layout)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 

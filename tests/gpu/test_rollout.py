@@ -80,16 +80,16 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
 def test_six_graphs_serve_every_call(memory, monkeypatch):
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32)
     expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 40, SAMPLINGS[0], seed=4, step=2)
-    grid = None
+    batch = None
     for step in range(3):
         rollouts = engine.generate(PROMPTS.to(GPU), 40, SAMPLINGS[0], seed=4, step=2)
         assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
-        assert list(engine.decoder.grid.graphs) == [(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)]
-        assert memory == 9 or step == 0 or engine.decoder.grid is grid
-        grid = engine.decoder.grid
-        monkeypatch.setattr(device_decoder, "memory_bytes", lambda device, total=memory * grid.bytes: total)
+        assert list(engine.decoder.batch.graphs) == [(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)]
+        assert memory == 9 or step == 0 or engine.decoder.batch is batch
+        batch = engine.decoder.batch
+        monkeypatch.setattr(device_decoder, "memory_bytes", lambda device, total=memory * batch.bytes: total)
         engine.sleep()
-        assert (engine.decoder.grid is None) == (memory == 9)
+        assert (engine.decoder.batch is None) == (memory == 9)
 
 
 def test_graphs_are_captured_while_another_thread_uses_the_gpu():

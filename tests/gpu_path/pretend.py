@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
 from maxrl_fast.model import flash
-from maxrl_fast.ops import _gate, group_advantage_kernel, logit_chunks
+from maxrl_fast.ops import dispatch, group_advantage_kernel, logit_chunks
 
 GPU = torch.device("cuda", 0)
 _WITHOUT_KERNEL = (
@@ -225,7 +225,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(without_device))
     monkeypatch.setattr(_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor])
     monkeypatch.setattr(_foreach_utils, "_device_has_foreach_support", lambda device: True)
-    monkeypatch.setattr(_gate, "has_cuda_kernels", lambda device: True)
+    monkeypatch.setattr(dispatch, "has_cuda_kernels", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     monkeypatch.setattr(flash, "_is_recent", lambda device: True)
     properties = SimpleNamespace(multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0)
@@ -239,20 +239,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         return _RmsNorm.apply(x, weight, pretended.launches) if x.device == GPU else rms_norm(x, shape, weight, eps)
 
-    def keep(call: _gate.Call, tensor: Tensor) -> int:
+    def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
         on_gpu = isinstance(tensor, FakeTensor) and tensor.device == call.device == GPU
         assert on_gpu, f"{tensor} is not on the GPU"
         call._kept.append(tensor)
         return 1 + len(call._kept)
 
-    def launch(call: _gate.Call, kernel: str, **arguments: Any) -> None:
+    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> None:
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
             if not _is_known(tensor) and tensor.dtype in (torch.float32, torch.float64) and tensor.numel() < _LARGEST_KNOWN:
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
 
     monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)
-    monkeypatch.setattr(_gate.Call, "keep", keep)
-    monkeypatch.setattr(_gate.Call, "launch", launch)
+    monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
+    monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
     yield pretended
     group_advantage_kernel.forget_tables()

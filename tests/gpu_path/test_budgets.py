@@ -14,18 +14,18 @@ from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.rollout.grid import Grid, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.correction import ImportanceWeights
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
-from maxrl_fast.training.pacs_objective import PacsObjective
 from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
@@ -68,9 +68,9 @@ def decoding_step(gpu, config, sampling=PLAIN):
     """Count one step of 4 groups of 8 samples."""
     with torch.no_grad(), gpu:
         model = DeviceDecoder(policy(gpu, config), torch.bfloat16).model
-        grid = Grid(model, Shape(4, 32, 8, 384, 180), torch.bfloat16, in_kernel=True)
+        batch = DecodeSlots(model, Shape(4, 32, 8, 384, 180), torch.bfloat16, in_kernel=True)
     with torch.no_grad(), gpu.watch():
-        grid.step(sampling, 180)
+        batch.step(sampling, 180)
     assert not gpu.waits, f"a decoding step is captured into a CUDA graph, and must not wait: {gpu}"
     return gpu.num_launches
 
@@ -318,7 +318,7 @@ PLANTED = {
     ),
     "twenty more kernels": (Learner, "loss", lambda result: [result[0] + s for s in range(20)], test_an_update),
     "a wait in decoding": (
-        Grid,
+        DecodeSlots,
         "_append",
         lambda _: torch.ones(2, device=GPU).nonzero(),
         test_a_decoding_step_with_top_p_does_not_wait,

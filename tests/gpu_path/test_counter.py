@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.runtime.device import to_device
 from tests.gpu_path.pretend import GPU
@@ -94,7 +94,7 @@ def test_devices_must_not_be_mixed(gpu):
 
 
 def test_a_kernel_of_the_package_gets_no_tensor_of_the_host(gpu):
-    call = Call(GPU)
+    call = KernelLaunch(GPU)
     x = gpu.put(torch.zeros(3))
     call.address("x", x, torch.float32, (3,))
     with pytest.raises(ValueError, match=r"x must be a contiguous torch.float64 tensor of shape \(3,\) on cuda:0"):

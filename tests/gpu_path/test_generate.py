@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, decode_sample, device_decoder, grid
+from maxrl_fast.rollout import Sampling, decode_sample, decode_slots, device_decoder
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
 from tests.gpu_path.pretend import GPU
@@ -66,7 +66,7 @@ def engine(gpu, captures, monkeypatch):
         return captures[-1]
 
     monkeypatch.setattr(decode_sample, "sample_and_append", sampled)
-    monkeypatch.setattr(grid, "captured", captured)
+    monkeypatch.setattr(decode_slots, "captured", captured)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     with gpu:
         return NativeEngine(policy(gpu), torch.bfloat16, cache_bytes=10**9)

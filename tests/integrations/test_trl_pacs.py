@@ -7,7 +7,7 @@ from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from maxrl_fast.training.critic import value_loss
-from maxrl_fast.training.gae import gae_advantages, whitened
+from maxrl_fast.training.objectives.gae import gae_advantages, whitened
 
 pytestmark = pytest.mark.integrations
 

@@ -148,7 +148,7 @@ def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model-backend", "transformers"], "a run without --model takes no model_backend"),
+        (["--model-backend", "transformers"], "--model-backend needs --model"),
         (["--model-backend", "native", "--model", "MODEL"], "model_type must be one of qwen2, qwen3, llama, got 'gemma2'"),
         (
             ["--model-backend", "transformers", "--model", "MODEL", "--compile"],

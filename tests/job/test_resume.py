@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
+from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.runtime.files import locked, write_checksums
 from maxrl_fast.training.learner import Learner
@@ -581,7 +583,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     (out / "config.json").write_text(json.dumps(own))
     assert train.main(["--resume", str(out)]) == 2
     assert "belongs to" not in capfd.readouterr().err
-    monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
+    monkeypatch.setattr("maxrl_fast.config.given.os.getuid", lambda: os.stat(out).st_uid + 1)
     assert train.main(["--resume", str(out)]) == 2
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert f"uid {os.stat(out).st_uid}" in first
@@ -590,13 +592,19 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     assert second == "it runs"
 
 
-def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path):
-    assert run(tmp_path / "run", "--objective", "rloo", "--save-every", "1", "--keep-checkpoints", "2") == 0
+def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(Progress, "is_best", lambda self, step: step == 3)
+    flags = "--objective rloo --save-every 1 --keep-checkpoints 2 --eval-every 1"
+    assert run(tmp_path / "run", *flags.split()) == 0
     kept = {path.name for path in checkpoints_of(tmp_path / "run")}
-    scores = {record["step"]: record["pass_at_k"]["1"] for record in read(tmp_path / "run" / "eval.jsonl")}
-    best = max(scores, key=lambda step: (scores[step], -step))
-    assert kept == {"step-000000", f"step-{best:06d}", "step-000005", "step-000006"}
-    assert (tmp_path / "run" / "best").resolve().name == f"step-{best:06d}"
+    assert kept == {"step-000000", "step-000003", "step-000005", "step-000006"}
+    assert (tmp_path / "run" / "best").resolve().name == "step-000003"
+
+
+def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
+    passes = {0: 0.5, 2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7}
+    progress = Progress(evaluations={step: SimpleNamespace(pass_at_k={1: p}) for step, p in passes.items()})
+    assert [step for step in passes if progress.is_best(step)] == [0, 4]
 
 
 def command(*arguments):

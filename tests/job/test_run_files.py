@@ -17,14 +17,14 @@ from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.job.trackers import TensorBoard
-from maxrl_fast.model.linear import whole
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner, UpdatePlan
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
@@ -230,7 +230,7 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
             learner.loss(batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths)))[0].backward()
-        parts.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
+        parts.append(torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
     assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
     assert norms[1] == 0
     assert norms[0] > 0

@@ -35,28 +35,28 @@ def ordinary_attention(q, k, v):
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
-def ordinary_stream(q, k, v, lengths, response_lengths, answers):
+def ordinary_stream(q, k, v, lengths, response_lengths, prompt_index):
     """Compute ordinary attention of a stream, every sequence written out."""
     sequences = torch.arange(sum(lengths)).split(lengths)
     responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
     expected = torch.zeros_like(q)
     for b, sequence in enumerate(sequences):
         expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence])
-        for response in (r for r, answered in zip(responses, answers, strict=True) if answered == b):
+        for response in (r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b):
             rows = torch.cat([sequence, response])
             expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(sequence) :]
     return expected
 
 
 def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, heads=(4, 2, 2)):
-    lengths, response_lengths, answers = CASES[case]
+    lengths, response_lengths, prompt_index = CASES[case]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths) + sum(response_lengths)
     q, k, v = (torch.randn(total, h, 8, generator=generator, dtype=dtype).requires_grad_() for h in heads)
-    layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
+    layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
     out = shared_prompt_attention(q, k, v, layout)
 
-    expected = ordinary_stream(q, k, v, lengths, response_lengths, answers)
+    expected = ordinary_stream(q, k, v, lengths, response_lengths, prompt_index)
     torch.testing.assert_close(out, expected, rtol=rtol, atol=rtol / 10)
 
     grad = torch.randn(out.shape, generator=generator, dtype=dtype)

@@ -15,7 +15,7 @@ from tests.model.test_attention import CPU, ordinary_stream
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
 
 
-def stream(lengths, response_lengths, answers, heads, key_heads, head_dim, dtype=torch.float64, seed=0):
+def stream(lengths, response_lengths, prompt_index, heads, key_heads, head_dim, dtype=torch.float64, seed=0):
     """Return the three tensors of lengths, then q, k and v, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths) + sum(response_lengths)
@@ -23,7 +23,7 @@ def stream(lengths, response_lengths, answers, heads, key_heads, head_dim, dtype
         torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64).to(dtype)
         for h in (heads, key_heads, key_heads, heads)
     )
-    return [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, answers)], (q, k, v), grad
+    return [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, prompt_index)], (q, k, v), grad
 
 
 def results(function, qkv, grad):
@@ -38,7 +38,7 @@ def ours(layout, qkv, grad):
 
 
 def pytorchs(layout, qkv, grad):
-    return results(lambda *x: merged_attention(*x, SharedPromptLayout.build(*layout, CPU)), qkv, grad)
+    return results(lambda *x: merged_attention(*x, SharedPromptLayout(*layout, CPU)), qkv, grad)
 
 
 def ordinary(layout, qkv, grad):
@@ -56,10 +56,10 @@ def check_exact(layout, qkv, grad, tolerance=1e-12):
 def streams(draw):
     lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 16, 33, 95, 130]), min_size=1, max_size=4))
     responses = draw(st.lists(st.sampled_from([0, 1, 2, 7, 16, 31, 97]), max_size=8))
-    answers = sorted(draw(st.integers(0, len(lengths) - 1)) for _ in responses)
+    prompt_index = sorted(draw(st.integers(0, len(lengths) - 1)) for _ in responses)
     key_heads, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
     head_dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 80, 96, 100, 128, 130, 192, 255, 256]))
-    return lengths, responses, answers, key_heads * shared, key_heads, head_dim
+    return lengths, responses, prompt_index, key_heads * shared, key_heads, head_dim
 
 
 @settings(60)
@@ -81,8 +81,8 @@ def test_long_sequences_and_groups_of_several_pieces(case):
 
 
 def test_streams_without_tokens():
-    for lengths, responses, answers in (([0], [0], [0]), ([0, 0], [], [])):
-        layout, qkv, grad = stream(lengths, responses, answers, 2, 1, 16)
+    for lengths, responses, prompt_index in (([0], [0], [0]), ([0, 0], [], [])):
+        layout, qkv, grad = stream(lengths, responses, prompt_index, 2, 1, 16)
         assert [x.shape for x in ours(layout, qkv, grad)] == [(0, 2, 16), (0, 2, 16), (0, 1, 16), (0, 1, 16)]
 
 
@@ -170,7 +170,7 @@ def test_which_streams_the_kernel_takes():
     assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
     assert kernel_name(CPU, torch.float32, 257) == kernel_name(CPU, torch.float16, 64) == flash.PADDED_CPU.name
     layout, qkv, grad = stream([4], [3, 2], [0, 0], 2, 1, 260)
-    shared = SharedPromptLayout.build(*layout, CPU)
+    shared = SharedPromptLayout(*layout, CPU)
     for actual, wanted in zip(
         results(lambda *x: shared_prompt_attention(*x, shared), qkv, grad), ordinary(layout, qkv, grad), strict=True
     ):
@@ -188,21 +188,21 @@ def test_lengths_may_have_any_stride():
 
 def test_bad_layouts_are_a_sentence():
     layout, (q, k, v), _ = stream([4], [3, 2], [0, 0], 2, 1, 16)
-    lengths, responses, answers = layout
+    lengths, responses, prompt_index = layout
     attend = attention_kernel.shared_prompt_attention
     with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 10"):
-        attend(q, k, v, lengths + 1, responses, answers)
+        attend(q, k, v, lengths + 1, responses, prompt_index)
     for wrong in (
-        (lengths, torch.tensor([6, -1]), answers),
-        (lengths, responses, answers + 1),
-        (lengths, responses, answers - 1),
+        (lengths, torch.tensor([6, -1]), prompt_index),
+        (lengths, responses, prompt_index + 1),
+        (lengths, responses, prompt_index - 1),
     ):
         with pytest.raises(ValueError, match="lengths must not be negative, and responses must be in the order"):
             attend(q, k, v, *wrong)
     with pytest.raises(ValueError, match=r"v must be a contiguous torch.float64 tensor of shape \(9, 1, 16\)"):
-        attend(q, k, v[:8], lengths, responses, answers)
+        attend(q, k, v[:8], lengths, responses, prompt_index)
     with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
-        attend(q.half(), k.half(), v.half(), lengths, responses, answers)
+        attend(q.half(), k.half(), v.half(), lengths, responses, prompt_index)
 
 
 def test_the_operators_pass_opcheck():

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint, save_checkpoint
+from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
+from maxrl_fast.runtime.files import atomic_directory, temporary_path
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, save_checkpoint, tiny_decoder
 
 TASK = MazeTask(5)
 
@@ -198,14 +199,15 @@ def test_loading_restores_the_same_weights(tmp_path):
             assert torch.equal(a, b), key
 
 
-def test_a_checkpoint_is_complete_or_absent(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxrl_fast.model.checkpoint.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        save(tmp_path / "checkpoint")
-    assert not (tmp_path / "checkpoint").exists()
-    monkeypatch.undo()
-    save(tmp_path / "checkpoint")  # works although a temporary folder was left over
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+def test_a_checkpoint_is_complete_or_absent(tmp_path):
+    directory = tmp_path / "checkpoint"
+    with pytest.raises(ZeroDivisionError), atomic_directory(directory) as folder:
+        (folder / "config.json").write_text(str(1 / 0))
+    assert not list(tmp_path.iterdir())
+    (temporary_path(directory) / "left over").mkdir(parents=True)  # by a process that was killed
+    with atomic_directory(directory) as folder:
+        (folder / "config.json").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint", "config.json"]
 
 
 def edit_config(directory, **changes):

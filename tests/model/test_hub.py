@@ -12,9 +12,7 @@ import pytest
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import hub as model_hub
-from maxrl_fast.model.hub import directory_of, find_model
-from maxrl_fast.runtime import hub as reach
-from maxrl_fast.runtime.hub import why_unreachable
+from maxrl_fast.model.hub import directory_of, find_model, why_unreachable
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub
 from tests.job.test_resume import assert_same, stop_at
@@ -119,7 +117,7 @@ def test_a_hub_that_does_not_answer_is_unreachable(hub, tmp_path, monkeypatch):
     assert why_unreachable() == ""
     hub.answer = lambda path: (503, {}, b"")
     assert why_unreachable() == f"{hub.url} answers with status 503"
-    monkeypatch.setattr(reach, "SECONDS", 0.2)
+    monkeypatch.setattr(model_hub, "REACH_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         use_hub(url, tmp_path, monkeypatch)

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.attention import AttentionVariant, shared_prompt_attention
 from maxrl_fast.model.checkpoint import kept_files, write_policy
-from maxrl_fast.model.formed_attention import AttentionForm, formed_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block, _Router
 from maxrl_fast.model.huggingface_checkpoint import check_supported, load_huggingface, policy_of, sizes_of
 from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
@@ -142,13 +142,13 @@ def test_the_check_passes(family):
 
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
-    monkeypatch.setattr("maxrl_fast.training.passes.formed_attention", without_soft_cap)
+    monkeypatch.setattr("maxrl_fast.training.passes.shared_prompt_attention", without_soft_cap)
     with pytest.raises(InputError, match=r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d"):
         check_exact(policy)
 
 
-def without_soft_cap(q, k, v, layout, form):
-    return formed_attention(q, k, v, layout, AttentionForm(form.window))
+def without_soft_cap(q, k, v, layout, variant):
+    return shared_prompt_attention(q, k, v, layout, AttentionVariant(variant.window))
 
 
 @pytest.mark.parametrize(("family", "attribute"), [("gemma2", "softcap"), ("cohere2", "logit_scale")])

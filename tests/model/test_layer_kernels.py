@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from maxrl_fast import _C
 from maxrl_fast.model import decoder
 from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS
-from maxrl_fast.model.layer_parts import PLAIN, HeadNorms, Rotary
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.model.packed_kernels import PACKED_KERNELS, choose_rows, layer_parts
+from maxrl_fast.model.packed_kernels import PACKED_KERNELS, choose_rows, layer_ops
 from maxrl_fast.records import Rollouts
 from tests.batches import make_prompts, one_batch
 from tests.fuzzing import settings
@@ -40,11 +40,11 @@ def norm_of(parts):
 
 
 def rotation_of(parts, rotary, counts, is_packed):
-    """Return a function of [q | k | v] and norms; PLAIN, or separate heads, take views of it."""
+    """Return a function of [q | k | v] and norms; TORCH_OPS, or separate heads, take views of it."""
 
     def function(packed, *norms):
         given_norms = HeadNorms(*norms, 1e-2) if norms else None
-        own = rotary if parts is not PLAIN else Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
+        own = rotary if parts is not TORCH_OPS else Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
         if is_packed:
             return parts.rotate_packed(packed, counts, given_norms, own)
         return parts.rotate_heads(packed.unflatten(1, (sum(counts), -1)).split(counts, 1), given_norms, own)
@@ -68,7 +68,7 @@ def swiglu_of(parts, is_packed):
 @pytest.mark.usefixtures("instructions")
 def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
     inputs = [numbers(rows, size), 1 + numbers(size, seed=1) / 2, *([numbers(rows, size, seed=2)] if has_delta else [])]
-    expected, actual = (with_gradients(norm_of(parts), inputs, torch.float64) for parts in (PLAIN, KERNELS))
+    expected, actual = (with_gradients(norm_of(parts), inputs, torch.float64) for parts in (TORCH_OPS, KERNELS))
     assert_close(actual, expected)
 
 
@@ -78,7 +78,7 @@ def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
 def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half, has_norms, is_packed):
     counts = shared * kv_heads, kv_heads, kv_heads
     inputs, rotary = rotation_inputs(min(rows, 65), counts, half, has_norms)
-    expected = with_gradients(rotation_of(PLAIN, rotary, counts, False), inputs, torch.float64)
+    expected = with_gradients(rotation_of(TORCH_OPS, rotary, counts, False), inputs, torch.float64)
     assert_close(with_gradients(rotation_of(PACKED_KERNELS, rotary, counts, is_packed), inputs, torch.float64), expected)
 
 
@@ -87,7 +87,7 @@ def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half,
 @pytest.mark.usefixtures("instructions")
 def test_swiglu_equals_pytorchs_for_any_size(rows, size, is_packed):
     inputs = [3 * numbers(rows, 2 * size)]
-    expected = with_gradients(swiglu_of(PLAIN, False), inputs, torch.float64)
+    expected = with_gradients(swiglu_of(TORCH_OPS, False), inputs, torch.float64)
     assert_close(with_gradients(swiglu_of(PACKED_KERNELS, is_packed), inputs, torch.float64), expected)
 
 
@@ -112,12 +112,12 @@ def cases():
     """Give (name, our function, PyTorch's, inputs), of a few rows that need several pieces and vectors of all kinds."""
     counts = (4, 2, 2)
     inputs = [numbers(700, 131), numbers(131, seed=1), numbers(700, 131, seed=2)]
-    yield "norm", norm_of(KERNELS), norm_of(PLAIN), inputs
+    yield "norm", norm_of(KERNELS), norm_of(TORCH_OPS), inputs
     for half in (8, 33):
         inputs, rotary = rotation_inputs(500, counts, half, True)
-        ours, plain = (rotation_of(x, rotary, counts, x is PACKED_KERNELS) for x in (PACKED_KERNELS, PLAIN))
+        ours, plain = (rotation_of(x, rotary, counts, x is PACKED_KERNELS) for x in (PACKED_KERNELS, TORCH_OPS))
         yield f"heads of {2 * half}", ours, plain, inputs
-    yield "swiglu", swiglu_of(PACKED_KERNELS, True), swiglu_of(PLAIN, False), [3 * numbers(500, 2 * 131)]
+    yield "swiglu", swiglu_of(PACKED_KERNELS, True), swiglu_of(TORCH_OPS, False), [3 * numbers(500, 2 * 131)]
     rows = torch.arange(900) * 7 % 400
     yield "rows", lambda x: choose_rows(x, rows), lambda x: x.index_select(0, rows), [numbers(500, 131)]
 
@@ -187,7 +187,7 @@ def test_bad_inputs_are_a_sentence():
         KERNELS.rms_norm(x.half(), torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="a chosen row does not exist"):
         torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), 3)
-    assert layer_parts(8, 8, 8, torch.float16, CPU) is PLAIN
+    assert layer_ops(8, 8, 8, torch.float16, CPU) is TORCH_OPS
 
 
 def test_the_operators_pass_opcheck():
@@ -234,7 +234,7 @@ def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(family, 
     model.checkpoint_activations = options == "checkpointed"
     actual = trained(model, torch.float64)
     chosen = []
-    monkeypatch.setattr(decoder, "layer_parts", lambda *_: chosen.append(PLAIN) or PLAIN)
+    monkeypatch.setattr(decoder, "layer_ops", lambda *_: chosen.append(TORCH_OPS) or TORCH_OPS)
     expected = trained(model, torch.float64)
     assert chosen
     assert len(actual) > 10

@@ -7,14 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.training.learner import frozen_copy
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, save_checkpoint, tiny_decoder
 
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 BATCH = one_batch(make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]]))

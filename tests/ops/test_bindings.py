@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maxrl_fast import _C
-from maxrl_fast.ops import _gate, pacs_kernel
+from maxrl_fast.ops import dispatch, pacs_kernel
 
 
 def test_an_operator_without_memory_launches_nothing(monkeypatch):
@@ -18,7 +18,7 @@ def test_an_operator_without_memory_launches_nothing(monkeypatch):
         with mode:
             x, bounds = torch.zeros(9, device=device), torch.zeros(4, dtype=torch.int64, device=device)
             assert pacs_kernel.log_ratio_reward(x, x, bounds, None, 1.0).shape == (3,)
-    assert not _gate._tracing.is_active
+    assert not dispatch._tracing.is_active
 
 
 ARGUMENTS = {"dtype": "float32", "num_rows": 1, "size": 16, "eps": 1e-6, "num_threads": 1}
@@ -45,7 +45,7 @@ def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, messa
 
 
 def test_the_stub_names_what_the_module_has():
-    """But not the kernels, which nothing names outside `Call.launch`, nor what only CUDA builds have."""
+    """But not the kernels, which nothing names outside `KernelLaunch.launch`, nor what only CUDA builds have."""
     nodes = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body
     stub = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     stub |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign)}

@@ -15,7 +15,7 @@ LOGITS, HIDDEN, WEIGHT, OLD, PROXIES = (
 )
 TARGETS = torch.randint(0, V, (T,), generator=GENERATOR)
 BOUNDS, ADVANTAGES, LABELS = torch.tensor([0, 2, T]), torch.tensor([1.0, -0.5]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-LAYOUT = SharedPromptLayout.build(torch.tensor([2]), torch.tensor([1, 1]), torch.tensor([0, 0]), torch.device("cpu"))
+LAYOUT = SharedPromptLayout(torch.tensor([2]), torch.tensor([1, 1]), torch.tensor([0, 0]), torch.device("cpu"))
 
 
 def loss(logits, **options):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C, ops
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.logit_chunks import Chunks
 from tests.ops.operators import Operators
 
@@ -33,11 +33,11 @@ def launches(monkeypatch):
         others = (call.function for call in operators.calls if not call.function.is_view)
         return names + [function.name() for function in others if not function.name().startswith(idle)]
 
-    monkeypatch.setattr(_gate.Call, "launch", launch)
-    monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
+    monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
+    monkeypatch.setattr(dispatch, "is_gpu", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):
-        monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "can_look_at", lambda tensor: False)
+        monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "is_host_readable", lambda tensor: False)
     return of
 
 

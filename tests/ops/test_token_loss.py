@@ -9,7 +9,7 @@ import torch
 
 from maxrl_fast import _C
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
-from maxrl_fast.ops._gate import check_fields
+from maxrl_fast.ops.dispatch import check_fields
 from maxrl_fast.ops.token_batch import KL_ESTIMATORS
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from tests.ops.loss_definitions import (
@@ -217,8 +217,8 @@ def test_unknown_and_impossible_options_are_refused(name):
     with pytest.raises(TypeError, match="loss_options must be a mapping of names to numbers, got list"):
         policy_gradient_loss(**e, loss=name, loss_options=[1.0])
     for key, option in row.options.items():
-        for value in (math.nan, "1", *([-0.1, 0] if "above 0" in option.limit.wanted else [-math.inf])):
-            with pytest.raises(ValueError, match=f"{key} of loss {name} must be {option.limit.wanted}, got"):
+        for value in (math.nan, "1", *([-0.1, 0] if "above 0" in option.limits[0].wanted else [-math.inf])):
+            with pytest.raises(ValueError, match=f"{key} of loss {name} must be {option.limits[0].wanted}, got"):
                 policy_gradient_loss(**e, loss=name, loss_options={key: value})
 
 

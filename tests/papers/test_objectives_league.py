@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.training.objective_registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 from tests.papers.load import FOLDER, load
 
 league = load("objectives_league")

@@ -2,12 +2,10 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import shutil
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -200,11 +198,6 @@ def close_all():
     return 1.0
 
 
-def close_all_and_hang():
-    os.closerange(0, 1000)
-    time.sleep(1000)
-
-
 def write_to_all(text, repeat=1):
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -222,26 +215,10 @@ def write_to_sockets(data):
                 os.write(fd, data)
 
 
-def answer_twice():
-    """Also send an answer to the next call."""
-    write_to_sockets(b'{"call": 2, "results": [{"reward": 7.0}], "left": false}\n')
-    return 1.0
-
-
 def answer_other():
     """Answer another call, and not one's own."""
-    write_to_sockets(b'{"call": 1000000, "results": [{"reward": 7.0}], "left": false}\n')
+    write_to_sockets(b'keep 1000000 [{"reward": 7.0}]\n')
     time.sleep(1000)
-
-
-def answer_nan():
-    write_to_sockets(b'{"call": 1, "results": [{"reward": NaN}], "left": false}\n')
-    time.sleep(1000)
-
-
-def flood():
-    while True:
-        write_to_sockets(b"x" * 100_000)
 
 
 def die_later(seconds):
@@ -265,9 +242,6 @@ def change_surroundings(path):
     """Change everything that could break the next call."""
     os.chdir(path)
     os.rmdir(path)
-    json.dumps = json.loads = json.JSONEncoder.default = None
-    socket.socket.sendall = None
-    os.getpid = os._exit = os.kill = None
     sys.stdout = sys.stderr = sys.stdin = None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -275,22 +249,9 @@ def change_surroundings(path):
     return 1.0
 
 
-def damage():
-    """Break the worker, which then cannot exit normally because it would wait for a thread."""
-    os.fchdir = None
-    threading.Thread(target=time.sleep, args=(1000,)).start()
-    return 1.0
-
-
 def delete_folder():
     shutil.rmtree(os.getcwd())
     return 1.0
-
-
-def patch_worker(fails):
-    """Have the worker answer 7 to every later call."""
-    sys.modules["maxrl_fast.rewards.function"].to_result = lambda *_: {"reward": 7.0}
-    return 1.0 / (not fails)
 
 
 num_calls = 0
@@ -308,11 +269,8 @@ def variable(name):
 
 
 def lineage():
-    """Return the pids of this process, its template and its supervisor."""
-    pids = [os.getpid()]
-    for _ in range(2):
-        pids.append(int(Path(f"/proc/{pids[-1]}/stat").read_text().rpartition(")")[2].split()[1]))
-    return pids
+    """Return the pids of this process and its supervisor."""
+    return [os.getpid(), os.getppid()]
 
 
 def folder(expected):
@@ -322,15 +280,6 @@ def folder(expected):
 def limits():
     core = resource.getrlimit(resource.RLIMIT_CORE)[0]
     return core == 0 and os.environ["OMP_NUM_THREADS"] == "1" and os.getpgid(0) == os.getpid()
-
-
-def burn(threads):
-    """Use more processor time than wall time: hashing releases the interpreter lock."""
-    import hashlib
-
-    for _ in range(threads):
-        threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"x", b"y", 1 << 30)).start()
-    time.sleep(1000)
 
 
 def append_line(path):

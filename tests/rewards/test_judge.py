@@ -219,7 +219,7 @@ def test_templates_and_patterns_are_checked(server, tmp_path, changed, sentence)
 
 
 def test_options_of_a_judge_are_refused_without_one():
-    with pytest.raises(InputError, match="takes no judge_template"):
+    with pytest.raises(InputError, match="--judge-template needs --reward openai:"):
         parse(["--reward", "a.py:f", "--judge-template", "x"])
     assert parse(["--reward", "a.py:f", "openai:http://h/v1/m", "--judge-template", "x"]).reward.judge_rate == 0
 

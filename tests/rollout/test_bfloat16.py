@@ -8,7 +8,7 @@ import torch
 from maxrl_fast import _C
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.ops._gate import Call
+from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.rollout import Sampling, check_finite
 from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
 from maxrl_fast.rollout.native import NativeEngine
@@ -24,7 +24,7 @@ ODD = {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "nu
 
 
 def product(arithmetic, a, b):
-    c, call = torch.full((len(a), len(b)), math.nan), Call(CPU)
+    c, call = torch.full((len(a), len(b)), math.nan), KernelLaunch(CPU)
     m, n, k = len(a), len(b), a.shape[1]
     address = {name: call.keep(x) for name, x in {"a": a, "b": b, "c": c}.items()}
     _C.packed_product_cpu(arithmetic=arithmetic, m=m, n=n, k=k, **address, num_threads=1)

@@ -1,4 +1,4 @@
-"""The PyTorch decoder's grid: numbers of rows, graphs and memory. Samples are compared with those of the C++ decoder."""
+"""The PyTorch decoder's batch: numbers of rows, graphs and memory. Samples are compared with those of the C++ decoder."""
 
 import contextlib
 import weakref
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, device_decoder, grid
-from maxrl_fast.rollout.grid import Grid, Shape
+from maxrl_fast.rollout import Sampling, decode_slots, device_decoder
+from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
@@ -52,20 +52,20 @@ def fake_graphs(monkeypatch):
         events.append(("capture", made.rows))
         return FakeGraph(step, made.rows)
 
-    seen, own_step, own_admit = [], Grid.step, Grid.admit
+    seen, own_step, own_admit = [], DecodeSlots.step, DecodeSlots.admit
 
-    def watched(grid, *arguments):
-        seen.append(grid)
-        own_step(grid, *arguments)
+    def watched(batch, *arguments):
+        seen.append(batch)
+        own_step(batch, *arguments)
 
-    def admit(grid, *arguments):
-        events.append(("admit", grid.rows))
-        own_admit(grid, *arguments)
+    def admit(batch, *arguments):
+        events.append(("admit", batch.rows))
+        own_admit(batch, *arguments)
 
-    monkeypatch.setattr(grid, "uses_graphs", lambda device: True)
-    monkeypatch.setattr(grid, "captured", captured)
-    monkeypatch.setattr(Grid, "step", watched)
-    monkeypatch.setattr(Grid, "admit", admit)
+    monkeypatch.setattr(decode_slots, "uses_graphs", lambda device: True)
+    monkeypatch.setattr(decode_slots, "captured", captured)
+    monkeypatch.setattr(DecodeSlots, "step", watched)
+    monkeypatch.setattr(DecodeSlots, "admit", admit)
     return events
 
 
@@ -81,7 +81,7 @@ def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted
         assert "capture" not in kinds[captures:]
         replayed = [rows for kind, rows in fake_graphs if kind == "replay"]
         assert replayed == sorted(replayed, reverse=True)
-        assert set(replayed) <= set(engine.decoder.grid.shape.ladder)
+        assert set(replayed) <= set(engine.decoder.batch.shape.batch_sizes)
         assert call.temperature == 0 or len(set(replayed)) > 1
         fake_graphs.clear()
 
@@ -98,46 +98,46 @@ def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    grid.captured(lambda: None, SimpleNamespace(wait_stream=lambda stream: None), None)
+    decode_slots.captured(lambda: None, SimpleNamespace(wait_stream=lambda stream: None), None)
     assert modes == ["thread_local"]
 
 
 def test_no_step_computes_more_than_twice_the_active_rows(engine, monkeypatch):
     """Down to the last of six sizes, and after the waiting prompts have been admitted."""
-    own, shares = Grid.steps, []
+    own, shares = DecodeSlots.steps, []
 
-    def watched(grid, *arguments):
-        shares.append((int((~grid.done[: grid.rows]).sum()), grid.rows))
-        own(grid, *arguments)
+    def watched(batch, *arguments):
+        shares.append((int((~batch.done[: batch.rows]).sum()), batch.rows))
+        own(batch, *arguments)
 
-    monkeypatch.setattr(Grid, "steps", watched)
+    monkeypatch.setattr(DecodeSlots, "steps", watched)
     sample(engine, 40)
-    ladder = engine.decoder.grid.shape.ladder
-    assert ladder == [200, 100, 50, 25, 13, 7]
+    batch_sizes = engine.decoder.batch.shape.batch_sizes
+    assert batch_sizes == [200, 100, 50, 25, 13, 7]
     assert len({rows for _, rows in shares}) > 2
     for active, rows in shares:
         assert active <= rows
-        assert rows == ladder[-1] or rows <= 2 * active
+        assert rows == batch_sizes[-1] or rows <= 2 * active
 
 
 def test_compaction_moves_active_rows_and_only_their_tokens(engine):
-    grid = Grid(engine.decoder.model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False)
-    grid.begin(3, 4, SAMPLING)
-    for i, caches in enumerate(grid.own):
+    batch = DecodeSlots(engine.decoder.model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False)
+    batch.begin(3, 4, SAMPLING)
+    for i, caches in enumerate(batch.own):
         for cache in caches:
             cache.copy_((i + torch.arange(12.0))[:, None, None, None].expand_as(cache))
-    before = [[cache.clone() for cache in caches] for caches in grid.own]
-    grid.sample.copy_(torch.arange(12))
-    grid.length.copy_(torch.arange(12) + 1)
+    before = [[cache.clone() for cache in caches] for caches in batch.own]
+    batch.sample.copy_(torch.arange(12))
+    batch.length.copy_(torch.arange(12) + 1)
     active = torch.zeros(12, dtype=torch.bool)
     active[[2, 5, 6, 11]] = True
-    grid.compact(active, longest=10)
+    batch.compact(active, longest=10)
     rows = [0, 1, 2, 5, 6, 11]  # two others fill the six rows
-    assert grid.rows == 6
-    assert grid.sample[:6].tolist() == rows
-    assert grid.prompt[:6].tolist() == [0, 0, 0, 1, 1, 2]
-    assert grid.starts.tolist() == [0, 3, 5, 6]
-    for caches, old in zip(grid.own, before, strict=True):
+    assert batch.rows == 6
+    assert batch.sample[:6].tolist() == rows
+    assert batch.prompt[:6].tolist() == [0, 0, 0, 1, 1, 2]
+    assert batch.starts.tolist() == [0, 3, 5, 6]
+    for caches, old in zip(batch.own, before, strict=True):
         for cache, was in zip(caches, old, strict=True):
             assert torch.equal(cache[:6, :10], was[rows, :10])
             assert torch.equal(cache[:6, 10:], was[:6, 10:])
@@ -147,21 +147,21 @@ def test_compaction_moves_active_rows_and_only_their_tokens(engine):
 def test_calls_share_one_cache_that_grows(model, engine):
     expected = NativeEngine(model, torch.float32)
     sample(engine, 6)
-    first = engine.decoder.grid
+    first = engine.decoder.batch
     for num_samples, prompts in ((6, PROMPTS.take(1, 3)), (3, PROMPTS), (1, PROMPTS)):
         assert torch.equal(
             sample(engine, num_samples, prompts=prompts).tokens, sample(expected, num_samples, prompts=prompts).tokens
         )
-        assert engine.decoder.grid is first
+        assert engine.decoder.batch is first
     longer = make_prompts([list(range(20))])
     freed = weakref.ref(first)
     del first
     assert torch.equal(sample(engine, 9, prompts=longer).tokens, sample(expected, 9, prompts=longer).tokens)
     assert freed() is None
-    assert engine.decoder.grid.shape == Shape(5, 30, 9, 24, LIMIT)
-    grown = engine.decoder.grid
+    assert engine.decoder.batch.shape == Shape(5, 30, 9, 24, LIMIT)
+    grown = engine.decoder.batch
     assert torch.equal(sample(engine, 6).tokens, sample(expected, 6).tokens)
-    assert engine.decoder.grid is grown
+    assert engine.decoder.batch is grown
     assert engine.statistics.cache_bytes == grown.bytes
 
 
@@ -175,30 +175,30 @@ def test_the_whole_budget_serves_and_is_not_exceeded(model):
     for slots, rows in ((5, 30), (3, 18), (1, 6), (1, 4)):
         engine = engine_of(slots, rows)
         sample(engine, 6, short)
-        assert engine.decoder.grid.shape[:2] == (slots, rows)
-        assert engine.decoder.grid.bytes == engine.cache_bytes
+        assert engine.decoder.batch.shape[:2] == (slots, rows)
+        assert engine.decoder.batch.bytes == engine.cache_bytes
     # Both calls fit, but not a grid for both.
     engine, long = engine_of(5, 30), make_prompts([list(range(32))])
     for _ in range(2):
         for num_samples, prompts in ((6, PROMPTS), (28, long)):
             sample(engine, num_samples, short, prompts)
-            assert engine.decoder.grid.bytes <= engine.cache_bytes
+            assert engine.decoder.batch.bytes <= engine.cache_bytes
 
 
 def test_the_budget_counts_the_caches_and_the_logits(engine):
     sample(engine)
-    grid = engine.decoder.grid
-    caches = sum(x.numel() * x.element_size() for pair in (*grid.prompts, *grid.own) for x in pair)
-    assert grid.bytes >= caches + 4 * 32 * grid.shape.rows
-    assert grid.bytes < 1.5 * caches
+    batch = engine.decoder.batch
+    caches = sum(x.numel() * x.element_size() for pair in (*batch.prompts, *batch.own) for x in pair)
+    assert batch.bytes >= caches + 4 * 32 * batch.shape.rows
+    assert batch.bytes < 1.5 * caches
 
 
 @pytest.mark.parametrize(("memory", "kept"), [(9, False), (11, True)])
 def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(engine, fake_graphs, monkeypatch, memory, kept):
     expected = sample(engine)
-    monkeypatch.setattr(device_decoder, "memory_bytes", lambda device: memory * engine.decoder.grid.bytes)
+    monkeypatch.setattr(device_decoder, "memory_bytes", lambda device: memory * engine.decoder.batch.bytes)
     engine.sleep()
-    assert (engine.decoder.grid is not None) == kept
+    assert (engine.decoder.batch is not None) == kept
     fake_graphs.clear()
     rollouts = sample(engine)
     assert torch.equal(rollouts.tokens, expected.tokens)
@@ -209,13 +209,13 @@ def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(en
 
 
 def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):
-    whole, computed, admit = sample(engine), [], Grid.admit
+    whole, computed, admit = sample(engine), [], DecodeSlots.admit
 
-    def watched(grid, slots, prompts, *others):
+    def watched(batch, slots, prompts, *others):
         computed.append(len(prompts.tokens))
-        admit(grid, slots, prompts, *others)
+        admit(batch, slots, prompts, *others)
 
-    monkeypatch.setattr(Grid, "admit", watched)
+    monkeypatch.setattr(DecodeSlots, "admit", watched)
     monkeypatch.setattr(device_decoder, "PREFILL_TOKENS", 16)
     rollouts = sample(engine)
     assert max(computed) <= 16

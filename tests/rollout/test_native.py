@@ -11,7 +11,7 @@ from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, check_finite
-from maxrl_fast.rollout.grid import Grid
+from maxrl_fast.rollout.decode_slots import DecodeSlots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
@@ -80,14 +80,14 @@ def test_the_samples_of_a_prompt_share_its_distribution():
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
 def test_decoding_steps_never_wait_for_the_device(sampling, monkeypatch):
-    steps, bursts = Grid.steps, []
+    steps, bursts = DecodeSlots.steps, []
 
-    def watched(grid, *arguments):
+    def watched(batch, *arguments):
         bursts.append(arguments[0])
         with NoWaiting():
-            steps(grid, *arguments)
+            steps(batch, *arguments)
 
-    monkeypatch.setattr(Grid, "steps", watched)
+    monkeypatch.setattr(DecodeSlots, "steps", watched)
     generate(tiny_decoder(), in_cpp=False, **sampling)
     assert sum(bursts) > 8
     with pytest.raises(AssertionError, match="_local_scalar_dense within a burst"), NoWaiting():

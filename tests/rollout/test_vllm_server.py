@@ -224,9 +224,9 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
 def test_the_servers_own_options_are_refused():
     flags = ["--rollout", "vllm", "--vllm-url", "http://127.0.0.1:1"]
     for more in (["--vllm-tensor-parallel", "2"], ["--kv-cache-gb", "1"]):
-        with pytest.raises(InputError, match="a run with --vllm-url takes no"):
+        with pytest.raises(InputError, match="cannot be used with --vllm-url"):
             train.parse([*flags, *more])
-    with pytest.raises(InputError, match="a run without --rollout vllm takes no vllm_url"):
+    with pytest.raises(InputError, match="--vllm-url needs --rollout vllm"):
         train.parse(flags[2:])
 
 

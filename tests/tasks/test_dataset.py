@@ -15,14 +15,13 @@ from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.tasks import lines
+from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
-from maxrl_fast.tasks.lines import read_lines
+from maxrl_fast.tasks.jsonl import read_lines
 from tests.job.test_resume import assert_same, stop_at
-from tests.models import tiny_decoder
+from tests.models import save_checkpoint, tiny_decoder
 from tests.test_train import read
 
 CHAT = (
@@ -139,7 +138,7 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is not valid JSON"),
         (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
         (DEEP.encode(), "line 2: it is nested too deeply"),
-        (b'{"prompt": "' + b"x" * lines.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
+        (b'{"prompt": "' + b"x" * jsonl.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
         (b'{"question": "1"}', r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest"),
         (b'{"prompt": null}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),

@@ -14,7 +14,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
-from maxrl_fast.tasks.lines import read_demonstrations
+from maxrl_fast.tasks.jsonl import read_demonstrations
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, policy, written  # noqa: F401
@@ -142,7 +142,7 @@ def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, 
     task = task_of(tmp_path, policy, SHOWN)
     assert resolve(parse([*flags, "--data", "x"]), task, warn=list).warm_start.sft_steps == 4  # 15 lines
     assert resolve(parse([*flags, "--data", "x", "--sft-steps", "0"]), task, warn=list).warm_start.sft_steps == 0
-    with pytest.raises(InputError, match="task maze takes no sft_data"):
+    with pytest.raises(InputError, match="--sft-data is not used by task maze"):
         parse(["--sft-data", "x"])
 
 

@@ -18,7 +18,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rewards.verifiers import boxed, mathematics
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import lines
+from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub
 from tests.tasks.test_dataset import save_byte_level_policy, written
@@ -136,14 +136,14 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
         ([{"prompt": "1"}, {"prompt": None}], "bad.parquet, row 2: prompt must be text or a list of messages, got None"),
         ([{"prompt": "1", "picture": b"\x00"}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
         ([{"prompt": "1", "x": float("nan")}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
-        ([{"prompt": "x" * (lines.LINE_BYTES + 1)}], "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,"),
+        ([{"prompt": "x" * (jsonl.LINE_BYTES + 1)}], "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,"),
     ],
 )
 def test_malicious_rows_are_refused_with_their_number(tmp_path, rows, message):
     path = tmp_path / "bad.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(InputError, match=message):
-        lines.read_lines(path, "prompt")
+        jsonl.read_lines(path, "prompt")
 
 
 def test_files_that_are_not_parquet_are_refused(tmp_path):
@@ -151,7 +151,7 @@ def test_files_that_are_not_parquet_are_refused(tmp_path):
     for content in (b"", b"PAR1 and nothing more PAR1"):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"bad.parquet must be a Parquet file: "):
-            lines.read_lines(path, "prompt")
+            jsonl.read_lines(path, "prompt")
 
 
 def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
@@ -228,7 +228,7 @@ def test_decompression_bombs_are_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
     with pytest.raises(InputError, match=r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"):
-        lines.read_lines(tmp_path / "bomb.parquet", "prompt")
+        jsonl.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
 def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
@@ -252,11 +252,11 @@ def test_invalid_task_options_are_refused(tmp_path, capsys):
         ("--task math --data x --hub y", "--task math takes --data or --hub, got both"),
         ("--task gym:gcd", "--task gym:gcd needs --model DIR"),
         ("--task gym:gcd --gym-config [1]", "--gym-config must be a JSON object"),
-        ("--data x.jsonl", "task maze takes no data"),
-        ("--task chain --gym-config {}", "task chain takes no gym_config"),
-        ("--task gym:gcd --hub me/mine", "task gym:gcd takes no hub"),
-        ("--task dataset --answer-key gold", "task dataset takes no answer_key"),
-        ("--task reward.py:score --reward a:b", "task reward.py:score takes no reward"),
+        ("--data x.jsonl", "--data is not used by task maze"),
+        ("--task chain --gym-config {}", "--gym-config is not used by task chain"),
+        ("--task gym:gcd --hub me/mine", "--hub is not used by task gym:gcd"),
+        ("--task dataset --answer-key gold", "--answer-key is not used by task dataset"),
+        ("--task reward.py:score --reward a:b", "--reward is not used by task reward.py:score"),
     ):
         assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_data_sets_in_the_cache_need_no_hub(policy, offline):
 
 
 def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
-    monkeypatch.setattr(lines, "why_unreachable", lambda: "")
+    monkeypatch.setattr(jsonl, "why_unreachable", lambda: "")
     asked = []
 
     def given(name, config, split):

@@ -186,6 +186,11 @@ def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records
     assert all(record["frac_groups_zero_variance"] <= 1 - record["frac_prompts_alive"] for record in records)
+    start, kept = 0, read(tmp_path / "whole" / "rollouts.jsonl")
+    for record in records:  # each step draws new prompts
+        ids = {rollout["id"] for rollout in kept if rollout["step"] == record["step"]}
+        assert ids <= {*range(start, start + record["num_prompts_sampled"])}
+        start += record["num_prompts_sampled"]
     stop_at(monkeypatch, "step 3")
     assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()

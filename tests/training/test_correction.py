@@ -16,8 +16,8 @@ from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights, correction_numbers, make_correction
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
@@ -226,9 +226,9 @@ def test_under_top_p_every_ratio_is_1(correction):
         ("--objective maxpo_off_policy --correction sequence_mask", "maxpo_off_policy does not support --correction"),
         ("--objective rl_zvp --correction sequence_mask", "rl_zvp weights single tokens by either sign"),
         ("--correction tis --importance-cap 0", "importance_cap of tis must be finite and above 0, got 0"),
-        ("--correction icepop --importance-cap 2", "correction icepop takes no importance_cap"),
-        ("--correction tis --correction-options low=1", "correction tis takes no correction_options"),
-        ("--correction-options low=1", "a run without --correction takes no correction_options"),
+        ("--correction icepop --importance-cap 2", "--importance-cap is not used by correction icepop"),
+        ("--correction tis --correction-options low=1", "--correction-options needs --correction icepop"),
+        ("--correction-options low=1", "--correction-options needs --correction"),
         ("--correction icepop --correction-options lo=1", "correction_options of icepop must be among low, high, got 'lo'"),
         ("--correction icepop --correction-options low=6", "low of icepop must be below high, got 6 and 5"),
         ("--correction mis --correction-options high=nan", "high of mis must be finite and at least 0, got nan"),

@@ -90,7 +90,7 @@ def test_an_installed_loss_is_listed(site, capsys):
         ("fails", "loss fails fails on seven tokens: KeyError: 'no idea'"),
         ("right --loss-options tua=2", "loss right takes the options tau, got 'tua'; did you mean 'tau'?"),
         ("right --loss-options tau=inf", "tau of loss right must be a finite number, got inf"),
-        ("right --clip-low .1", "loss right does not take clip_low, got 0.1"),
+        ("right --clip-low .1", "clip_low is not used by loss right, got 0.1"),
     ],
 )
 def test_a_bad_function_is_refused_before_any_work(tmp_path, capsys, flags, message):

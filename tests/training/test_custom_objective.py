@@ -1,6 +1,7 @@
 """--objective FILE.py:FUNCTION: the trainer uses a custom advantage, and checks the function before training starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.checks import check, objective_of
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.parse import parse, parse_options
+from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.batches import collected, make_prompts
 from tests.test_train import base, read
@@ -117,7 +120,7 @@ def test_a_bad_function_is_refused_before_any_work(file, function, message):
 def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
     with pytest.raises(InputError, match=r"there is no file nowhere\.py"):
         check(parse(["--objective", "nowhere.py:f"]))
-    with pytest.raises(InputError, match="raw takes no k"):
+    with pytest.raises(InputError, match=r"--k is not used by objective .*raw"):
         check(parse(["--objective", f"{file}:raw", "--k", "3"]))
     with pytest.raises(
         InputError, match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw learns"
@@ -130,3 +133,51 @@ def test_the_example_trains(tmp_path):
     flags = ["--objective", f"{EXAMPLE}:short_and_right", "--steps", "2", "--out", str(tmp_path / "run")]
     assert train.main([*base(), *flags]) == 0
     assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+OWN_OPTIONS = """
+from typing import Annotated, Literal
+
+from maxrl_fast.algorithms.estimators import Group
+from maxrl_fast.algorithms.options import Help, Positive
+
+def sharp(
+    g: Group,
+    *,
+    sharpness: Annotated[Positive, Help("Exponent of the centred rewards.")] = 2.0,
+    side: Literal["both", "above"] = "both",
+    temperature: float = 5.0,
+):
+    assert temperature == 5
+    return g.centre(g.rewards) * sharpness * (2 if side == "above" else 1)
+"""
+
+
+def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(OWN_OPTIONS)
+    name = f"{tmp_path / 'mine.py'}:sharp"
+    (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
+    config = parse(["--config", str(tmp_path / "run.toml"), "--side", "above", "--temperature", "0.5"])
+    check(config)
+    assert (config.objective.options, config.rollout.temperature) == ({"sharpness": 3.0, "side": "above"}, 0.5)
+    assert parse_options({"objective": name, "sharpness": 3, "side": "above", "temperature": 0.5}).flat() == {
+        **config.flat(),
+        "config": None,
+    }
+    resolved = resolve(parse(["--objective", name]), MazeTask(9))
+    assert resolved.objective.options == {"sharpness": 2.0, "side": "both"}
+    (tmp_path / "config.json").write_text(json.dumps(config.flat()))
+    resumed = parse(["--resume", str(tmp_path), "--side", "both"])
+    assert resumed.objective.options == {"sharpness": 3.0, "side": "both"}
+    assert parse(["--resume", str(tmp_path), "--objective", "maxpo"]).objective.options == {}
+    for flags, message in (
+        (["--sharpness", "0"], "sharpness of sharp must be a finite number above 0, got 0"),
+        (["--sharpness", "x"], "--sharpness must be a number, got 'x'"),
+        (["--side", "up"], "--side must be one of both, above, got 'up'"),
+        (["--sharpnes", "1"], r"unknown option --sharpnes; did you mean --sharpness\?"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check(parse(["--objective", name, *flags]))
+    with pytest.raises(SystemExit):
+        parse(["--objective", name, "--help"])
+    assert re.search(r"--sharpness FLOAT\s+Exponent of the centred rewards\. \(default: 2\.0\)", capsys.readouterr().out)

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
+from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
 
 LENGTHS = [3, 1, 0, 7, 16, 2, 33, 0, 1]
 CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)

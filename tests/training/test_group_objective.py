@@ -6,9 +6,9 @@ from maxrl_fast import ops
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.objective import Needs
-from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from tests.batches import collected, make_prompts
 
 ROLLOUTS = Rollouts(

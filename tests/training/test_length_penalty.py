@@ -61,7 +61,7 @@ def test_options():
         (["--overlong-buffer", "33"], "overlong_buffer must be at most max_new_tokens, got 33 and 32"),
         (["--overlong-buffer", "-1"], "overlong_buffer must be at least 0, got -1"),
         (["--overlong-buffer", "4", "--overlong-penalty", "0"], "overlong_penalty must be a finite number above 0, got 0"),
-        (["--overlong-penalty", "2"], "a run without --overlong-buffer takes no overlong_penalty"),
+        (["--overlong-penalty", "2"], "--overlong-penalty needs --overlong-buffer"),
         (["--overlong-buffer", "4", "--objective", "pacs"], "overlong_buffer makes rewards other than 0 and 1, which pacs"),
     ):
         with pytest.raises(InputError, match=message):

@@ -12,8 +12,8 @@ from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.objective import Needs
-from maxrl_fast.training.off_policy_objective import OffPolicyObjective
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from maxrl_fast.training.passes import Passes
 from tests.batches import collected
 from tests.models import tiny_decoder

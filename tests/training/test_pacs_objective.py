@@ -11,7 +11,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.pacs_objective import PacsObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from maxrl_fast.training.passes import Passes
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder

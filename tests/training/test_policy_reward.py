@@ -12,17 +12,16 @@ from maxrl_fast import train
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import save_checkpoint
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.verifree_objective import VerifreeObjective
 from tests.batches import collected, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, save_checkpoint, tiny_decoder
 from tests.training.test_learner import learner
 
 SORT = Path(__file__).parents[2] / "examples" / "sort_task.py"
@@ -296,9 +295,12 @@ def test_options():
         ("--objective verifree --rollouts 1", "verifree needs at least 2 rollouts per prompt, got 1"),
         ("--objective verifree --loss gspo", "verifree weights single tokens, so loss cannot be gspo"),
         ("--objective verifree --dynamic-sampling 2", "rewards are equal, from which verifree learns"),
-        ("--objective verifree --labels vote", "labels must be given for verifree, which has a reward of its own, got vote"),
-        ("--objective verifree --overlong-buffer 2", "verifree takes no overlong_buffer: its reward is a probability"),
-        ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which takes rewards of 0 or 1"),
+        ("--objective verifree --labels vote", "labels must be given for verifree, which computes its own reward, got vote"),
+        (
+            "--objective verifree --overlong-buffer 2",
+            "verifree does not support --overlong-buffer: its reward is a probability",
+        ),
+        ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which needs rewards of 0 or 1"),
         ("--objective remax --labels logprob", "labels cannot be logprob for remax, which needs other rewards too"),
         ("--objective rloo --labels logprob", "labels cannot be logprob for task maze, whose responses are answers without"),
         ("--objective rloo --task chain --labels rlpr", "labels cannot be rlpr for task chain"),

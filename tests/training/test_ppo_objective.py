@@ -21,9 +21,9 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
 from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.ppo_objective import PpoObjective, state_values, update_critic
 from maxrl_fast.training.sharding import fills_half
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -327,25 +327,24 @@ def test_options():
     for flags, message in (
         ("--loss gspo", "ppo weights single tokens, so loss cannot be gspo"),
         ("--loss luspo", "ppo weights single tokens, so loss cannot be luspo"),
-        ("--gae-lambda 1.1", r"gae_lambda must be in \[0, 1\], got 1.1"),
-        ("--gae-gamma -.1", r"gae_gamma must be in \[0, 1\], got -0.1"),
-        ("--gae-gamma nan", r"gae_gamma must be in \[0, 1\], got nan"),
-        ("--value-clip -1", "value_clip must be finite and at least 0, got -1"),
-        ("--critic-lr 0", "critic_lr must be a finite number above 0, got 0"),
+        ("--gae-lambda 1.1", r"gae_lambda of ppo must be a number from 0 to 1, got 1.1"),
+        ("--gae-gamma -.1", r"gae_gamma of ppo must be a number from 0 to 1, got -0.1"),
+        ("--gae-gamma nan", r"gae_gamma of ppo must be a number from 0 to 1, got nan"),
+        ("--value-clip -1", "value_clip of ppo must be a finite number of at least 0, got -1"),
+        ("--critic-lr 0", "critic_lr of ppo must be a finite number above 0, got 0"),
         ("--dynamic-sampling 2", "rewards are equal, from which ppo learns"),
-        ("--k 2", "objective ppo takes no k"),
+        ("--k 2", "--k is not used by objective ppo"),
     ):
         with pytest.raises(InputError, match=message):
             check(parse(["--objective", "ppo", *flags.split()]))
-    with pytest.raises(InputError, match="objective maxrl takes no value_clip"):
+    with pytest.raises(InputError, match="--value-clip is not used by objective maxrl"):
         check(parse(["--objective", "maxrl", "--value-clip", ".1"]))
 
 
 @pytest.mark.parametrize(("flags", "rate"), [([], 2e-3), (["--critic-lr", "3e-4"], 3e-4)])
 def test_the_defaults_of_the_critic(flags, rate):
     config = resolve(parse(["--objective", "ppo", *flags]), MazeTask(9))
-    options = config.objective
-    assert (options.gae_gamma, options.gae_lambda, options.value_clip, options.critic_lr) == (1.0, 1.0, 0.2, rate)
+    assert config.objective.options == {"gae_gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "critic_lr": rate}
 
 
 def test_estimates_have_the_critic():

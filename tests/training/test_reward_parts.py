@@ -12,8 +12,8 @@ from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Needs
 from tests.training.test_collect import NumberedEngine
 
 NAN = float("nan")
@@ -82,8 +82,8 @@ def test_a_verifier_that_gives_other_numbers_ends_the_run_with_a_sentence():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective gdpo", "gdpo takes several rewards one by one: --reward needs 2 or more, got 0"),
-        ("--objective hero --reward a.py:f", "hero takes several rewards one by one: --reward needs 2 or more, got 1"),
+        ("--objective gdpo", "gdpo uses several rewards one by one: --reward needs 2 or more, got 0"),
+        ("--objective hero --reward a.py:f", "hero uses several rewards one by one: --reward needs 2 or more, got 1"),
         ("--objective gdpo --reward a.py:f a.py:g --reward-threshold .5", "reward_threshold would change none of them"),
         ("--objective gdpo --reward a.py:f a.py:g --overlong-buffer 4", "overlong_buffer would change none of them"),
         ("--objective hero --reward a.py:f a.py:g --reward-weights 2 1", "hero needs 1 as the weight of the verifier"),

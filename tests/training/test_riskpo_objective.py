@@ -10,7 +10,7 @@ from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
-from maxrl_fast.training.riskpo_objective import RiskpoObjective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from tests.batches import collected, make_prompts
 from tests.job.test_resume import assert_same, stop_at
 from tests.test_train import base, read
@@ -114,7 +114,7 @@ def test_options():
     check(parse(["--objective", "riskpo", "--prompts", "40"]))
     for flags, message in (
         ([], "prompts must be a multiple of bundle_size, got 32 and 5"),
-        (["--prompts", "5", "--bundle-size", "0"], "bundle_size must be at least 1, got 0"),
+        (["--prompts", "5", "--bundle-size", "0"], "bundle_size of riskpo must be at least 1, got 0"),
         (["--prompts", "5", "--rollouts", "1"], "riskpo needs at least 2 rollouts per prompt, got 1"),
         (["--prompts", "5", "--dynamic-sampling", "2"], "rewards are equal, from which riskpo learns"),
     ):

@@ -9,8 +9,8 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objective import Needs
-from maxrl_fast.training.zvp_objective import ZvpObjective
+from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.zvp import ZvpObjective
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner, sampled
@@ -107,10 +107,10 @@ def test_options():
     assert made.needs == Needs(binary=True, token_weights=True, logprob_passes=1)
     for flags, message in (
         *((f"--loss {loss}", f"so loss cannot be {loss}, whose ratio is one of whole responses") for loss in OF_SEQUENCES),
-        ("--alpha 0", "alpha must be a finite number above 0, got 0"),
+        ("--alpha 0", "alpha of rl_zvp must be a finite number above 0, got 0"),
         ("--ddof 2", "ddof of rl_zvp must be 0 or 1, got 2"),
         ("--dynamic-sampling 2", "rewards are equal, from which rl_zvp learns"),
-        ("--overlong-buffer 2", "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not take"),
+        ("--overlong-buffer 2", "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not support"),
     ):
         with pytest.raises(InputError, match=message):
             check(parse(["--objective", "rl_zvp", *flags.split()]))

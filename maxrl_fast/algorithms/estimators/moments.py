@@ -5,17 +5,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimator import Ddof, K, Kernel, alias, estimator
+from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, alias, estimator
 from maxrl_fast.algorithms.estimators import tables
 from maxrl_fast.algorithms.estimators.max_at_k import shortfall
 from maxrl_fast.algorithms.group import Group, ratio
-from maxrl_fast.algorithms.options import Limit, NotNegative, Share
+from maxrl_fast.algorithms.options import Help, Limit, Share
 
-Rate = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
+_RATE = Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
+FalsePositiveRate = Annotated[float, _RATE, Help("Probability that the verifier accepts a wrong rollout.")]
+FalseNegativeRate = Annotated[float, _RATE, Help("Probability that the verifier rejects a correct rollout.")]
 
 
 @estimator(source="MaxRL, Algorithm 1", weight="(1-(1-p)^(N-1))/p at eps 0", kernel=Kernel(centred=True, scale="mean"))
-def maxrl_ratio(g: Group, *, eps: NotNegative = 0.0) -> Tensor:
+def maxrl_ratio(g: Group, *, eps: Eps = 0.0) -> Tensor:
     """(r - mean)/(mean + eps), 0 where mean + eps = 0; eps 0."""
     return ratio(g.centre(g.rewards), g.mean(g.rewards) + eps)
 
@@ -55,13 +57,13 @@ def reinforce_raw(g: Group) -> Tensor:
 
 
 @estimator(source="GRPO, Shao et al. 2024, section 4.1.2", kernel=Kernel(centred=True, scale="std"))
-def grpo(g: Group, *, eps: NotNegative = 1e-6, ddof: Ddof = 1) -> Tensor:
+def grpo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """(r - mean)/(std + eps); eps 1e-6, ddof 1."""
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof) + eps)
 
 
 @estimator(source="The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean", centred=True)
-def bon_mean(g: Group, *, k: K, eps: NotNegative = 1e-6, ddof: Ddof = 1) -> Tensor:
+def bon_mean(g: Group, *, k: K, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """(x - mean of x)/(std of x + eps), x_i = (k/N) S_i; eps 1e-6, ddof 1."""
     return grpo(Group(-k / g.n * shortfall(g, k), g.valid), eps=eps, ddof=ddof)  # the largest reward shifts all x alike
 
@@ -87,14 +89,22 @@ def grpo_nemo(g: Group) -> Tensor:
     kernel=Kernel(tables.pacs_first_update, binary=True),
     binary=True,
 )
-def pacs_first_update(g: Group, *, beta: float = 1.0) -> Tensor:
+def pacs_first_update(
+    g: Group, *, beta: Annotated[float, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")] = 1.0
+) -> Tensor:
     """beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal; beta 1."""
     share = g.mean(g.rewards)  # C/N
     return ratio(beta * g.n / (4 * (g.n - 1).clamp_min(1)) * (g.rewards - share), share * (1 - share))
 
 
 @estimator(source="Quantile Advantage Estimation, Wu et al. 2025, arXiv:2509.22611")
-def qae(g: Group, *, quantile: Share = 0.4, eps: NotNegative = 1e-6, ddof: Ddof = 1) -> Tensor:
+def qae(
+    g: Group,
+    *,
+    quantile: Annotated[Share, Help("Quantile of the group's rewards that is the baseline.")] = 0.4,
+    eps: Eps = 1e-6,
+    ddof: Ddof = 1,
+) -> Tensor:
     """(r - b)/(std + eps), b = inf{x : F(x) >= quantile}, F the distribution function of r; quantile .4, eps 1e-6, ddof 1."""
     index = (quantile * g.n).round(decimals=9).ceil().long() - 1  # rounded: .1 * 30 is a little above 3
     baseline = g.rewards.gather(1, g.order).gather(1, index.clamp_min(0))
@@ -108,7 +118,7 @@ def nsr(g: Group) -> Tensor:
 
 
 @estimator(source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347", weight="1 + correct_weight", min_rollouts=1)
-def w_reinforce(g: Group, *, correct_weight: float = 0.1) -> Tensor:
+def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1) -> Tensor:
     """correct_weight r - (1 - r); correct_weight .1."""
     return correct_weight * g.rewards - (1 - g.rewards)
 
@@ -123,7 +133,9 @@ def opo(g: Group, lengths: Tensor) -> Tensor:
     source="RLVR under Imperfect Verifiers 2025, backward (from a secondary source)",
     weight="(N-1)/(N (1 - rho0 - rho1))",
 )
-def noisy_verifier_backward(g: Group, *, false_positive_rate: Rate, false_negative_rate: Rate) -> Tensor:
+def noisy_verifier_backward(
+    g: Group, *, false_positive_rate: FalsePositiveRate, false_negative_rate: FalseNegativeRate
+) -> Tensor:
     """(r - mean)/(1 - rho0 - rho1): rewards (r - rho0)/(1 - rho0 - rho1), centred."""
     if not false_positive_rate + false_negative_rate < 1:
         raise ValueError("false_positive_rate and false_negative_rate must add up to less than 1")
@@ -131,7 +143,7 @@ def noisy_verifier_backward(g: Group, *, false_positive_rate: Rate, false_negati
 
 
 @estimator(source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)", weight="1", min_rollouts=1)
-def noisy_verifier_forward(g: Group, *, false_negative_rate: Rate) -> Tensor:
+def noisy_verifier_forward(g: Group, *, false_negative_rate: FalseNegativeRate) -> Tensor:
     """rho1 where r = 1, rho1 - 1 where r = 0."""
     return g.rewards - 1 + false_negative_rate
 

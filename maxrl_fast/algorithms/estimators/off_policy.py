@@ -11,14 +11,17 @@ t_j = C(j,T+1)/C(N-1,T+1) and R = N-1-T, telescoping sums over k from 0 to T giv
     sum_k t_j(k) = (N - R t_j)/(N-j) =: P,   sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j.
 """
 
+from typing import Annotated
+
 from torch import Tensor, where
 
 from maxrl_fast.algorithms.estimator import K, KBelowN, Order, estimator
 from maxrl_fast.algorithms.estimators.max_at_k import maxpo, maxrl, shortfall
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import NotNegative
+from maxrl_fast.algorithms.options import Help, NotNegative
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 
+ClampDelta = Annotated[NotNegative, Help("Clamp probability ratios of responses to at most this distance from 1; 0: do not.")]
 _SECTION = "The Best of N Worlds, Bagirov et al. 2025, section 3.3"
 
 
@@ -43,7 +46,7 @@ def _with_ratios(g: Group, at_one: Tensor, slopes: Tensor, log_ratios: Tensor, c
     weight="depends on the ratios; (1-p)^(k-1) where they are 1",
     centred=True,
 )
-def maxpo_off_policy(g: Group, log_ratios: Tensor, *, k: KBelowN, clamp_delta: NotNegative = 0.0) -> Tensor:
+def maxpo_off_policy(g: Group, log_ratios: Tensor, *, k: KBelowN, clamp_delta: ClampDelta = 0.0) -> Tensor:
     """rho_i (S_i - S_-i), subsets of the k-1 others weighted by 1 + the sum of their rho - 1."""
     slopes = (k - 1) * g.within(k, g.n - 1)[:, 1:-1] / g.j
     return _with_ratios(g, maxpo(g, k=k), slopes, log_ratios, clamp_delta)
@@ -54,7 +57,7 @@ def maxpo_off_policy(g: Group, log_ratios: Tensor, *, k: KBelowN, clamp_delta: N
     weight="depends on the ratios; (1-(1-p)^order)/p where they are 1",
     centred=True,
 )
-def maxrl_off_policy(g: Group, log_ratios: Tensor, *, order: Order = None, clamp_delta: NotNegative = 0.0) -> Tensor:
+def maxrl_off_policy(g: Group, log_ratios: Tensor, *, order: Order = None, clamp_delta: ClampDelta = 0.0) -> Tensor:
     """the sum of maxpo_off_policy over k = 1..order."""
     largest = g.n - 1 if order is None else order
     left = g.n - 1 - largest
@@ -65,7 +68,7 @@ def maxrl_off_policy(g: Group, log_ratios: Tensor, *, order: Order = None, clamp
 
 
 @estimator(source=f"{_SECTION}, off-policy BoN", weight="depends on the ratios; (k/N) (1-p)^(k-1) where they are 1")
-def bon_off_policy(g: Group, log_ratios: Tensor, *, k: K, clamp_delta: NotNegative = 0.0) -> Tensor:
+def bon_off_policy(g: Group, log_ratios: Tensor, *, k: K, clamp_delta: ClampDelta = 0.0) -> Tensor:
     """(k/N) S_i, subsets weighted by 1 + the sum of their rho - 1."""
     delta, sums = _deltas(g, log_ratios, clamp_delta)
     mean_weight = 1 + delta + (k - 1) * (sums[:, -1:] - delta) / (g.n - 1).clamp_min(1)

@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at
-from maxrl_fast.algorithms.estimator import Ddof, estimator
+from maxrl_fast.algorithms.arguments import is_host_readable
+from maxrl_fast.algorithms.estimator import Ddof, Eps, estimator
 from maxrl_fast.algorithms.estimators.moments import grpo
 from maxrl_fast.algorithms.group import BATCH, Group, ratio
-from maxrl_fast.algorithms.options import Limit, NotNegative
+from maxrl_fast.algorithms.options import Help, Limit
 
 
 @estimator(
@@ -18,7 +18,7 @@ from maxrl_fast.algorithms.options import Limit, NotNegative
     weight="depends on the rewards that are summed",
     over_batch=True,
 )
-def gdpo(g: Group, reward_parts: Tensor, *, reward_weights: Sequence[float], eps: NotNegative = 1e-4, ddof: Ddof = 1) -> Tensor:
+def gdpo(g: Group, reward_parts: Tensor, *, reward_weights: Sequence[float], eps: Eps = 1e-4, ddof: Ddof = 1) -> Tensor:
     """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k; eps 1e-4, ddof 1."""
     x = torch.zeros_like(g.rewards)
     for part, weight in zip(reward_parts, reward_weights, strict=True):
@@ -37,8 +37,12 @@ def hero(
     reward_parts: Tensor,
     *,
     reward_weights: Sequence[float],
-    score_range: Annotated[float, Limit("above 0 and below .5", lambda x: 0 < x < 0.5)] = 0.05,
-    eps: NotNegative = 1e-6,
+    score_range: Annotated[
+        float,
+        Limit("above 0 and below .5", lambda x: 0 < x < 0.5),
+        Help("Half-width of the score range within a verifier class."),
+    ] = 0.05,
+    eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
     """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min and max over equal v;
@@ -48,7 +52,7 @@ def hero(
         raise ValueError(f"hero takes a verifier of weight 1 and one or more scores as reward_parts, got {got}")
     verified, scores = reward_parts[0], reward_parts[1:].nan_to_num(0.0)
     other = g.valid & (verified != 0) & (verified != 1)
-    if can_look_at(other) and bool(other.any()):
+    if is_host_readable(other) and bool(other.any()):
         raise ValueError(f"the verifier of hero must give 0 or 1, got {float(verified[other][0])}")
     score = share = torch.zeros_like(g.rewards)
     for part, part_weight in zip(scores, reward_weights[1:], strict=True):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from maxrl_fast.algorithms.arguments import can_look_at
-from maxrl_fast.algorithms.options import Option, check_options, options_of
+from maxrl_fast.algorithms.arguments import is_host_readable
+from maxrl_fast.algorithms.options import Option, check_options, formula_of, options_of
 from maxrl_fast.algorithms.tokens import Tokens
 
 CLIPS = ("clip_low", "clip_high", "dual_clip")  # numbers of several losses: arguments of ops.policy_gradient_loss
@@ -97,7 +97,7 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
     return TokenLoss(
         name,
         function,
-        formula=" ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip("."),
+        formula=formula_of(function),
         source=source,
         options=options,
         clips="clip_low" in (parameter.name for parameter in parameters),
@@ -172,7 +172,7 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
     if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
         raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
     is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
-    if is_users and can_look_at(values):
+    if is_users and is_host_readable(values):
         # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN then.
         wrong = (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
         if wrong:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
 
 LOW, HIGH = 0.2, 0.9  # the levels of the quantiles
 _LEVELS = torch.tensor([LOW, HIGH], dtype=torch.float64)

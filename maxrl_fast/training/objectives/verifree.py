@@ -8,7 +8,7 @@ from torch import Tensor
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
 
 
 @dataclass

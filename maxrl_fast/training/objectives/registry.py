@@ -1,106 +1,180 @@
 """The objectives by name, their options, and how they are built."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
+from maxrl_fast.algorithms.estimator import Ddof, Eps
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
-from maxrl_fast.algorithms.options import check_options
+from maxrl_fast.algorithms.options import (
+    WORKED_OUT,
+    Aka,
+    Count,
+    CountOrZero,
+    Default,
+    Help,
+    NotNegative,
+    Option,
+    Positive,
+    UnitInterval,
+    check_options,
+    nearest,
+    options_of,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
 from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
-from maxrl_fast.training.group_objective import GroupObjective
-from maxrl_fast.training.objective import Objective
-from maxrl_fast.training.off_policy_objective import OffPolicyObjective
-from maxrl_fast.training.pacs_objective import PacsObjective
-from maxrl_fast.training.ppo_objective import PpoObjective
-from maxrl_fast.training.riskpo_objective import RiskpoObjective
-from maxrl_fast.training.verifree_objective import VerifreeObjective
-from maxrl_fast.training.zvp_objective import ZvpObjective
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.ppo import PpoObjective
+from maxrl_fast.training.objectives.riskpo import RiskpoObjective
+from maxrl_fast.training.objectives.verifree import VerifreeObjective
+from maxrl_fast.training.objectives.zvp import ZvpObjective
 
-DEFAULT_K, DEFAULT_BUNDLE = 4, 5
+DEFAULT_K = 4
 _BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
 
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective that has its own class instead of an estimator.
+    """An objective that is not an estimator.
 
     Args:
-        make: builds the objective from its options and the number of updates per step.
+        make: builds the objective from the updates per step; its keyword-only parameters are the objective's options.
         formula, needs, source: texts that `python -m maxrl_fast.objectives` prints, as for estimators.
         loss: its token loss without --loss.
-        options: defaults; None where the configuration works the value out.
         min_rollouts: smallest N.
         takes_one_naive: whether N = 1 is allowed with --score naive.
     """
 
-    make: Callable[[dict[str, Any], int], Objective]
+    make: Callable[..., Objective]
     formula: str
     needs: str
     source: str
     loss: str = "ppo"
-    options: Mapping[str, Any] = field(default_factory=dict)
     min_rollouts: int = 1
     takes_one_naive: bool = False
 
-
-def _make_pacs(options: dict[str, Any], updates_per_step: int) -> Objective:
-    return PacsObjective(**options, updates_per_step=updates_per_step)
-
-
-def _make_pacs_paper(options: dict[str, Any], updates_per_step: int) -> Objective:
-    return PacsObjective(**options, updates_per_step=updates_per_step, has_actor=True)
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        return options_of(self.make)
 
 
-def _make_zvp(options: dict[str, Any], updates_per_step: int) -> Objective:
-    check_options("rl_zvp", ESTIMATORS["grpo"].options, {name: options[name] for name in ("eps", "ddof")})
-    return ZvpObjective(**options)
+Beta = Annotated[Positive, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")]
+Score = Annotated[
+    Literal["rloo", "grpo", "dr_grpo", "naive"],
+    Help("Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."),
+]
+ClassWeight = Annotated[
+    Literal["balanced", "none"], Help("PACS's weights of correct and wrong rollouts: balanced in every group, or none.")
+]
+
+
+def _pacs(
+    updates_per_step: int, *, beta: Beta = 1.0, score: Score = "rloo", class_weight: ClassWeight = "balanced"
+) -> Objective:
+    return PacsObjective(beta, score, class_weight, updates_per_step)
+
+
+def _pacs_paper(
+    updates_per_step: int,
+    *,
+    beta: Beta = 1.0,
+    score: Score = "rloo",
+    class_weight: ClassWeight = "balanced",
+    ref_reset_interval: Annotated[
+        CountOrZero,
+        Help("Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."),
+    ] = 50,
+) -> Objective:
+    return PacsObjective(beta, score, class_weight, updates_per_step, has_actor=True, ref_reset_interval=ref_reset_interval)
+
+
+def _rl_zvp(
+    _: int,
+    *,
+    alpha: Annotated[Positive, Help("Weight of the tokens' entropies, per nat.")] = 0.1,
+    eps: Eps = 1e-6,
+    ddof: Ddof = 1,
+) -> Objective:
+    return ZvpObjective(alpha, eps, ddof)
+
+
+def _riskpo(
+    _: int, *, bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5
+) -> Objective:
+    return RiskpoObjective(bundle_size)
+
+
+def _ppo(
+    _: int,
+    *,
+    gae_gamma: Annotated[
+        UnitInterval,
+        Help("Discount of the reward per token in the generalized advantage estimates of ppo."),
+        Aka("gamma discount"),
+    ] = 1.0,
+    gae_lambda: Annotated[
+        UnitInterval,
+        Help("Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."),
+        Aka("lam lambd lambda_ gae_lam"),
+    ] = 1.0,
+    value_clip: Annotated[
+        NotNegative,
+        Help("Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."),
+        Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
+    ] = 0.2,
+    critic_lr: Annotated[
+        Positive,
+        Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
+        Help("Learning rate of ppo's critic, constant from the first step."),
+        Aka("critic_learning_rate value_lr vf_lr"),
+    ] = WORKED_OUT,
+) -> Objective:
+    return PpoObjective(gae_gamma, gae_lambda)  # the others are the critic's
 
 
 _PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
 _PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
-_PACS_OPTIONS: dict[str, Any] = {"beta": 1.0, "score": "rloo", "class_weight": "balanced"}
 OWN: dict[str, ObjectiveRow] = {
     "pacs": ObjectiveRow(
-        _make_pacs,
+        _pacs,
         formula=f"{_PACS}; the reference is the sampling policy",
         needs=_PACS_NEEDS,
         source="PACS, eq. 8, code",
         loss=PacsObjective.loss,
-        options=_PACS_OPTIONS,
         min_rollouts=2,
         takes_one_naive=True,
     ),
     "pacs_paper": ObjectiveRow(
-        _make_pacs_paper,
+        _pacs_paper,
         formula=f"{_PACS}; plus the log-likelihood of R; the reference is reset every --ref-reset-interval steps",
         needs=_PACS_NEEDS,
         source="PACS, eqs. 5, 8",
         loss=PacsObjective.loss,
-        options=_PACS_OPTIONS | {"ref_reset_interval": 50},
         min_rollouts=2,
         takes_one_naive=True,
     ),
     "rl_zvp": ObjectiveRow(
-        _make_zvp,
+        _rl_zvp,
         formula="grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, "
         "H_t its entropy, max over its response; alpha .1",
         needs="rewards 0 or 1, N >= 1; one more forward pass over these groups",
         source="RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
-        options={"alpha": 0.1, "eps": 1e-6, "ddof": 1},
     ),
     "riskpo": ObjectiveRow(
-        lambda options, _: RiskpoObjective(**options),
+        _riskpo,
         formula="(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 "
         "prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
         needs="N >= 2; --prompts a multiple of --bundle-size",
         source="RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
-        options={"bundle_size": DEFAULT_BUNDLE},
         min_rollouts=2,
     ),
     "verifree": ObjectiveRow(
-        lambda *_: VerifreeObjective(),
+        lambda _: VerifreeObjective(),
         formula="rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference answer y* put "
         "behind it",
         needs="N >= 2; a task with reference answers; one more forward pass",
@@ -109,12 +183,11 @@ OWN: dict[str, ObjectiveRow] = {
         min_rollouts=2,
     ),
     "ppo": ObjectiveRow(
-        lambda options, _: PpoObjective(options["gae_gamma"], options["gae_lambda"]),  # the other options configure the critic
+        _ppo,
         formula="A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t + gamma V_(t+1) - V_t, r at "
         "the last token; the critic V: a copy of the policy with a value head, trained on A + V",
         needs="N >= 1; memory and work of a second model that is trained",
         source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438",
-        options={"gae_gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "critic_lr": None},
     ),
 }
 OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
@@ -124,22 +197,31 @@ def is_custom(name: str) -> bool:
     return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
 
 
-def objective_options(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return an objective's options with their defaults; None where one must be given or the configuration works it out.
+def objective_options(name: str) -> dict[str, Option]:
+    """Return an objective's options: the ones in the signature of its function.
 
-    Raises InputError if a custom objective cannot be loaded.
+    Raises InputError if there is no such objective, or a custom one cannot be loaded.
     """
+    if name not in OBJECTIVES and not is_custom(name):
+        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
     if name in OWN:
-        return dict(OWN[name].options)
-    row, largest_k = _row(name), num_rollouts if is_custom(name) else DEFAULT_K
-    sizes: dict[str, Any] = {}
-    if row.size is not None:
-        sizes[row.size.name] = min(DEFAULT_K, largest_k) if row.size.name == "k" else num_rollouts - 1
-    flags = {option for other in ESTIMATORS.values() for option in other.options}  # a custom function may have more
-    options: dict[str, Any] = {key: option.default for key, option in row.options.items() if key in flags}
-    if options.get("ddof") is not None:
-        options["ddof"] = int(options["ddof"])  # the run's options hold an integer
-    return sizes | options
+        return OWN[name].options
+    row = _row(name)
+    return ({} if row.size is None else {row.size.name: row.size.option}) | dict(row.options)
+
+
+def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
+    """Return the defaults of an objective's options at N rollouts; None where one must be given or the configuration works it
+    out.
+
+    Raises InputError as `objective_options`.
+    """
+    defaults = {option: row.default for option, row in objective_options(name).items()}
+    size = None if name in OWN else _row(name).size
+    if size is not None:
+        largest_k = num_rollouts if is_custom(name) else DEFAULT_K
+        defaults[size.name] = min(DEFAULT_K, largest_k) if size.name == "k" else num_rollouts - 1
+    return defaults
 
 
 def _row(name: str) -> Estimator:
@@ -168,13 +250,14 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
         ValueError: if an option does not fit the objective or N.
         InputError: if a custom objective cannot be loaded.
     """
-    options = objective_options(name, num_rollouts) | dict(given)
+    options = objective_defaults(name, num_rollouts) | dict(given)
     if name in OWN:
         own = OWN[name]
         if num_rollouts < own.min_rollouts and not (own.takes_one_naive and options["score"] == "naive"):
             but = ", but with --score naive" if own.takes_one_naive else ""
             raise ValueError(f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}")
-        return own.make(options, updates_per_step)
+        check_options(name, own.options, options)
+        return own.make(updates_per_step, **options)
     row = _row(name)
     if num_rollouts < row.min_rollouts:
         raise ValueError(f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import can_look_at
+from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.group_objective import GroupObjective
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import Needs
 
 
 @dataclass
@@ -69,8 +69,8 @@ class OffPolicyObjective(GroupObjective):
         index, cu_seqlens, chosen, groups = to_device(
             step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
         )
-        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)  # [sequences]
-        if can_look_at(own_ratios) and bool(own_ratios.isnan().any()):
+        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
+        if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
             step.values[chosen] = torch.nan  # as on a GPU; the update then reports the non-finite value
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from maxrl_fast.model import flash
-from maxrl_fast.model.attention import SharedPromptLayout
+from maxrl_fast.model.attention import AttentionVariant, SharedPromptLayout, shared_prompt_attention
 from maxrl_fast.model.flash import PADDED_REFERENCE, VarlenSpec
-from maxrl_fast.model.formed_attention import AttentionForm, formed_attention
 from tests.model.test_attention import CASES, CPU
 
 REAL_ATEN = torch.ops.aten
-FORMS = {
+VARIANTS = {
     "window 1": (1, 0.0, False),
     "window 3": (3, 0.0, False),
     "window as long as a prompt and its response": (9, 0.0, False),
@@ -36,16 +35,16 @@ def ordinary_attention(q, k, v, window, softcap, sinks):
     return torch.einsum("hij,jhd->ihd", p, v)
 
 
-def check(case, form, dtype=torch.float64, rtol=1e-11, head_dim=8):
-    (window, softcap, has_sinks), (lengths, response_lengths, answers) = FORMS[form], CASES[case]
+def check(case, variant, dtype=torch.float64, rtol=1e-11, head_dim=8):
+    (window, softcap, has_sinks), (lengths, response_lengths, prompt_index) = VARIANTS[variant], CASES[case]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths) + sum(response_lengths)
     tensors = [2 * torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64) for h in (4, 2, 2)]
     tensors += [torch.randn(4, generator=generator, dtype=torch.float64)] if has_sinks else []
     inputs = [x.to(dtype).requires_grad_() for x in tensors]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    layout = SharedPromptLayout.build(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
-    out = formed_attention(*inputs[:3], layout, AttentionForm(window, softcap, *inputs[3:]))
+    layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
+    out = shared_prompt_attention(*inputs[:3], layout, AttentionVariant(window, softcap, *inputs[3:]))
 
     (q, k, v), sinks = exact[:3], exact[3] if has_sinks else None
     sequences = torch.arange(sum(lengths)).split(lengths)
@@ -53,7 +52,7 @@ def check(case, form, dtype=torch.float64, rtol=1e-11, head_dim=8):
     expected = torch.zeros_like(q)
     for b, sequence in enumerate(sequences):
         expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence], window, softcap, sinks)
-        for response in (r for r, answered in zip(responses, answers, strict=True) if answered == b):
+        for response in (r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b):
             rows = torch.cat([sequence, response])
             expected[response] = ordinary_attention(q[rows], k[rows], v[rows], window, softcap, sinks)[len(sequence) :]
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=rtol)
@@ -64,15 +63,15 @@ def check(case, form, dtype=torch.float64, rtol=1e-11, head_dim=8):
         torch.testing.assert_close(actual.double(), w, rtol=rtol, atol=rtol * max(1.0, float(w.abs().max())))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_equal_ordinary_attention(case, form):
-    check(case, form)
+def test_outputs_and_gradients_equal_ordinary_attention(case, variant):
+    check(case, variant)
 
 
-@pytest.mark.parametrize("form", ["window 3", "soft cap", "all three"])
-def test_half_precision(form):
-    check("prompts of different lengths", form, torch.bfloat16, 0.03)
+@pytest.mark.parametrize("variant", ["window 3", "soft cap", "all three"])
+def test_half_precision(variant):
+    check("prompts of different lengths", variant, torch.bfloat16, 0.03)
 
 
 def emulated(calls):
@@ -118,22 +117,22 @@ def emulated(calls):
     return Aten(), package
 
 
-@pytest.mark.parametrize("form", ["window 1", "window 3", "sinks"])
-def test_torchs_kernel_gets_the_window(monkeypatch, form):
+@pytest.mark.parametrize("variant", ["window 1", "window 3", "sinks"])
+def test_torchs_kernel_gets_the_window(monkeypatch, variant):
     calls: list[int] = []
     monkeypatch.setattr(flash.torch.ops, "aten", emulated(calls)[0])
     monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.TORCH_VARLEN)
-    check("uneven groups", form)
-    assert calls == [FORMS[form][0] - 1] * 2
+    check("uneven groups", variant)
+    assert calls == [VARIANTS[variant][0] - 1] * 2
 
 
-@pytest.mark.parametrize("form", ["window 3", "soft cap", "all three"])
-def test_flash_attn_gets_the_window_and_the_soft_cap(monkeypatch, form):
+@pytest.mark.parametrize("variant", ["window 3", "soft cap", "all three"])
+def test_flash_attn_gets_the_window_and_the_soft_cap(monkeypatch, variant):
     calls: list[int] = []
     monkeypatch.setattr(flash, "_flash_attn", lambda: emulated(calls)[1])
     monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.FLASH_ATTN)
-    check("uneven groups", form)
-    assert calls == [FORMS[form][0] - 1] * 2
+    check("uneven groups", variant)
+    assert calls == [VARIANTS[variant][0] - 1] * 2
 
 
 def test_torchs_kernel_takes_no_soft_cap(monkeypatch):

@@ -12,7 +12,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
 
 AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}  # the others: token_mean
 

@@ -10,7 +10,7 @@ from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`--task FILE.py:CLASS` or the name of an installed one: a task of the user's."""
+"""`--task FILE.py:CLASS` or the name of an installed one: a custom task."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from maxrl_fast.runtime.plugins import build_plugin
 from maxrl_fast.tasks import Task
 
 
-def own_task(name: str, arguments: str, seed: int, model: Path | None) -> Task:
+def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Task:
     """Return the task of a class.
 
     Args:

@@ -1,4 +1,4 @@
-"""A plain rollout engine for policies that transformers runs: for tests and small models, where vLLM is not worth its start.
+"""The rollout engine for policies that transformers runs: for tests and small models, where vLLM is not worth its start.
 
 Each prompt is computed once. Decoding goes through the same attention function as training, over a key/value cache of our own:
 there is no code for any one family. All samples of a pass decode in step until the last of them has ended.
@@ -10,20 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.model.attention import SharedPromptLayout
-from maxrl_fast.model.formed_attention import PLAIN, AttentionForm, formed_attention
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, SharedPromptLayout, shared_prompt_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.sampling import sample
 
 
-class PlainEngine:
+class TransformersEngine:
     """Samples responses with a copy of the policy in the compute dtype.
 
     The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
@@ -41,7 +39,7 @@ class PlainEngine:
         self.config, self.dtype = model.config, dtype
         self.cache_bytes = default_cache_bytes(self.device) if cache_bytes is None else cache_bytes
         self.max_batch = MAX_BATCH[self.device.type] if max_batch is None else max_batch
-        self.statistics = RolloutStatistics(0.0, 0.0, 0, 0, 0, 0)
+        self.statistics = RolloutStatistics()
         self.model = model.copy_in(dtype)
 
     def describe(self) -> str:
@@ -66,11 +64,7 @@ class PlainEngine:
         c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
         token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
         prompt, own = token * prompt_length, token * max_new_tokens
-        if prompt + own > self.cache_bytes:
-            raise InputError(
-                f"kv_cache_gb must hold the longest prompt and a response, {(prompt + own) / 1e9:.3g} GB at {prompt_length} "
-                f"and {max_new_tokens} tokens, got {self.cache_bytes / 1e9:.3g}"
-            )
+        check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
         return prompt, own
 
     @torch.no_grad()
@@ -150,13 +144,13 @@ class _Pass:
         """Fill the caches with the prompts, and return the logits [g, V] of the first token."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
-        layout = SharedPromptLayout.build(lengths.cpu(), none, none, lengths.device)
+        layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
         tiling, limit = tile(lengths), self.sampling.max_new_tokens
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
-            return formed_attention(q, k, v, layout, form)
+            return shared_prompt_attention(q, k, v, layout, variant)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
@@ -169,17 +163,17 @@ class _Pass:
         groups = len(prompt_lengths)
         positions = prompt_lengths.repeat_interleave(len(token) // groups) + at
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
             cache = self.caches[layer]
             for own, x in zip(cache[2:], (k, v), strict=True):
                 own[:, :, at] = x.unflatten(0, (groups, -1))
-            return decode_attention(q, cache, prompt_lengths, at, form)
+            return decode_attention(q, cache, prompt_lengths, at, variant)
 
         rows = torch.arange(len(token), device=token.device)
         return self.model.logits(self.model(token, positions, attention, rows, self.dtype))
 
 
-def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, form: AttentionForm) -> Tensor:
+def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant) -> Tensor:
     """Return the attention [g n, Hq, D] of the newest tokens, number `at` of their responses, in plain PyTorch in float32.
 
     Args:
@@ -193,16 +187,16 @@ def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at:
     to_prompts = torch.einsum("gnkrd,gpkd->gnkrp", wide, keys)
     to_own = torch.einsum("gnkrd,gnwkd->gnkrw", wide, own_keys)
     scores = torch.cat([to_prompts, to_own], -1)
-    if form.softcap:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
+    if variant.softcap:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
     lengths, p, i = prompt_lengths[:, None], *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
     is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)  # [g, P + at + 1]
-    if form.window:
+    if variant.window:
         key_positions = torch.cat([p.expand(g, -1), lengths + i], 1)
-        is_seen &= key_positions > lengths + at - form.window
+        is_seen &= key_positions > lengths + at - variant.window
     scores = scores.masked_fill(~is_seen[:, None, None, None], float("-inf"))
-    if form.sinks is not None:
-        sinks = form.sinks.float().view(kv_heads, -1, 1).expand(g, n, -1, -1, 1)
+    if variant.sinks is not None:
+        sinks = variant.sinks.float().view(kv_heads, -1, 1).expand(g, n, -1, -1, 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

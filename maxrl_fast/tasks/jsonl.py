@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.runtime.files import check_regular, shown
-from maxrl_fast.runtime.hub import why_unreachable
 from maxrl_fast.tasks.dataset_specs import keys_of
 
 LINE_BYTES = 1 << 20  # limit of one line; the longest prompts of mathematics and code have a tenth of it
@@ -93,11 +93,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the location of each object, for error messages, and the object."""
     with open(path, "rb") as file:
-        bounded = iter(lambda: file.readline(LINE_BYTES + 1), b"")
-        for i, line in enumerate(bounded, start=1):
+        for i, line in enumerate(file, start=1):
             location = f"{shown(path)}, line {i}"
-            if len(line) > LINE_BYTES:
-                raise InputError(f"{location}: it must have at most {LINE_BYTES:,} bytes, got more")
             if not line.strip():
                 continue
             try:

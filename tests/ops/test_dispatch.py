@@ -1,4 +1,4 @@
-"""The gate in front of the kernels: which memory they see, from many threads and on many streams."""
+"""Dispatch to the kernels: which memory they see, from many threads and on many streams."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ import torch
 
 import maxrl_fast
 from maxrl_fast import _C, ops
-from maxrl_fast.ops import _gate
+from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage_kernel import forget_tables
 
 THREADS, ROUNDS = 8, 40
@@ -53,9 +53,9 @@ def test_eight_threads_compute_what_one_does():
 
 
 def test_addresses_are_taken_in_one_place():
-    """Call.keep holds the tensor too. The address of a tensor that nobody holds, as of x.contiguous(), is soon another's."""
+    """KernelLaunch.keep holds the tensor too. The address of one that nobody holds, as of x.contiguous(), is soon another's."""
     taken = {path.name: text.count("data_ptr") for path in PACKAGE.rglob("*.py") if "data_ptr" in (text := path.read_text())}
-    assert taken == {"_gate.py": 1}
+    assert taken == {"dispatch.py": 1}
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"\bCall\([^()]*\)\.(address|keep)", path.read_text()), f"{path} drops a call before its launch"
 
@@ -70,7 +70,7 @@ def test_addresses_are_taken_in_one_place():
     ],
 )
 def test_a_kernel_reads_only_what_it_was_told(wrong, shape):
-    call = _gate.Call(CPU)
+    call = dispatch.KernelLaunch(CPU)
     assert call.address("x", None, torch.float32, shape) == 0
     with pytest.raises(ValueError, match=r"x must be a contiguous torch.float32 tensor of shape .* on cpu, got"):
         call.address("x", wrong, torch.float32, shape)
@@ -91,14 +91,14 @@ class Watched:
 
 @pytest.mark.parametrize("is_capturing", [False, True])
 def test_a_cached_tensor_outlives_its_cache_on_the_stream_that_reads_it(monkeypatch, is_capturing):
-    monkeypatch.setattr(_gate, "is_gpu", lambda device: True)
-    monkeypatch.setattr(_gate, "_captured", set())
+    monkeypatch.setattr(dispatch, "is_gpu", lambda device: True)
+    monkeypatch.setattr(dispatch, "_captured", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     monkeypatch.setattr(_C, "of_a_test_cuda", lambda **arguments: arguments, raising=False)
-    call, cached, given = _gate.Call(torch.device("cuda")), Watched(), Watched()
+    call, cached, given = dispatch.KernelLaunch(torch.device("cuda")), Watched(), Watched()
     addresses = {"table": call.keep_cached(cached), "rewards": call.keep(given)}
     assert call.launch("of_a_test", **addresses) == {"table": 64, "rewards": 64, "stream": 7}
     assert (cached.streams, given.streams) == ([7], [])
-    assert _gate._captured == ({cached} if is_capturing else set())  # a graph reads it at every replay
+    assert dispatch._captured == ({cached} if is_capturing else set())  # a graph reads it at every replay

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.linear import whole
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
-from maxrl_fast.training.gae import explained_variance, gae_advantages, whitened
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
+from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
@@ -142,7 +142,7 @@ def update_critic(
             (0 * part if is_padding else part).backward()
         if not is_padding:
             total += part.detach() / size
-    before_clipping = whole(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
+    before_clipping = full_tensor(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
     loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise CriticError(f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}")

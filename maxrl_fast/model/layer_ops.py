@@ -1,6 +1,6 @@
 """The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU.
 
-PLAIN has them in PyTorch; layer_kernels.py and packed_kernels.py have them as operators.
+TORCH_OPS has them in PyTorch; layer_kernels.py and packed_kernels.py have them as operators.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 class Rotary(NamedTuple):
     """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64 [U]; None: row u for token u.
 
-    PLAIN takes them in the compute dtype and without positions, KERNELS in float32.
+    TORCH_OPS takes them in the compute dtype and without positions, KERNELS in float32.
     """
 
     cos: Tensor
@@ -33,7 +33,7 @@ class HeadNorms(NamedTuple):
 Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
 
 
-class LayerParts(NamedTuple):
+class LayerOps(NamedTuple):
     """One implementation of the parts; `weight` is of any dtype and cast to that of x."""
 
     # (x [U, H], weight [H], eps) -> the norm of x
@@ -76,4 +76,4 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-PLAIN = LayerParts(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)
+TORCH_OPS = LayerOps(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)

@@ -1,4 +1,4 @@
-"""The plain engine for policies of transformers: against the packed forward pass, and against the native engine."""
+"""The engine for policies of transformers: against the packed forward pass, and against the native engine."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.plain import PlainEngine
+from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
@@ -21,7 +21,7 @@ SAMPLING = Sampling(1.3, 20, (3, 17))
 
 
 def generate(policy, num_samples=6, sampling=SAMPLING, dtype=torch.float32, **options):
-    return PlainEngine(policy, dtype, **options).generate(PROMPTS, num_samples, sampling, seed=4, step=2)
+    return TransformersEngine(policy, dtype, **options).generate(PROMPTS, num_samples, sampling, seed=4, step=2)
 
 
 def logprobs(policy, rollouts, dtype=torch.float32, temperature=1.3):
@@ -73,7 +73,7 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
 
 
 def test_a_cache_that_is_too_small_is_refused():
-    engine = PlainEngine(tiny_policy("gemma2"), torch.float32, cache_bytes=1000)
+    engine = TransformersEngine(tiny_policy("gemma2"), torch.float32, cache_bytes=1000)
     with pytest.raises(InputError, match="kv_cache_gb must hold the longest prompt and a response"):
         engine.sequence_bytes(10, 20)
 
@@ -81,7 +81,7 @@ def test_a_cache_that_is_too_small_is_refused():
 def test_load_weights_copies_and_merges_adapters():
     policy = tiny_policy("gemma2")
     add_adapters(policy, 2, 4.0, "q_proj,down_proj", seed=0)
-    engine = PlainEngine(policy, torch.float32)
+    engine = TransformersEngine(policy, torch.float32)
     with torch.no_grad():
         for module in policy.modules():
             if isinstance(module, LoraLinear):

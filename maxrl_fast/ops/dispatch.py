@@ -35,8 +35,8 @@ def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Cal
     """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
 
     The schema is `schema`, or the function's annotations; `mutates` names the tensors that it writes to. When torch.compile
-    traces with tensors without memory, the same function runs, and its `Call` gives no address and launches nothing. A function
-    that reads values needs `register_fake`.
+    traces with tensors without memory, the same function runs, and its `KernelLaunch` gives no address and launches nothing. A
+    function that reads values needs `register_fake`.
 
     This is torch.library.custom_op without its wrapper around each call, which costs 8 us of the 14 us of a small
     group_advantage.
@@ -85,7 +85,7 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
         )
 
 
-class Call:
+class KernelLaunch:
     """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
     A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
@@ -111,6 +111,21 @@ class Call:
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {self.device}, got {tensor.dtype} of "
                 f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+        return self.keep(tensor)
+
+    def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Return the address of a tensor whose rows are contiguous, but need not follow each other; raise ValueError as
+        `address` does. A row is all that one index of the first dimension selects."""
+        fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
+        distance = 1
+        for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
+            fits &= size <= 1 or stride == distance or not tensor.numel()
+            distance *= size
+        if not fits:
+            raise ValueError(
+                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
             )
         return self.keep(tensor)
 

@@ -15,7 +15,7 @@ from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The batch of the PyTorch decoder: a grid of slots with their KV cache, on the device, and its CUDA graphs."""
+"""The batch of the PyTorch decoder: slots with their KV cache, on the device, and its CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
-RUNGS = 6  # numbers of rows that a grid decodes at a time, each half of the one before
+NUM_BATCH_SIZES = 6  # numbers of rows that are decoded at a time, each half of the one before
 
 
 class Shape(NamedTuple):
-    """The sizes of a grid."""
+    """The sizes of a DecodeSlots."""
 
     slots: int  # prompts
     rows: int  # samples
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     limit: int  # tokens of a response
 
     def holds(self, other: "Shape") -> bool:
-        """Return whether a batch of the other shape can be decoded in a grid of this one."""
+        """Return whether a batch of the other shape can be decoded in slots of this one."""
         return self.limit == other.limit and all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
     def joined(self, other: "Shape") -> "Shape":
@@ -37,10 +37,10 @@ class Shape(NamedTuple):
         return Shape(*(max(pair) for pair in zip(self, other, strict=True)))
 
     @property
-    def ladder(self) -> list[int]:
+    def batch_sizes(self) -> list[int]:
         """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are captured at the start."""
         sizes = [self.rows]
-        while len(sizes) < RUNGS and sizes[-1] > 1:
+        while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
@@ -73,7 +73,7 @@ def captured(step: Callable[[], None], stream: torch.cuda.Stream | None, pool: A
     return graph
 
 
-class Grid:
+class DecodeSlots:
     """KV cache and state of the groups that are decoded together, allocated once and used by one job after another.
 
     A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never move. Row
@@ -112,7 +112,7 @@ class Grid:
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, batch
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph] = {}
-        # The graphs write only to this grid and never run concurrently, so they share one memory pool. They are captured on a
+        # The graphs write only to these slots and never run concurrently, so they share one memory pool. They are captured on a
         # stream of this device: PyTorch's default for captures is a stream of the device of the first capture.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -121,7 +121,7 @@ class Grid:
         """Remove all samples, and prepare for a job with so many groups at a time of so many samples."""
         rows = num_slots * group_size
         self.num_slots, self.group_size = num_slots, group_size
-        self.rows = min(size for size in self.shape.ladder if size >= rows)
+        self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
         self.starts.copy_((torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows))
         self.sample.fill_(-1)
@@ -136,7 +136,7 @@ class Grid:
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
-        for rows in self.shape.ladder:  # descending: the memory of the first graph serves all
+        for rows in self.shape.batch_sizes:  # descending: the memory of the first graph serves all
             if rows <= most and (sampling, rows) not in self.graphs:
                 self.rows = rows
                 self.starts.copy_(starts.clamp_max(rows))
@@ -165,7 +165,7 @@ class Grid:
             return step.attend(q, k, v, self.prompts[layer], (k_own[rows], v_own[rows]))
 
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
-        logits = self.model.raw_logits(hidden)
+        logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last[rows], length, self.done[rows], self.tokens[rows], self.logprobs[rows])
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
@@ -187,7 +187,7 @@ class Grid:
         """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size] (-1: none)."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
-        layout = SharedPromptLayout.build(lengths.cpu(), none, none, lengths.device)
+        layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
         tiling = tile(lengths)
 
         def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class Grid:
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
         self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
         self.length[rows] = (samples < 0).long()
-        logits = self.model.raw_logits(hidden)  # all samples of a prompt share them
+        logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
             decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state, rows=rows)
@@ -223,7 +223,7 @@ class Grid:
 
         longest: the most tokens of an active row; only so many positions of the cache are moved.
         """
-        rows = min(size for size in self.shape.ladder if size >= int(active.sum()))
+        rows = min(size for size in self.shape.batch_sizes if size >= int(active.sum()))
         if rows == self.rows:
             return
         # Active rows, and as many others as there is place for, in their order: the rows of a prompt stay together.

@@ -1,0 +1,230 @@
+"""The options of `python -m maxrl_fast.evaluate`, and the way from flags and the folder of a run to the resolved ones."""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from maxrl_fast.algorithms.options import (
+    AT_LEAST_1,
+    WORKED_OUT,
+    Aka,
+    BetweenZeroAndOne,
+    Count,
+    CountOrZero,
+    Default,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    UnitInterval,
+)
+from maxrl_fast.config import given as training
+from maxrl_fast.config.checks import check_reward_weights, check_task
+from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
+from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
+from maxrl_fast.config.options_page import show_help, split_help
+from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.evaluation.source import Source, find_source, free_folder
+from maxrl_fast.rollout.names import check_engine_name
+from maxrl_fast.tasks import Task
+
+PROG = "python -m maxrl_fast.evaluate"
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured."""
+
+    checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
+    """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
+    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = WORKED_OUT
+    """Number of prompts: the first of the split."""
+    samples: Annotated[int, AT_LEAST_1, Aka("rollouts eval_samples")] = 256
+    """Responses to each prompt (n)."""
+    k: Annotated[tuple[int, ...], Default("1 2 4 ... up to --samples", "INT ...")] = ()
+    """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
+    split: Literal["test", "train"] = "test"
+    """Held-out prompts, or training prompts, which repeat where a file has fewer."""
+    baseline: Annotated[str | None, Default("none", "DIR")] = None
+    """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished evaluation of the same
+    prompts, samples and sampling."""
+    bootstrap: Annotated[int, AT_LEAST_1] = 1000
+    """Bootstrap resamples of the prompts for the intervals."""
+    confidence: BetweenZeroAndOne = 0.95
+    """Confidence of the intervals."""
+    embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
+    """Local embedding model (transformers, safetensors) by which diversity is measured: its mean last hidden state."""
+    compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
+    """Compare these folders of finished evaluations, in a table and a picture, without CHECKPOINT."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How responses are sampled. The papers evaluate language models with --temperature .6 --top-p .95."""
+
+    temperature: NotNegative = 1.0
+    """Sampling temperature; 0: greedy decoding, with one sample."""
+    top_k: CountOrZero = 0
+    """Top-k sampling: sample from this many of the most probable tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
+    min_p: UnitInterval = 0.0
+    """Min-p sampling: sample from tokens with at least this fraction of the most probable token's probability."""
+    max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = WORKED_OUT
+    """Response limit, in tokens."""
+    rollout: str = "native"
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
+    kv_cache_gb: Annotated[Positive | None, Default("an eighth of the memory, a quarter of a GPU's")] = None
+    """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit wait for others to
+    end."""
+    seed: Annotated[Seed, Default("the run's, else 0")] = WORKED_OUT
+    """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number alone (vllm: on the batch)."""
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """Where it is computed and written."""
+
+    out: Annotated[Path, Default("evaluations/<name>-<time>", "DIR")] = WORKED_OUT
+    """Folder of results, new or empty."""
+    task_seed: Annotated[Seed, Default("the run's, else 0")] = WORKED_OUT
+    """Seed of the mazes and of the order of training prompts."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
+    threads: Annotated[Count, Default("those this process may use")] = WORKED_OUT
+    """Number of CPU threads."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Groups):
+    """Sample many responses to each held-out prompt, and report pass@k, max@k, maj@k and diversity.
+
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or the folder of a run of
+    maxrl_fast.train: its best checkpoint, else its latest. Of a run, and of a checkpoint in its folder, the task's options are
+    the run's, unless others are given.
+
+    Examples: python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
+
+    python -m maxrl_fast.evaluate runs/maxpo-... --baseline runs/maxpo-.../checkpoints/step-000000
+
+    python -m maxrl_fast.evaluate DIR --task dataset --data prompts.jsonl --reward reward.py:score --temperature .6 --top-p .95
+
+    python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
+    """
+
+    measure: MeasureOptions = MeasureOptions()
+    sampling: SamplingOptions = SamplingOptions()
+    task: TaskOptions = field(default_factory=TaskOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    place: PlaceOptions = PlaceOptions()
+
+    def flat(self) -> dict[str, Any]:
+        """All options by flag name, in the types of JSON; several values are always a list, but for rewards."""
+        return super().flat() | {"k": [*self.measure.k], "compare": [*map(str, self.measure.compare)]}
+
+
+class ResolvedEvaluationConfig(EvaluationConfig):
+    """A checked configuration whose defaults are all worked out."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
+    """Return what flags and the run's folder give. --help prints the options that this task uses, and exits.
+
+    Raises:
+        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is unknown or that the task does not
+            use.
+    """
+    options = options_of(EvaluationConfig)
+    if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):
+        raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
+    words, asks_for_help = split_help(arguments)
+    flags, words = training.read_flags(words, options)
+    if not words and "reward" in flags and len(rewards := flags["reward"].value) > 1 and ":" not in rewards[-1]:
+        words = [rewards.pop()]  # a CHECKPOINT behind the rewards, each of which has a colon
+    training.refuse_unknown(flags, words[1:], options)
+    values = {name: training.convert(options[name], x) for name, x in flags.items()}
+    config = EvaluationConfig().replace(**values, checkpoint=words[0] if words else None)
+    if asks_for_help:
+        show_help(config, options, arguments, PROG)
+    if config.measure.compare:
+        if words or config.measure.baseline is not None:
+            raise InputError("--compare compares finished evaluations, without CHECKPOINT and --baseline")
+        return config, None
+    if not words:
+        raise InputError("CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or --compare)")
+    source = find_source(words[0])
+    of_run = {} if source.run is None else training.read_run(source.run, flags)
+    names = [name for group in (TaskOptions, RewardOptions) for name in vars(group())]
+    taken = {name: of_run[name] for name in (*names, "max_new_tokens", "seed") if name in of_run}
+    run = Config().replace(**{name: training.convert(training.OPTIONS[name], x) for name, x in taken.items()})
+    if values.get("task", run.task.task) == run.task.task:  # another task uses none of its options
+        config = config.replace(**{**vars(run.task), **vars(run.reward), **values})
+    hidden = inapplicable_options(EvaluationConfig, config.flat())
+    for name in [name for name in values if name in hidden]:
+        raise InputError(f"{flags[name].name} {hidden[name]}")
+    seed, task_seed, limit = config.sampling.seed, config.place.task_seed, config.sampling.max_new_tokens
+    if limit is None and config.task == run.task:
+        limit = run.rollout.max_new_tokens
+    config = config.replace(
+        checkpoint=str(source.checkpoint),
+        max_new_tokens=limit,
+        seed=run.run.seed if seed is None else seed,
+        task_seed=run.run.seed if task_seed is None else task_seed,
+    )
+    return config, source
+
+
+def check(config: EvaluationConfig) -> None:
+    """Refuse everything that can be known to be wrong before any work.
+
+    Raises:
+        InputError: with an expected/got message.
+    """
+    measure, sampling, options = config.measure, config.sampling, config.flat()
+    check_limits(EvaluationConfig, options)
+    for k in measure.k:
+        if not 1 <= k <= (sys.maxsize if measure.compare else measure.samples):
+            raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
+    if sampling.temperature == 0 and measure.samples > 1:
+        raise InputError(f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}")
+    check_task(config.task.task)
+    check_engine_name(sampling.rollout)
+    check_reward_weights(options)
+
+
+def resolve(
+    config: EvaluationConfig, source: Source, task: Task, warn: Callable[[str], None] = warnings.warn
+) -> ResolvedEvaluationConfig:
+    """Return the checked configuration with every default worked out.
+
+    Args:
+        warn: as of `response_limit`.
+
+    Raises:
+        InputError: where the device is absent, --out holds something, there are fewer prompts, or the policy has too few
+            positions.
+    """
+    measure, sampling, place = config.measure, config.sampling, config.place
+    available = task.num_test_prompts if measure.split == "test" else None
+    device, dtype = resolve_place(place.device, place.dtype)
+    worked_out = {
+        "prompts": num_held_out(measure.prompts, available, "prompts"),
+        "k": tuple(sorted(set(measure.k))) or tuple(powers_of_two(measure.samples)),
+        "max_new_tokens": response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
+        "seed": sampling.seed or 0,
+        "out": free_folder(place.out, source.name),
+        "task_seed": place.task_seed or 0,
+        "device": device,
+        "dtype": dtype,
+        "threads": place.threads or torch.get_num_threads(),
+    }
+    return ResolvedEvaluationConfig(**vars(config.replace(**worked_out)))

@@ -1,0 +1,67 @@
+"""What CHECKPOINT and --baseline name, and the folder of the results."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.hub import check_model, directory_of, find_model
+from maxrl_fast.runtime.files import read_json
+
+
+@dataclass(frozen=True)
+class Source:
+    """The location of a policy's weights."""
+
+    checkpoint: Path  # a Hugging Face directory, absolute, links followed
+    name: str  # for tables and file names
+    run: Path | None = None  # the folder of the run that it lies in
+
+
+def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
+    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if it is not in the cache.
+
+    Raises:
+        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be downloaded.
+    """
+    wanted, path = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run", Path(name)
+    if check_model(name, wanted) is not None:
+        pinned = find_model(name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True))
+        return Source(directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2])
+    if not (path / "config.json").exists():
+        raise InputError(f"{wanted}, got {path}, which has no config.json")
+    if _is_run(path):
+        found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
+        if found is None:
+            raise InputError(f"{path} is the folder of a run without a checkpoint: neither best nor latest is there")
+        path = found
+    path = path.resolve()
+    run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
+    return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder holds the config.json of a run, not of a model."""
+    try:
+        options = read_json(folder / "config.json")
+    except InputError:
+        return False
+    return "objective" in options and "model_type" not in options
+
+
+def free_folder(out: Path | None, name: str) -> Path:
+    """Return the folder of the results: --out, or one named after the policy and the time.
+
+    Raises:
+        InputError: where it holds something.
+    """
+    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        # The files that a stopped evaluation leaves behind are overwritten.
+        is_free = not out.exists() or (out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()))
+    except OSError as error:
+        raise InputError(f"cannot read --out {out}: {error}") from error
+    if not is_free:
+        raise InputError(f"--out must be a new or empty folder, got {out}")
+    return out

@@ -1,0 +1,305 @@
+"""Sample a policy and report, or compare finished evaluations."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import maxrl_fast
+from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
+from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
+from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
+from maxrl_fast.evaluation.outcome import (
+    RESULTS,
+    Outcome,
+    Resampling,
+    contents_of,
+    differences,
+    is_finished,
+    read_outcome,
+    settings_of,
+)
+from maxrl_fast.evaluation.source import Source, find_source, free_folder
+from maxrl_fast.evaluation.summary import Summary
+from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
+from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.job.build_engine import build_engine
+from maxrl_fast.job.build_policy import compare_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.screen import Screen
+from maxrl_fast.model.policy import load_policy
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.files import atomic_file, locked
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks import Task
+from maxrl_fast.training.stopwatch import Stopwatch
+
+SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
+ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy to sample."""
+
+    source: Source
+    task: Task  # with the policy's tokenizer
+    model: PolicyModel
+    engine: Engine
+
+
+@contextlib.contextmanager
+def stored(path: Path) -> Iterator[Path]:
+    """Give a temporary file to write a result to, which becomes `path` at the end.
+
+    Raises:
+        StorageError: where the disk refuses it.
+    """
+    try:
+        with atomic_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
+    """Sample the checkpoint, and the baseline where it is one, and report.
+
+    Raises:
+        InputError: where the configuration proves to be wrong, before any sampling.
+    """
+    task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward)
+    config = resolve(parsed, source, task, screen.warn)
+    torch.set_num_threads(config.place.threads)
+    contents = contents_of(task, config.measure.split, config.measure.prompts)
+    settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
+    policy = _policy(config, source, task, None)
+    baseline = _baseline(config, settings, policy)
+    embeddings, device, dtype = config.measure.embeddings, torch.device(config.place.device), getattr(torch, config.place.dtype)
+    diversity: Diversity = NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
+    out, clock = config.place.out, Stopwatch()
+    with (
+        contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
+        locked(out),
+        # Renamed in the reverse order: where eval.json is, everything is.
+        stored(out / RESULTS) as results,
+        stored(out / PICTURE) as picture,
+        stored(out / SAMPLES) as samples,
+    ):
+        scorer.check(task.prompts(config.measure.split, 0, 1))
+        for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
+            if line:
+                screen.say(line)
+        with open(samples, "w") as file, clock("checkpoint"):
+            tally = SampleTally(task, diversity, file.write)
+            evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
+        own, other = _outcome(source.name, settings, evaluation, tally), baseline if isinstance(baseline, Outcome) else None
+        if isinstance(baseline, Policy):
+            with contextlib.closing(build_scorer(config.reward, baseline.task, device, dtype)) as its_scorer, clock("baseline"):
+                baseline_tally = SampleTally(baseline.task, diversity)
+                evaluated = _sample(config, baseline, its_scorer, baseline_tally, screen, "baseline")
+            other = _outcome(baseline.source.name, settings, evaluated, baseline_tally)
+        with clock("estimates"):
+            summary = Summary.of(own, other, tally, config.measure.k, _resampling(config))
+        for table in summary.tables(config.measure.confidence):
+            screen.console.print(table)
+        draw_coverage(summary.curves(), config.measure.confidence, picture)
+        estimates = summary.content(diversity, tally, evaluation.num_tokens) | {"num_distinct_prompts": num_distinct}
+        estimates |= scorer.pop_components().over(Ranks())
+        content = _provenance(config, source, task, settings, clock) | estimates
+        results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
+        screen.say(f"{name:<12}{out / file_name}")
+    return 0
+
+
+def _provenance(
+    config: ResolvedEvaluationConfig, source: Source, task: Task, settings: dict[str, Any], clock: Stopwatch
+) -> dict[str, Any]:
+    """Return what was evaluated, how and on what, for eval.json."""
+    return {
+        "checkpoint": str(source.checkpoint),
+        "name": source.name,
+        "run": None if source.run is None else str(source.run),
+        "task": task.name,
+        "options": config.flat(),
+        "settings": settings,
+        "versions": versions(),
+        "command": sys.argv,
+        "seconds": clock.seconds,
+    }
+
+
+def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
+    """Return the policy of a checkpoint with an engine for it: the engine of `like`, where the two have the same sizes."""
+    sampling, measure = config.sampling, config.measure
+    model = load_policy(
+        source.checkpoint,
+        task=config.task.task,
+        vocab_size=task.vocab_size,
+        prompt_length=task.prompt_length,
+        max_new_tokens=sampling.max_new_tokens,
+    )
+    if like is not None and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config:
+        return Policy(source, task, model, like.engine)
+    compare_policy(model.to(config.place.device))
+    engine = build_engine(
+        sampling.rollout,
+        model,
+        task,
+        getattr(torch, config.place.dtype),
+        max_new_tokens=sampling.max_new_tokens,
+        max_batch=min(measure.prompts, _chunk(config)) * measure.samples,
+        kv_cache_gb=sampling.kv_cache_gb,
+    )
+    return Policy(source, task, model, engine)
+
+
+def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy) -> Policy | Outcome | None:
+    """Return what --baseline names: a policy still to be sampled, or the outcome of a finished evaluation.
+
+    Raises:
+        InputError: where it is neither, or not of the same prompts, samples and sampling.
+    """
+    path, measure = config.measure.baseline, config.measure
+    if path is None:
+        return None
+    baseline: Policy | Outcome
+    if is_finished(Path(path)):
+        baseline = read_outcome(Path(path))
+        found = differences(baseline.settings, settings)
+    else:
+        source = find_source(path, "--baseline")
+        task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward.reward)
+        found = differences(settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings)
+        baseline = _policy(config, source, task, policy)
+    if found:
+        raise InputError(
+            f"--baseline {path} must be of the same prompts, samples and sampling; it differs in {'; '.join(found)}"
+        )
+    return baseline
+
+
+def _introduction(
+    config: ResolvedEvaluationConfig, policy: Policy, baseline: Policy | Outcome | None, num_distinct: int
+) -> Iterator[str]:
+    """Give the lines that say at the start what is evaluated and how."""
+    source, sampling, measure = policy.source, config.sampling, config.measure
+    yield f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed {sampling.seed}"
+    if source.run is not None:
+        yield f"the task's options and seed are those of the run {source.run}, but for what flags say"
+    limits = [f"{name} {value:g}" for name, value in (("top-k", sampling.top_k), ("min-p", sampling.min_p)) if value]
+    limits += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    how = ", ".join([f"temperature {sampling.temperature:g}", *limits, f"at most {sampling.max_new_tokens} tokens"])
+    distinct = "" if num_distinct == measure.prompts else f" ({num_distinct} distinct: intervals take all for distinct)"
+    yield f"{measure.prompts} {measure.split} prompts{distinct} x {measure.samples} samples, {how}; {policy.engine.describe()}"
+    if baseline is not None:
+        yield f"baseline: {baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline}"
+    yield f"results in {config.place.out}"
+
+
+def _chunk(config: ResolvedEvaluationConfig) -> int:
+    """Return the number of prompts sampled at a time."""
+    return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
+
+
+def _sample(
+    config: ResolvedEvaluationConfig, policy: Policy, scorer: Scorer, tally: SampleTally, screen: Screen, name: str
+) -> Evaluation:
+    """Sample a policy, with all samples handed to the tally.
+
+    Raises:
+        RewardError, NonFiniteError, StorageError.
+    """
+    measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
+    limits = (options.top_k, options.top_p, options.min_p)
+    policy.engine.load_weights(policy.model.to(device))
+    evaluator = Evaluator(
+        policy.engine,
+        policy.task,
+        scorer,
+        Sampling(options.temperature, options.max_new_tokens, policy.task.stop_ids, *limits),
+        num_prompts=measure.prompts,
+        num_samples=measure.samples,
+        seed=options.seed,
+        device=device,
+        split=measure.split,
+        chunk=_chunk(config),
+    )
+    with screen.stage(name, measure.prompts) as stage:
+
+        def after_chunk(done: int) -> None:
+            stage.advance(done)
+            if complaint := scorer.failures(Ranks(), f"prompt {done} of {measure.prompts}")[1]:
+                screen.warn(complaint)
+
+        return evaluator.evaluate(after_chunk, tally)
+
+
+def _outcome(name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally) -> Outcome:
+    numbers = {key: vars(evaluation)[key] for key in ("response_length_mean", "truncated", "reward_errors")}
+    return Outcome(
+        name=name,
+        num_samples=settings["samples"],
+        num_correct=is_correct(tally.rewards).sum(1),
+        settings=settings,
+        numbers=numbers | {"diversity": tally.mean_diversity},
+        measure=tally.measure,
+    )
+
+
+def _resampling(config: EvaluationConfig) -> Resampling:
+    return Resampling(config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0)
+
+
+def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
+    """Compare finished evaluations in a table and a picture.
+
+    Raises:
+        InputError: where one is none, or they have no k in common.
+    """
+    folders = config.measure.compare
+    if len(folders) < 2:
+        raise InputError(f"--compare needs at least two finished evaluations, got {len(folders)}")
+    outcomes = [read_outcome(folder) for folder in folders]
+    smallest = min(outcome.num_samples for outcome in outcomes)
+    ks = sorted(set(config.measure.k)) or powers_of_two(smallest)
+    if ks[-1] > smallest:
+        raise InputError(f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}")
+    out, resampling = free_folder(config.place.out, "compare"), _resampling(config)
+    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
+    for letter, folder in zip(letters, folders, strict=True):
+        screen.say(f"{letter}  {folder}")
+    first, gains = outcomes[0], []
+    for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
+        found = differences(first.settings, outcome.settings)
+        if found:
+            screen.warn(f"A and {letter} are not of the same prompts, samples and sampling; they differ in {'; '.join(found)}")
+        are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
+        gains.append(resampling.of_each(outcome.gains(first, ks)) if are_paired else None)
+    passes = [resampling.of_each(outcome.passes(ks)) for outcome in outcomes]
+    screen.console.print(comparison_table(letters, passes, gains))
+    screen.console.print(numbers_table(outcome_rows(outcomes), letters))
+    names = [outcome.name for outcome in outcomes]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    with locked(out), stored(out / PICTURE) as picture:
+        drawn = [
+            (name, outcome.curve, resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))))
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
+        draw_coverage(drawn, config.measure.confidence, picture)
+    screen.say(f"{'coverage':<12}{out / PICTURE}")
+    return 0

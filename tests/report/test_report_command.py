@@ -1,0 +1,67 @@
+"""The command `python -m maxrl_fast.report`: bad input is refused, and a page is replaced completely or kept."""
+
+import os
+import subprocess
+import sys
+
+from maxrl_fast.report import main
+from tests.browser.made_up import write_run
+
+
+def refusal(capsys, *arguments):
+    assert main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_bad_input_is_refused(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "report.html"
+    write_run(run)
+    assert "RUN must be 1 to 24 folders, got 0" in refusal(capsys)
+    assert "got 25" in refusal(capsys, *[run] * 25)
+    assert "is not a folder" in refusal(capsys, tmp_path / "absent", "--out", out)
+    assert "is not a folder" in refusal(capsys, run / "config.json", "--out", out)
+    assert "has neither" in refusal(capsys, tmp_path, "--out", out)
+    assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
+    (tmp_path / "folder.html").mkdir()
+    assert "is a folder" in refusal(capsys, run, "--out", tmp_path / "folder.html")
+    assert "an existing folder" in refusal(capsys, run, "--out", tmp_path / "absent" / "report.html")
+    (run / "metrics.jsonl").write_text("")
+    assert "at least one step" in refusal(capsys, run, "--out", out)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert "must be a regular file, got a folder" in refusal(capsys, run, "--out", out)
+    (run / "metrics.jsonl").rmdir()
+    os.mkfifo(run / "metrics.jsonl")
+    assert "must be a regular file, got a pipe" in refusal(capsys, run, "--out", out)
+    for content in ("[1]", "{", '{"pass_at_k": {}}', '{"pass_at_k": 3}', "[" * 100_000):
+        (tmp_path / "evaluation").mkdir(exist_ok=True)
+        (tmp_path / "evaluation" / "eval.json").write_text(content)
+        assert "must hold pass@k" in refusal(capsys, tmp_path / "evaluation", "--out", out)
+    assert not out.exists()
+
+
+def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run")
+    out = tmp_path / "report.html"
+    out.write_text("the page before")
+    with monkeypatch.context() as patch:
+        patch.setattr("maxrl_fast.runtime.files.fsync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+        assert main([str(tmp_path / "run"), "--out", str(out)]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert out.read_text() == "the page before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
+    assert main([str(tmp_path / "run"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"report {out}\n"
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_the_command_writes_a_page(tmp_path):
+    write_run(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "maxrl_fast.report", str(tmp_path / "run")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "report report.html\n", "")
+    assert (tmp_path / "report.html").stat().st_size > 50_000

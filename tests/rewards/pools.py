@@ -1,0 +1,76 @@
+"""Reward pools for tests, calls that must fail or succeed among others, and the processes of a pool."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from maxrl_fast.rewards.pool import RewardPool
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
+GB = 1 << 30
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+
+
+def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, file=FUNCTIONS):
+    return RewardPool(
+        f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=memory_limit, start_limit=start_limit
+    )
+
+
+def fails(pool, action, **arguments):
+    """Return the failure of one call, after checking that the calls before and after it succeed."""
+    start = time.monotonic()
+    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    assert time.monotonic() - start < 30
+    assert scores.rewards == [1.5, 0.0, 2.5]
+    assert [failure.index for failure in scores.failures] == [1]
+    return scores.failures[0]
+
+
+def succeeds(pool, action, **arguments):
+    """Return the reward of one call, after checking that the calls before and after it succeed."""
+    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    assert scores.failures == []
+    assert scores.rewards[::2] == [1.5, 2.5]
+    return scores.rewards[1]
+
+
+def is_alive(pid):
+    """Return whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    """Return the pids of the processes below one, zombies included."""
+    found = [pid]
+    for parent in found:  # the list grows during the loop
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+    return found[1:]
+
+
+def eventually(condition, limit=10.0):
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > limit:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def pids(pool):
+    """Return the pids of the processes that make calls, once all have started."""
+    supervisor = pool._supervisor.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    assert eventually(lambda: len(children.read_text().split()) == pool._settings["workers"])
+    return [*map(int, children.read_text().split())]
+
+
+def own_descendants():
+    return [pid for pid in descendants(os.getpid()) if is_alive(pid)]

@@ -1,0 +1,341 @@
+"""The processes of a reward pool: how they start, what outlives a call, and that none outlives the trainer."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.rewards.pool import RewardPool
+from tests.rewards.pools import (
+    FUNCTIONS,
+    GB,
+    ROOT,
+    THREAD,
+    descendants,
+    eventually,
+    fails,
+    is_alive,
+    own_descendants,
+    pids,
+    pool,
+    succeeds,
+)
+
+
+@pytest.mark.parametrize("action", ["fork_and_return", "fork_and_raise"])
+def test_a_forked_child_does_not_answer(patient, action):
+    for _ in range(5):
+        assert succeeds(patient, action) == 1.0
+
+
+def test_processes_left_behind_do_not_accumulate(patient):
+    worker = succeeds(patient, "leave_children", number=40)
+    assert succeeds(patient, "pid") == worker
+    assert descendants(int(worker)) == []  # nor zombies
+
+
+@pytest.mark.slow
+def test_children_end_with_a_call_that_times_out(hasty, tmp_path):
+    path = tmp_path / "child"
+    assert fails(hasty, "leave_child_and_hang", path=str(path)).kind == "timeout"
+    assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+@pytest.mark.slow
+def test_children_that_keep_the_connection_end_with_a_crash(tmp_path):
+    """A child keeps the connection open after the worker has died."""
+    path = tmp_path / "child"
+    with pool("act", workers=1, time_limit=1.0) as one:
+        failure = fails(one, "leave_child_and_exit", path=str(path))
+    assert (failure.kind, failure.message) == ("crash", "the worker process exited with code 3")
+    assert eventually(lambda: not is_alive(int(path.read_text())))
+
+
+def test_children_end_with_their_call(patient, tmp_path):
+    """A call that leaves processes costs its worker, which they are in the process group of."""
+    left = [tmp_path / str(number) for number in range(10)]
+    for path in left:
+        assert succeeds(patient, "leave_child", path=str(path)) == 1.0
+        assert eventually(lambda path=path: not is_alive(int(path.read_text())))
+
+
+def test_servers_that_the_module_starts_outlive_calls_but_not_the_pool(tmp_path):
+    (tmp_path / "server.py").write_text(
+        "import os, subprocess\n"
+        "server = subprocess.Popen(['sleep', '1000'])\n"
+        "def f(x):\n    os.getppid()\n    subprocess.Popen(['sleep', '1000'])\n    return server.pid if x else 1 / 0\n"
+    )
+    with pool("f", workers=1, file=tmp_path / "server.py") as one:
+        scores = one.score([{"x": 1}, {"x": 0}, {"x": 1}])
+        assert [failure.index for failure in scores.failures] == [1]
+        assert scores.rewards[0] == scores.rewards[2]
+        server = int(scores.rewards[0])
+        assert is_alive(server)
+    assert eventually(lambda: not is_alive(server))
+
+
+def test_a_call_does_not_affect_the_next(patient, tmp_path):
+    here = os.getcwd()
+    before = pids(patient)
+    (tmp_path / "gone").mkdir()
+    assert succeeds(patient, "change_surroundings", path=str(tmp_path / "gone")) == 1.0
+    assert succeeds(patient, "folder", expected=here) == 1.0
+    assert pids(patient) == before
+    assert fails(patient, "segfault").kind == "crash"
+
+
+def test_an_alarm_does_not_go_off_in_the_next_call(patient):
+    scores = patient.score([{"action": "set_alarm"}, {"action": "lasting", "seconds": 0.5}])
+    assert scores.failures == []
+    assert scores.rewards == [1.0, 0.5]
+
+
+def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
+    for pid in pids(hasty):
+        os.kill(pid, signal.SIGKILL)
+    assert succeeds(hasty, "") == 0.0
+
+
+def stop(pid):
+    """Stop the process with SIGSTOP and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    assert eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def test_a_call_that_was_not_read_is_made_again(tmp_path):
+    """Stopped workers cannot read, so each dies with the call unread in its socket. The function is called exactly once."""
+    path = tmp_path / "calls"
+    with pool("append_line", workers=2) as two:
+        stopped = pids(two)
+        for pid in stopped:
+            stop(pid)
+        killer = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGKILL) for pid in stopped])
+        killer.start()
+        scores = two.score([{"path": str(path)}])
+        killer.join()
+        assert scores.failures == []
+        assert path.read_text() == "called\n"
+
+
+def test_workers_ignore_signals_to_the_whole_job(hasty):
+    before = pids(hasty)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for pid in before:
+            os.kill(pid, number)
+    assert succeeds(hasty, "") == 0.0
+    assert pids(hasty) == before
+
+
+def test_a_thread_that_ends_the_process_later(patient):
+    (pid,) = pids(patient)
+    assert succeeds(patient, "die_later", seconds=0.2) == 1.0
+    assert eventually(lambda: not is_alive(pid))
+    assert succeeds(patient, "") == 0.0
+
+
+WRITES_TO_ALL = r"""
+import os
+for fd in os.listdir("/proc/self/fd"):
+    try:
+        os.write(int(fd), b"[1]\n")
+    except OSError:
+        pass
+"""
+BAD_FILES = {
+    "import no_such_module_anywhere": "No module named 'no_such_module_anywhere'",
+    "def f(:\n": "syntax error in ",
+    "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
+    "import sys; sys.exit(4)": "called sys.exit(4)",
+    "import os; os._exit(4)": "the worker process exited with code 4",
+    "import ctypes; ctypes.string_at(0)": "the worker process was killed by SIGSEGV",
+    "g = 1": "has no f",
+    "f = [1, 2]": "f in ",
+    WRITES_TO_ALL: "wrote to the connection",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
+    (tmp_path / "bad.py").write_text(text)
+    before = own_descendants()
+    with pytest.raises(InputError) as error:
+        pool("f", file=tmp_path / "bad.py")
+    assert f"reward function {tmp_path / 'bad.py'}:f: " in str(error.value)
+    assert BAD_FILES[text] in str(error.value)
+    assert own_descendants() == before
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("/no/such/file.py:f", "there is no file /no/such/file.py"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("tests.rewards.functions:no_such_name", "tests.rewards.functions has no no_such_name"),
+        ("tests.rewards.functions:WAITS", "is not a function"),
+        ("functions.py", 'got "functions.py"'),
+        (":f", 'got ":f"'),
+        ("functions.py:", 'got "functions.py:"'),
+    ],
+)
+def test_an_unknown_function_is_refused(function, message):
+    with pytest.raises(InputError) as error:
+        RewardPool(function, workers=2, time_limit=1, memory_limit=GB)
+    assert message in str(error.value)
+
+
+def test_loading_time_is_limited(tmp_path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
+    before = own_descendants()
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"loading it took longer than 1 s"):
+        pool("f", file=tmp_path / "slow.py", start_limit=1.0)
+    assert time.monotonic() - start < 20
+    assert own_descendants() == before
+
+
+def test_workers_that_cannot_restart_are_an_error(tmp_path):
+    """A function whose loading starts a thread cannot be forked, and is loaded again."""
+    path, threads = tmp_path / "once.py", "import os\n" + THREAD
+    path.write_text(threads + "def f(x): return x if x else os._exit(3)")
+    with pool("f", file=path) as two:
+        assert two.score([{"x": 1}, {"x": 0}]).rewards == [1.0, 0.0]
+        path.write_text("raise OSError('the disk is gone')")
+        with pytest.raises(RewardError, match="the disk is gone"):
+            two.score([{"x": 0}] * 10)
+        path.write_text(threads + "def f(x): return x + 1")
+        assert two.score([{"x": 1}] * 3).rewards == [2.0] * 3  # the failed start is not permanent
+
+
+@pytest.fixture
+def interruptible():
+    """Handle SIGINT as Python does by default. A background process may have been started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_leaves_no_process():
+    before = own_descendants()
+    with pool("act", time_limit=60.0) as two:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.score([{"action": "ignore_signals"}] * 10)
+        start = time.monotonic()
+        assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
+        assert time.monotonic() - start < 30  # the interrupted calls no longer run
+    assert own_descendants() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        two.score([])
+    two.close()
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_workers():
+    """Ctrl-C goes to the foreground process group, and workers are in another group."""
+    with pool("pid", workers=1) as one:
+        (pid,) = pids(one)
+        assert os.getpgid(pid) == pid != os.getpgrp()
+        assert os.getsid(pid) != os.getsid(0)
+
+
+TRAINER = """
+import os, sys, time
+from maxrl_fast.rewards.pool import RewardPool
+pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
+p = pool._supervisor.pid
+time.sleep(0.5)
+print([*map(int, open(f"/proc/{p}/task/{p}/children").read().split())], flush=True)
+"""
+ENDS = {
+    "idle, killed": ("time.sleep(1000)", signal.SIGKILL),
+    "busy, killed": (
+        "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])",
+        signal.SIGKILL,
+    ),
+    "busy, terminated": ("pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])", signal.SIGTERM),
+    "busy, interrupted": ("pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])", signal.SIGINT),
+    "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
+    "killed, and copied before": ("os.fork() or time.sleep(15); pool.score([{'action': 'sleep'}] * 2)", signal.SIGKILL),
+    "never closed": ("pass", None),
+    "failed": ("raise ValueError", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_workers_end_with_the_trainer(tmp_path, end):
+    last, number = ENDS[end]
+    path = tmp_path / "child"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER + last, FUNCTIONS, path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with trainer:
+        workers = ast.literal_eval(trainer.stdout.readline().decode())
+        assert len(workers) == 2
+        if number:
+            if "busy" in end:
+                assert eventually(lambda: path.exists() and path.read_text())
+            time.sleep(0.5)
+            assert all(map(is_alive, workers))
+            trainer.send_signal(number)
+        trainer.wait(20)
+        if path.exists():
+            workers.append(int(path.read_text()))
+        assert eventually(lambda: not any(map(is_alive, workers)))
+
+
+@pytest.mark.parametrize("text", ["", THREAD])
+def test_workers_end_with_a_supervisor_that_is_killed_and_others_take_over(tmp_path, text):
+    """The kernel kills them, whatever they do; a worker of a function that starts threads is its child too."""
+    (tmp_path / "functions.py").write_text(text + FUNCTIONS.read_text())
+    with pool("act", file=tmp_path / "functions.py", time_limit=4.0) as two:
+        before = [two._supervisor.pid, *pids(two)]
+        killer = threading.Timer(1.0, two._supervisor.kill)
+        killer.start()
+        scores = two.score([{"action": "ignore_signals"}, *[{"action": "", "x": 1.0}] * 4])
+        assert [(failure.index, failure.kind) for failure in scores.failures] == [(0, "timeout")]  # of the second supervisor
+        assert scores.rewards == [0.0, 1.0, 1.0, 1.0, 1.0]
+        assert eventually(lambda: not any(map(is_alive, before)))
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls_leak_nothing():
+    before = set(descendants(os.getpid()))
+    actions = ["exit_now", "sleep", "eat_bytes", "raise_error", "segfault", "close_all"]
+    with pool("act", time_limit=1.0) as two:
+        calls = [{"action": "", "x": i} for i in range(10_000)]
+        for i in range(500, 10_000, 500):
+            calls[i] = {"action": actions[i // 500 % len(actions)]}
+
+        def are_clean():
+            """Return whether there are two workers, their supervisor, and no other process or zombie."""
+            two.score([{"action": ""}] * 2)
+            started = set(descendants(os.getpid())) - before
+            return len(started) == 3 and set(pids(two)) < started
+
+        two.score(calls[:600])
+        assert eventually(are_clean)
+        fds = len(os.listdir("/proc/self/fd"))
+        scores = two.score(calls)
+        assert len(scores.failures) == 19
+        failed = {failure.index for failure in scores.failures}
+        assert failed == set(range(500, 10_000, 500))
+        assert scores.rewards == [0.0 if i in failed else float(i) for i in range(10_000)]
+        # Replacements may still be starting, but each killed worker has one.
+        assert eventually(are_clean)
+        assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_workers_do_not_import_heavy_modules():
+    code = "import sys, maxrl_fast.rewards.supervisor; print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "\n"

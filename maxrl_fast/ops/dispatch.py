@@ -115,8 +115,10 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor whose rows are contiguous, but need not follow each other; raise ValueError as
-        `address` does. A row is all that one index of the first dimension selects."""
+        """Return the address of a tensor with contiguous rows and any row stride; raise ValueError as `address` does.
+
+        A row is everything at one index of the first dimension.
+        """
         fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
         distance = 1
         for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):

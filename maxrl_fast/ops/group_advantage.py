@@ -156,7 +156,7 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 
 
 def _inputs(row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return what the estimator takes beside the rewards; raise ValueError for what is missing or not wanted."""
+    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")

@@ -13,7 +13,7 @@ from maxrl_fast.algorithms.estimators import Estimator
 
 
 def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return offsets [G+1] int64 and the index [S] that puts the rollouts in the order of the groups; None for equal groups."""
+    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for equal groups."""
     if offsets is not None:
         if group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
@@ -22,7 +22,7 @@ def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Ten
         return offsets.long().contiguous(), None
     if group_ids is None:
         return None, None
-    # The number of groups is not read back from the device: there are S, and the last ones are empty.
+    # The number of groups is not read from the device: S groups are made, and the last ones are empty.
     ids, places = group_ids.long().sort(stable=True)
     group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
     return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
